@@ -1,0 +1,32 @@
+"""Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
+
+from precision.attention import attention_core
+from precision.binding import begin_step, bind
+from precision.config import PrecisionConfig
+from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
+from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
+from precision.operand import Feed, Operand
+from precision.plan import GemmRow, Plan
+from precision.scaling import ScalingArena
+from precision.watch import Watch
+
+__all__ = [
+    "Feed",
+    "GemmRow",
+    "GroupedLinear",
+    "Linear",
+    "Operand",
+    "Plan",
+    "PrecisionConfig",
+    "ScalingArena",
+    "Watch",
+    "attention_core",
+    "begin_step",
+    "bind",
+    "combine_rows",
+    "gather_rows",
+    "gemm_layers",
+    "refresh_weights",
+    "rms_norm",
+    "swiglu",
+]

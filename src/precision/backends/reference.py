@@ -1,0 +1,248 @@
+"""The reference backend: plain PyTorch, any device. What it computes is what every other backend must compute.
+
+Quantise with a saturating cast, read the FP8 numbers back, multiply with FP32 accumulation. FP8 numbers are exact in BF16 and so
+are their products in FP32, so the multiplication runs on BF16 tensors without loss, four times as fast as on FP32 ones.
+
+What shares a scale, and where the scale is applied (y [R, N] = x [R, K] w [N, K]^T):
+
+    granularity   x, dy            w                  GEMM
+    tensor        one              one (per expert)   on the FP8 numbers; the product of both scales multiplies the result
+    row           one a row        one a row, w^T too on the FP8 numbers; row and column scales multiply the result
+    block         1 x 128 of K     128 x 128          on the dequantised numbers: exact in BF16 with power-of-two scales, else FP32
+
+The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: as they are. row: both are cast
+again under the largest of their scales (powers of two: exact but for underflow). block: cast again in 128 x 1 tiles, x from its FP8
+numbers, because that is what was kept and what may have travelled, dy from the exact gradient, which is at hand (DeepSeek-V3
+report, 3.3.2; grouped: tiles restart in each expert). The input gradient sums over N: row scales of w would vary along
+it, so `row` keeps a second cast of w with one scale a column.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precision.config import Granularity
+from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
+from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
+
+if TYPE_CHECKING:
+    from precision.plan import GemmRecipe
+
+BLOCK = 128
+
+
+class WeightOperand(NamedTuple):
+    """A weight ready for its GEMMs. data [(G,) N, K]; scale_inv None if not quantised, else [], [G], [(G,) N, 1] or
+    [(G,) ceil(N/128), ceil(K/128)]. The *_t pair is the copy that the input gradient reads where it needs scales of its own ([(G,) 1, K])."""
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    data_t: Tensor | None = None
+    scale_inv_t: Tensor | None = None
+
+
+class ReferenceBackend:
+    """See the module docstring; the interface is described in `precision.backends`."""
+
+    name = "reference"
+
+    def quantize(self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
+        """FP8 data of x's shape and its inverse scales; records the amax."""
+        amax = absolute_max(x)
+        record_amax(amax_row, amax)
+        scaling = recipe.scaling
+        if scaling.granularity is Granularity.tensor:
+            scale = step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)
+            return saturating_cast(x, scale, fmt), scale.reciprocal()
+        step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)  # for the logs
+        if scaling.granularity is Granularity.row:
+            scale = scale_from_amax(_amax_along(x, -1), fmt.max, scaling.margin, scaling.power_of_two)
+            return saturating_cast(x, scale, fmt), scale.reciprocal()
+        tiles = _tile(x, 1, BLOCK)  # [R, 1, blocks, 128]
+        scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
+        return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], -1)
+
+    def quantize_weight(
+        self, w: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> WeightOperand:
+        """FP8 of a compute weight [N, K], or of a stack [G, N, K] with scales of its own for each expert."""
+        scaling = recipe.scaling
+        amax = _amax_along(w, (-2, -1)).view(scale_row.shape)
+        record_amax(amax_row, amax)
+        scale = step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)
+        if scaling.granularity is Granularity.tensor:
+            data = saturating_cast(w, scale if w.dim() == 2 else scale[:, None, None], fmt)
+            return WeightOperand(data, scale.reciprocal())
+        if scaling.granularity is Granularity.row:
+            by_row, by_column = (
+                scale_from_amax(_amax_along(w, dim), fmt.max, scaling.margin, scaling.power_of_two) for dim in (-1, -2)
+            )
+            copies = saturating_cast(w, by_row, fmt), saturating_cast(w, by_column, fmt)
+            return WeightOperand(copies[0], by_row.reciprocal(), copies[1], by_column.reciprocal())
+        tiles = _tile(w, BLOCK, BLOCK)
+        scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
+        return WeightOperand(_untile(saturating_cast(tiles, scale, fmt), w), scale.reciprocal().squeeze(-1).squeeze(-2))
+
+    def forward(
+        self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """y [R, N] in recipe.output's dtype."""
+        return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=True)
+
+    def dgrad(
+        self, dy: Tensor, dy_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """dx [R, K] in recipe.output's dtype."""
+        if weight.data_t is not None:
+            return self._nt(dy, dy_inv, weight.data_t, weight.scale_inv_t, offsets, recipe, transpose=False)
+        return self._nt(dy, dy_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
+
+    def wgrad(
+        self,
+        dy_exact: Tensor,
+        dy: Tensor,
+        dy_inv: Tensor | None,
+        x: Tensor,
+        x_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+    ) -> Tensor:
+        """dw [N, K], or [G, N, K] for offsets [G]: BF16 (FP32 for FP32 operands), on its way into an FP32 sum."""
+        if dy_inv is None or x_inv is None:
+            return _matmul_over_rows(dy, x, offsets)
+        scaling = recipe.scaling
+        if scaling.granularity is Granularity.tensor:
+            factor = (dy_inv * x_inv).to(torch.float32)
+            return _matmul_over_rows(fp8_values(dy), fp8_values(x), offsets).to(torch.float32).mul_(factor)
+        x_read = _dequantize(x, x_inv, 1, recipe)
+        if scaling.granularity is Granularity.row:
+            dy_read = _dequantize(dy, dy_inv, 1, recipe)
+            read = [_recast_under_largest(t, inv, t8) for t, inv, t8 in ((dy_read, dy_inv, dy), (x_read, x_inv, x))]
+            return _matmul_over_rows(read[0], read[1], offsets)
+        tile = _row_tiles(x.shape[0], offsets, x.device)
+        x_tiles = _cast_in_row_tiles(x_read, tile, recipe.input, recipe)
+        dy_tiles = _cast_in_row_tiles(dy_exact, tile, recipe.grad, recipe)
+        return _matmul_over_rows(dy_tiles, x_tiles, offsets)
+
+    def _nt(
+        self,
+        a: Tensor,
+        a_inv: Tensor | None,
+        w: Tensor,
+        w_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        transpose: bool,
+    ) -> Tensor:
+        """a times w^T (transpose) or w; per group if offsets are given."""
+        out = recipe.output.dtype
+        if a_inv is None or w_inv is None:
+            wide = torch.promote_types(out, a.dtype)  # FP32 results of BF16 operands: products and sums in FP32
+            return _matmul(a.to(wide), w.to(wide), offsets, transpose).to(out)
+        if recipe.scaling.granularity is Granularity.block:
+            a, w = _dequantize(a, a_inv, 1, recipe), _dequantize(w, w_inv, BLOCK, recipe)
+            return _matmul(a, w, offsets, transpose).to(out)
+        product = _matmul(fp8_values(a), fp8_values(w), offsets, transpose)
+        if offsets is None:
+            factor = a_inv * (w_inv.view(1, -1) if w_inv.dim() else w_inv)
+        else:
+            group = torch.searchsorted(offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True)
+            factor = a_inv * w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)].view(a.shape[0], -1)
+        if out == product.dtype:
+            return product.mul_(factor.to(torch.float32))
+        return product.to(out).mul_(factor)
+
+
+def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Tensor:
+    """a [R, K] times w [N, K]^T or w [K, N]; w [G, ...] and offsets: each group's rows with its own matrix."""
+    if offsets is None:
+        return a @ (w.t() if transpose else w)
+    w = w.transpose(-2, -1) if transpose else w
+    if a.dtype == torch.bfloat16 and a.shape[0] > 0:
+        return torch._grouped_mm(a, w, offs=offsets)
+    ends = [0, *offsets.tolist()]
+    return torch.cat([a[start:stop] @ m for start, stop, m in zip(ends, ends[1:], w.unbind(), strict=False)])
+
+
+def _matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    """a [R, N]^T times b [R, K], summed over rows; with offsets one product for each group's rows."""
+    if offsets is None:
+        return a.t() @ b
+    if a.dtype == torch.bfloat16 and a.shape[0] > 0:
+        return torch._grouped_mm(a.t(), b, offs=offsets)
+    ends = [0, *offsets.tolist()]
+    return torch.stack([a[start:stop].t() @ b[start:stop] for start, stop in zip(ends, ends[1:], strict=False)])
+
+
+def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """FP32 absolute maximum along dims, kept as dims of size one; 0 where there is nothing to look at."""
+    if x.numel() == 0:
+        dims = (dim,) if isinstance(dim, int) else dim
+        shape = [1 if i - x.dim() in dims else size for i, size in enumerate(x.shape)]
+        return torch.zeros(shape, device=x.device)
+    return x.abs().amax(dim, keepdim=True).float()
+
+
+def _tile(x: Tensor, rows: int, columns: int) -> Tensor:
+    """[..., R, C] -> [..., ceil(R/rows), rows, ceil(C/columns), columns], padded with zeros. rows=1 tiles any leading shape."""
+    x = x.unsqueeze(-2) if rows == 1 else x
+    pad = -x.shape[-1] % columns, -x.shape[-2] % rows
+    x = F.pad(x, (0, pad[0], 0, pad[1])) if any(pad) else x
+    return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _untile(tiles: Tensor, like: Tensor) -> Tensor:
+    """Inverse of `_tile`, without the padding, in the shape of `like`."""
+    x = tiles.flatten(-2).flatten(-3, -2)
+    rows = like.shape[-2] if x.dim() == like.dim() else 1
+    padded = rows != x.shape[-2] or like.shape[-1] != x.shape[-1]
+    return (x[..., :rows, : like.shape[-1]].contiguous() if padded else x).view(like.shape)
+
+
+def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
+    """The numbers that row- or block-scaled FP8 data stand for: BF16 where that is exact (power-of-two scales), else FP32.
+
+    rows: rows of a block, 1 for activations and gradients, 128 for weights.
+    """
+    values = fp8_values(data) if recipe.scaling.power_of_two else data.to(torch.float32)
+    scale_inv = scale_inv.to(values.dtype)
+    if recipe.scaling.granularity is Granularity.row:
+        return values * scale_inv
+    spread = scale_inv[..., None, None, :, None] if rows == 1 else scale_inv[..., :, None, :, None]
+    return _untile(_tile(values, rows, BLOCK) * spread, data)
+
+
+def _recast_under_largest(x: Tensor, scale_inv: Tensor, like: Tensor) -> Tensor:
+    """x [R, C] as FP8 under one scale, the coarsest of its rows', read back."""
+    largest = scale_inv.amax() if scale_inv.numel() else scale_inv.new_ones(())
+    fmt = E4M3 if like.dtype == torch.float8_e4m3fn else E5M2
+    return fp8_values(saturating_cast(x, largest.reciprocal(), fmt)).mul_(largest.to(torch.bfloat16))
+
+
+def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
+    """Index [R] of the 128-row tile each row lies in, tiles restarting with each group, and an upper bound of their number."""
+    row = torch.arange(rows, device=device)
+    if offsets is None:
+        return row // BLOCK, -(-rows // BLOCK)
+    ends = offsets.long()
+    starts = F.pad(ends, (1, 0))[:-1]
+    tiles = (ends - starts + BLOCK - 1) // BLOCK
+    first_tile = F.pad(tiles.cumsum(0), (1, 0))[:-1]
+    group = torch.searchsorted(ends, row, right=True).clamp_(max=offsets.shape[0] - 1)
+    return first_tile[group] + (row - starts[group]) // BLOCK, rows // BLOCK + offsets.shape[0]
+
+
+def _cast_in_row_tiles(x: Tensor, tile: tuple[Tensor, int], fmt: Format, recipe: GemmRecipe) -> Tensor:
+    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back: BF16 with power-of-two scales, else FP32."""
+    scaling = recipe.scaling
+    index, count = tile
+    amax = x.new_zeros(count, x.shape[1], dtype=torch.float32)
+    amax.scatter_reduce_(0, index[:, None].expand(-1, x.shape[1]), x.abs().float(), "amax")
+    scale = scale_from_amax(amax, fmt.max, scaling.margin, scaling.power_of_two)[index]
+    data = saturating_cast(x, scale, fmt)
+    values = fp8_values(data) if scaling.power_of_two else data.to(torch.float32)
+    return values.mul_(scale.reciprocal_().to(values.dtype))

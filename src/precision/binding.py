@@ -1,0 +1,27 @@
+"""Between a model and its arena: bind the slots once parameters exist, begin a step."""
+
+import torch
+from torch import nn
+
+from precision.linear import GroupedLinear, Linear, refresh_weights
+from precision.plan import Plan
+from precision.scaling import ScalingArena
+from precision.watch import Watch
+
+
+def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
+    """Give every slot of the model its rows in a new arena on `device`, and make the compute weights.
+
+    Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's modules.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | Watch)]
+    slots = [slot for layer in layers for slot in layer.slots()]
+    arena = ScalingArena(slots, plan.config.scaling, plan.delayed, device)
+    refresh_weights(model, force=True)
+    return arena
+
+
+def begin_step(model: nn.Module, arena: ScalingArena) -> None:
+    """Start a training step: forget the amaxes of the step before, quantise every weight once."""
+    arena.begin_step()
+    refresh_weights(model, force=True)

@@ -1,0 +1,195 @@
+"""The precision section of the config tree: the table, its exceptions, the scaling.
+
+One choice of `configs/precision/*.yaml` fills it. Every cell of the table is a decision; a cell left at null is an error as soon
+as the model has something that needs it. `plan.py` turns this into one row a GEMM.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Precision(Enum):
+    """What an op computes in. `fp8` means: as `precision.scaling` says, with its formats forward and backward."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
+class Method(Enum):
+    """Where an FP8 tensor's scale comes from: the amax of past steps, or the tensor itself (just in time)."""
+
+    delayed = "delayed"
+    current = "current"
+
+
+class Granularity(Enum):
+    """How much of a tensor shares one scale: all of it, a row, or a block (1 x 128 of activations, 128 x 128 of weights)."""
+
+    tensor = "tensor"
+    row = "row"
+    block = "block"
+
+
+class Fp8Format(Enum):
+    """The two FP8 formats; see `formats`."""
+
+    e4m3 = "e4m3"
+    e5m2 = "e5m2"
+
+
+class BackendChoice(Enum):
+    """Which implementation serves the GEMMs; `auto` is resolved per op in the plan."""
+
+    auto = "auto"
+    reference = "reference"
+
+
+@dataclass
+class AttentionTable:
+    """Precision of the GEMMs and the core of multi-head latent attention."""
+
+    kv_a: Precision | None = None
+    """Compression to the key-value latent and the shared RoPE key."""
+    q_a: Precision | None = None
+    """Compression to the query latent (models with q_lora_rank)."""
+    q: Precision | None = None
+    """Direct query projection (models without q_lora_rank)."""
+    q_b: Precision | None = None
+    """Queries from their latent."""
+    kv_b: Precision | None = None
+    """Keys and values from their latent."""
+    o: Precision | None = None
+    """Output projection."""
+    core: Precision | None = None
+    """QK^T, softmax (FP32 inside) and PV."""
+
+
+@dataclass
+class MoeTable:
+    """Precision of the mixture-of-experts layer."""
+
+    shared: Precision | None = None
+    """GEMMs of the shared experts."""
+    router: Precision | None = None
+    """Input of the router; its scores are FP32 always."""
+    experts: Precision | None = None
+    """Grouped GEMMs of the routed experts."""
+    dispatch: Precision | None = None
+    """Tokens on their way to the experts."""
+    combine: Precision | None = None
+    """Expert outputs on their way back."""
+    accumulate: Precision | None = None
+    """Weighted sum over a token's experts."""
+
+
+@dataclass
+class MtpTable:
+    """Precision of what multi-token prediction adds to a block."""
+
+    proj: Precision | None = None
+    """The projection M [2H -> H]."""
+
+
+@dataclass
+class GradTable:
+    """Precision of gradients on their way to the optimizer."""
+
+    accumulate: Precision | None = None
+    """Sum over microbatches."""
+    reduce: Precision | None = None
+    """Sum over ranks."""
+
+
+@dataclass
+class OptimTable:
+    """Precision of what the optimizer keeps."""
+
+    master: Precision | None = None
+    """Weights that are updated."""
+    moments: Precision | None = None
+    """First and second moments of AdamW."""
+
+
+@dataclass
+class Table:
+    """One decision an op. The only place where a precision is chosen."""
+
+    embed: Precision | None = None
+    """Embedding output, MTP's too."""
+    norm: Precision | None = None
+    """Arithmetic and gain of every RMSNorm."""
+    residual: Precision | None = None
+    """The stream between blocks; also what GEMMs return."""
+    attn: AttentionTable = field(default_factory=AttentionTable)
+    """Attention."""
+    ffn: Precision | None = None
+    """GEMMs of the dense feed-forward layers."""
+    moe: MoeTable = field(default_factory=MoeTable)
+    """Mixture of experts."""
+    mtp: MtpTable = field(default_factory=MtpTable)
+    """Multi-token prediction."""
+    lm_head: Precision | None = None
+    """Logits; the loss is FP32 always."""
+    grad: GradTable = field(default_factory=GradTable)
+    """Gradients."""
+    optim: OptimTable = field(default_factory=OptimTable)
+    """Optimizer."""
+
+
+@dataclass
+class RulesException:
+    """Rows whose name matches a glob compute in another precision than the table says."""
+
+    match: str = ""
+    """Glob over row names, as the plan prints them: `mtp.*`, `layers.*.attn.o`, `layers.1.moe.experts.*`."""
+    precision: Precision = Precision.bf16
+    """What they compute in."""
+
+
+@dataclass
+class Rules:
+    """Exceptions to the table, by block and by name. A rule that matches nothing is an error."""
+
+    first_blocks: int = 0
+    """This many blocks at the start keep their FP8 GEMMs in BF16."""
+    last_blocks: int = 0
+    """This many blocks at the end (MTP's not counted) keep their FP8 GEMMs in BF16."""
+    exceptions: list[RulesException] = field(default_factory=list)
+    """Exceptions by name."""
+
+
+@dataclass
+class ScalingConfig:
+    """How FP8 tensors are scaled."""
+
+    method: Method = Method.delayed
+    """delayed: scale from past steps; current: from the tensor itself."""
+    granularity: Granularity = Granularity.tensor
+    """What shares one scale: tensor, row or block."""
+    history: int = 16
+    """Steps that a delayed scale looks back."""
+    margin: int = 0
+    """Powers of two kept free between a tensor's amax and the format's largest value."""
+    power_of_two: bool = False
+    """Round scales down to powers of two: scaling then adds no rounding error of its own."""
+    forward: Fp8Format = Fp8Format.e4m3
+    """Format of activations and weights."""
+    backward: Fp8Format = Fp8Format.e5m2
+    """Format of output gradients."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Everything that decides what runs in which format."""
+
+    name: str = "custom"
+    """Name of the recipe, for the plan and the run folder."""
+    backend: BackendChoice = BackendChoice.auto
+    """Which implementation serves the GEMMs."""
+    table: Table = field(default_factory=Table)
+    """One decision an op."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    """Scaling of what the table puts in FP8."""
+    rules: Rules = field(default_factory=Rules)
+    """Exceptions to the table."""

@@ -1,0 +1,173 @@
+"""Ops that make the operands of GEMMs: norm -> operand, SwiGLU -> operand, permutation -> operand, each with its backward.
+
+Quantising in the op that produces a tensor saves a pass over it, so these return what their `Feed` asks for: an `Operand` if a
+consumer computes in FP8, else a plain tensor. Without a feed they are plain ops. Here they are written in PyTorch; a backend with
+kernels of its own fuses the cast.
+
+Their backward passes are written out, in FP32, and keep what costs least: the norm its input (the residual stream, which is there
+anyway) and one number a row; SwiGLU its input. T tokens, K experts a token, R = T K rows, D and F features.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precision.linear import quantize
+from precision.operand import Feed, Operand, stand_in
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = x / rms(x) * gain. rstd [..., 1] is kept; dx = rstd (g - n mean(g n)) with n = x rstd, g = dy gain."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, gain, rstd)
+        return (wide * rstd).mul_(gain).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, gain, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        dy = grads[0].float()
+        dgain = (dy * normed).flatten(0, -2).sum(0).to(gain.dtype)
+        dy = dy * gain
+        dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)).mul_(rstd)
+        return dx.to(x.dtype), dgain, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    """h = silu(gate) up row_weight. With s = sigmoid(gate): dgate = dh up s (1 + gate (1 - s)), dup = dh gate s."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, row_weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, row_weight)
+        gate, up = gate_up.chunk(2, -1)
+        h = F.silu(gate.float()).mul_(up)
+        if row_weight is not None:
+            h.mul_(row_weight[..., None])
+        return h.to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        gate_up, row_weight = ctx.saved_tensors
+        gate, up = (half.float() for half in gate_up.chunk(2, -1))
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        dh = grads[0].float()
+        dweight = None
+        if row_weight is not None:
+            dweight = (dh * silu * up).sum(-1).to(row_weight.dtype)
+            dh = dh * row_weight[..., None]
+        dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
+        return torch.cat([dgate, dh * silu], -1).to(gate_up.dtype), dweight
+
+
+class _Gather(torch.autograd.Function):
+    """rows[r] = x[index[r]]; backward: each token sums its K rows, in FP32. inverse [T, K] says which they are."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.dtype = x.dtype
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return _sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """out[t] = sum over k of rows[inverse[t, k]]; backward: each row takes its token's gradient."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype = rows.dtype
+        return _sum_rows(rows, inverse, dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (index,) = ctx.saved_tensors
+        return grads[0].to(ctx.dtype).index_select(0, index), None, None, None
+
+
+def _sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, D]: the rows of each token, added up one after the other in `dtype`."""
+    total = rows.index_select(0, inverse[:, 0]).to(dtype)
+    for k in range(1, inverse.shape[1]):
+        total += rows.index_select(0, inverse[:, k])
+    return total
+
+
+def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
+    """x as the consumers behind `feed` want it: quantised once if any of them computes in FP8."""
+    if feed is None or feed.slot is None or feed.recipe is None:
+        return x
+    data, scale_inv = quantize(x, feed.slot, feed.recipe)
+    return Operand(x, data, scale_inv, kept=True) if feed.wants_tensor else _without_values(x, data, scale_inv)
+
+
+class _Hide(torch.autograd.Function):
+    """x -> a stand-in of its shape without memory; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return stand_in(x)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return grads[0]
+
+
+def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
+    return Operand(_Hide.apply(x), data, scale_inv, kept=False)
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float, feed: Feed | None = None) -> Operand | Tensor:
+    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32: FP32 inside, result in x's dtype."""
+    return deliver(_RmsNorm.apply(x, gain, eps), feed)
+
+
+def swiglu(gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None) -> Operand | Tensor:
+    """silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first -> [..., F]; FP32 inside.
+
+    row_weight [...] FP32: multiplies each row. A router's weight applied here spares keeping the experts' outputs, and its gradient
+    falls out of SwiGLU's.
+    """
+    return deliver(_SwiGlu.apply(gate_up, row_weight), feed)
+
+
+def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed | None = None) -> Operand | Tensor:
+    """Rows of tokens in the experts' order: x [T, D], index [R] int64 (the token of each row) -> [R, D].
+
+    inverse [T, K] int64: the K rows of each token. An Operand travels as FP8 with its scales; a tensor is delivered as `feed` asks.
+    The gradient of a token is the FP32 sum over its rows.
+    """
+    if not isinstance(x, Operand):
+        return deliver(_Gather.apply(x, index, inverse), feed)
+    data = x.data.view(torch.uint8).index_select(0, index).view(x.data.dtype)
+    scale_inv = x.scale_inv.index_select(0, index) if x.scale_inv.dim() else x.scale_inv
+    return Operand(_GatherEdge.apply(x.carrier, index, inverse), data, scale_inv, kept=False)
+
+
+class _GatherEdge(torch.autograd.Function):
+    """The autograd edge of `_Gather` where the values travel as FP8 beside it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.dtype = x.dtype
+        return x.new_zeros(()).expand(index.shape[0], *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return _sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+
+
+def combine_rows(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of each token's rows, in `dtype`: rows [R, D] in the experts' order -> [T, D]. index, inverse as in `gather_rows`."""
+    return _Combine.apply(rows, index, inverse, dtype)

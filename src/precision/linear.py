@@ -1,0 +1,176 @@
+"""Linear and GroupedLinear: the three GEMMs of a plan row.
+
+    fprop  y [R, N]  = x [R, K] w[N, K]^T
+    dgrad  dx [R, K] = dy [R, N] w [N, K]
+    wgrad  dw [N, K] = dy [R, N]^T x [R, K]
+
+The parameter is the FP32 master weight. What multiplies is the compute weight: BF16(master), or FP8 quantised from that BF16 (never
+from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It is made once
+after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
+
+x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is kept for the
+backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from precision.backends import get_backend
+from precision.backends.reference import WeightOperand
+from precision.operand import Operand
+from precision.plan import GemmRecipe, GemmRow
+from precision.scaling import Slot
+
+
+class _Gemms(torch.autograd.Function):
+    """All three GEMMs. carrier is x's autograd edge; x, x_inv its operand; weight the master parameter, w_* its operand."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        carrier: Tensor,
+        weight: Tensor,
+        x: Tensor,
+        x_inv: Tensor | None,
+        w: Tensor,
+        w_inv: Tensor | None,
+        w_t: Tensor | None,
+        w_t_inv: Tensor | None,
+        offsets: Tensor | None,
+        grad_scale: Tensor | None,
+        grad_amax: Tensor | None,
+        recipe: GemmRecipe,
+    ) -> Tensor:
+        x2 = x.reshape(-1, x.shape[-1])
+        x2_inv = x_inv.reshape(-1, x_inv.shape[-1]) if x_inv is not None and x_inv.dim() else x_inv
+        operand = WeightOperand(w, w_inv, w_t, w_t_inv)
+        y = get_backend(recipe.backend).forward(x2, x2_inv, operand, offsets, recipe)
+        ctx.save_for_backward(x2, x2_inv, w, w_inv, w_t, w_t_inv, offsets)
+        # arena rows are not saved for backward: other views of the arena are written in between
+        ctx.grad_scale, ctx.grad_amax, ctx.recipe = grad_scale, grad_amax, recipe
+        ctx.carrier_dtype, ctx.weight_dtype, ctx.shape = carrier.dtype, weight.dtype, carrier.shape
+        return y.view(*carrier.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, x_inv, w, w_inv, w_t, w_t_inv, offsets = ctx.saved_tensors
+        recipe: GemmRecipe = ctx.recipe
+        backend = get_backend(recipe.backend)
+        exact = grads[0].reshape(-1, grads[0].shape[-1])
+        if recipe.is_fp8:
+            dy, dy_inv = backend.quantize(exact, ctx.grad_scale, ctx.grad_amax, recipe.grad, recipe)
+        else:
+            exact = dy = exact.to(recipe.grad.dtype)
+            dy_inv = None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = backend.dgrad(dy, dy_inv, WeightOperand(w, w_inv, w_t, w_t_inv), offsets, recipe)
+            dx = dx.to(ctx.carrier_dtype).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            dw = backend.wgrad(exact, dy, dy_inv, x, x_inv, offsets, recipe).to(ctx.weight_dtype)
+        return dx, dw, *(None,) * 10
+
+
+def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
+    """FP8 data and inverse scales of x [..., K] under an input slot; records its amax. Straight-through: no autograd edge."""
+    assert slot.scale is not None and slot.amax is not None, "precision.bind(model, ...) has not been called"
+    return get_backend(recipe.backend).quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe)
+
+
+class _GemmLayer(nn.Module):
+    """What Linear and GroupedLinear share: the master weight, its operand, the slots, the call."""
+
+    def __init__(self, row: GemmRow, shape: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        self.recipe = row.recipe
+        self.operand: WeightOperand | None = None
+        self.operand_version = -1
+        self.input_slot: Slot | None = None
+        self.weight_slot: Slot | None = None
+        self.grad_slot: Slot | None = None
+        if row.recipe.is_fp8:
+            stacked = len(shape) == 3
+            weight_names = [f"{row.name}:weight.{g}" for g in range(row.groups)] if stacked else [f"{row.name}:weight"]
+            self.input_slot = Slot([f"{row.name}:input"], row.recipe.input)
+            self.weight_slot = Slot(weight_names, row.recipe.input, stacked)
+            self.grad_slot = Slot([f"{row.name}:grad"], row.recipe.grad)
+
+    def slots(self) -> list[Slot]:
+        """Arena rows of this layer, in forward order."""
+        return [slot for slot in (self.input_slot, self.weight_slot, self.grad_slot) if slot is not None]
+
+    @torch.no_grad()
+    def refresh_weight(self) -> None:
+        """Make the compute weight from the master, in place where it exists, and record its amax."""
+        exact = self.weight.detach().to(torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype)
+        if self.weight_slot is not None:
+            scale, amax = self.weight_slot.scale, self.weight_slot.amax
+            assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
+            backend = get_backend(self.recipe.backend)
+            fresh = backend.quantize_weight(exact, scale, amax, self.recipe.input, self.recipe)
+        else:
+            fresh = WeightOperand(exact)
+        if self.operand is None or self.operand.data.device != fresh.data.device:
+            self.operand = fresh
+        else:
+            for old, new in zip(self.operand, fresh, strict=True):
+                if old is not None and new is not None and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+        self.operand_version = self.weight._version
+
+    def _gemms(self, x: Tensor | Operand, offsets: Tensor | None) -> Tensor:
+        weight = self.operand
+        assert weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
+        if not self.recipe.is_fp8:
+            plain = x.tensor if isinstance(x, Operand) else x
+            data = plain.detach().to(self.recipe.input.dtype)
+            return _Gemms.apply(plain, self.weight, data, None, *weight, offsets, None, None, self.recipe)
+        assert self.input_slot is not None and self.grad_slot is not None
+        if isinstance(x, Operand):
+            carrier, data, inv = x.carrier, x.data, x.scale_inv
+        else:
+            carrier = x
+            data, inv = quantize(x, self.input_slot, self.recipe)
+        rows = self.grad_slot.scale, self.grad_slot.amax
+        return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, self.recipe)
+
+
+class Linear(_GemmLayer):
+    """y = x w^T without bias, computed as its plan row says. weight: FP32 master [out_features, in_features]."""
+
+    def __init__(self, row: GemmRow):
+        super().__init__(row, (row.out_features, row.in_features))
+
+    def forward(self, x: Tensor | Operand) -> Tensor:
+        """x [..., in_features] -> [..., out_features] in the row's output format."""
+        return self._gemms(x, None)
+
+
+class GroupedLinear(_GemmLayer):
+    """One linear a group: rows offsets[g-1] to offsets[g] meet weight[g]. weight: FP32 master [groups, out, in]."""
+
+    def __init__(self, row: GemmRow):
+        super().__init__(row, (row.groups, row.out_features, row.in_features))
+
+    def forward(self, x: Tensor | Operand, offsets: Tensor) -> Tensor:
+        """x [R, in_features], offsets [groups] int32 (cumulative ends, the last is R) -> [R, out_features]."""
+        return self._gemms(x, offsets)
+
+
+def gemm_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
+    """Every Linear and GroupedLinear of a model, in the order of its modules."""
+    return [m for m in model.modules() if isinstance(m, Linear | GroupedLinear)]
+
+
+def refresh_weights(model: nn.Module, force: bool = False) -> None:
+    """Bring the compute weights up to date with their masters: those whose master changed, or all with `force`.
+
+    A training step calls it once with force (amaxes are recorded afresh); a model calls it before each forward pass, when it costs
+    a comparison a layer.
+    """
+    for layer in gemm_layers(model):
+        if force or layer.operand_version != layer.weight._version:
+            layer.refresh_weight()

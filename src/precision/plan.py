@@ -1,0 +1,267 @@
+"""THE table: op -> precision. The only place where a precision is decided.
+
+`PrecisionConfig` says it by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row by name and
+gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no layer asks "if fp8".
+`finish()` then checks that every rule hit something. The plan is printed by a dry run and kept in the run folder.
+
+A row has three GEMMs, for y = x w^T:
+
+    fprop  y  = x w^T       x and w in `input` format
+    dgrad  dx = dy w        dy in `grad` format, w as above
+    wgrad  dw = dy^T x      dy as above, x as it was `saved`
+
+all with FP32 accumulation. Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
+"""
+
+import fnmatch
+import re
+from dataclasses import dataclass, field
+
+from precision.config import BackendChoice, Fp8Format, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.formats import BF16, BY_NAME, FP32, Format
+from precision.report import plan_text
+from precision.watch import Watch
+
+GEMM_OPS = (
+    *("attn.kv_a", "attn.q_a", "attn.q", "attn.q_b", "attn.kv_b", "attn.o"),
+    *("ffn", "moe.shared", "moe.router", "moe.experts", "mtp.proj", "lm_head"),
+)
+TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.combine", "moe.accumulate")
+TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
+FP8_OPS = {*GEMM_OPS, "moe.dispatch"} - {"moe.router"}
+FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """What a layer computes with; the same object for equal layers, so that equal blocks compile once (it holds no names).
+
+    input, grad: formats of the operands of the forward and of the gradient. saved: format of x kept for backward.
+    output: format of y and dx.
+    """
+
+    input: Format
+    grad: Format
+    saved: Format
+    output: Format
+    scaling: ScalingConfig
+    backend: str
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.input.is_fp8
+
+    @property
+    def delayed(self) -> bool:
+        return self.scaling.method is Method.delayed
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM of the model. rows_per_token: how many rows a token makes (experts: the number chosen)."""
+
+    name: str
+    op: str
+    in_features: int
+    out_features: int
+    groups: int
+    rows_per_token: float
+    recipe: GemmRecipe
+    decided_by: str
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward multiply-adds times two, for a token."""
+        return 2.0 * self.in_features * self.out_features * self.rows_per_token
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor or computation that is no GEMM, and its format."""
+
+    name: str
+    op: str
+    format: Format
+    decided_by: str
+
+
+@dataclass
+class _Rule:
+    text: str
+    pattern: re.Pattern[str]
+    precision: Precision
+    fp8_only: bool
+    hits: int = field(default=0)
+
+
+class Plan:
+    """Resolved precision of one model. Build the model with it, then `finish()`."""
+
+    def __init__(self, config: PrecisionConfig, num_layers: int):
+        _check_scaling(config.scaling)
+        self.config, self.num_layers = config, num_layers
+        self.gemms: dict[str, GemmRow] = {}
+        self.tensors: dict[str, TensorRow] = {}
+        self._rules = _rules(config, num_layers)
+        self._recipes: dict[tuple[Precision, Format], GemmRecipe] = {}
+        for op in TRAINER_OPS:
+            if self._table(op, op) is not Precision.fp32:
+                raise ValueError(f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32")
+            self.tensors[op] = TensorRow(op, op, FP32, "table")
+
+    @property
+    def delayed(self) -> bool:
+        """Whether FP8 tensors are scaled by their history."""
+        return self.config.scaling.method is Method.delayed
+
+    def gemm(
+        self, name: str, op: str, in_features: int, out_features: int, groups: int = 1, rows_per_token: float = 1.0
+    ) -> GemmRow:
+        """The row of one GEMM; registers it. ValueError if it is undecided, decided twice, or cannot run in FP8."""
+        if op not in GEMM_OPS:
+            raise ValueError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
+        precision, why = self._decide(name, op)
+        if precision is Precision.fp8:
+            if op not in FP8_OPS:
+                raise ValueError(f"precision.table.{op}=fp8: {name} cannot run in FP8; set it to bf16 or fp32")
+            for label, size in (("in", in_features), ("out", out_features)):
+                if size % FP8_MULTIPLE:
+                    raise ValueError(
+                        f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are no multiple of "
+                        f"{FP8_MULTIPLE}; change the model's size or add precision.rules.exceptions={{match: '{name}'}}"
+                    )
+        output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
+        row = GemmRow(name, op, in_features, out_features, groups, rows_per_token, self._recipe(precision, output), why)
+        self._register(name)
+        self.gemms[name] = row
+        return row
+
+    def tensor(self, name: str, op: str) -> Format:
+        """Format of something that is no GEMM; registers it."""
+        if op not in TENSOR_OPS:
+            raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
+        precision, why = self._decide(name, op)
+        if precision is Precision.fp8 and op not in FP8_OPS:
+            raise ValueError(f"precision.table.{op}=fp8: {name} cannot be FP8; set it to bf16 or fp32")
+        if op == "norm" and precision is not Precision.fp32:
+            raise ValueError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
+        if op == "moe.dispatch" and precision is Precision.fp8:
+            experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
+            if experts is not None and not experts.recipe.is_fp8:  # nobody to read FP8 at the other end
+                precision, why = Precision.bf16, "follows moe.experts"
+        fp8 = BY_NAME[self.config.scaling.forward.value]
+        fmt = fp8 if precision is Precision.fp8 else BY_NAME[precision.value]
+        self._register(name)
+        self.tensors[name] = TensorRow(name, op, fmt, why)
+        return fmt
+
+    def watch(self, name: str) -> Watch:
+        """A module that records the amax of what passes through it, forward and backward. See `watch`."""
+        return Watch(name)
+
+    def finish(self) -> None:
+        """Called when the model is complete. ValueError for a rule that matched nothing."""
+        for rule in self._rules:
+            if not rule.hits:
+                raise ValueError(
+                    f"precision.rules: {rule.text} matches nothing in this plan"
+                    + (" that is FP8" if rule.fp8_only else "")
+                    + "; correct or remove it (dry_run=true prints the rows)"
+                )
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of the model's GEMM FLOPs that runs in FP8 (attention's core not counted)."""
+        total = sum(row.flops_per_token for row in self.gemms.values())
+        return sum(row.flops_per_token for row in self.gemms.values() if row.recipe.is_fp8) / total if total else 0.0
+
+    @property
+    def blocks_fp8_share(self) -> float:
+        """The same for the GEMMs inside blocks, without the head."""
+        rows = [row for row in self.gemms.values() if row.op != "lm_head"]
+        return sum(r.flops_per_token for r in rows if r.recipe.is_fp8) / sum(r.flops_per_token for r in rows) if rows else 0.0
+
+    def to_text(self) -> str:
+        """The plan as a table, equal rows of consecutive blocks on one line."""
+        return plan_text(self)
+
+    def _register(self, name: str) -> None:
+        if name in self.gemms or name in self.tensors:
+            raise ValueError(f"{name} asked for a row of the precision plan twice; names must be unique")
+
+    def _table(self, op: str, name: str) -> Precision:
+        cell: object = self.config.table
+        for part in op.split("."):
+            cell = getattr(cell, part)
+        if not isinstance(cell, Precision):
+            raise ValueError(f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16 or fp8")
+        return cell
+
+    def _decide(self, name: str, op: str) -> tuple[Precision, str]:
+        table = self._table(op, name)
+        decided: dict[Precision, str] = {}
+        for rule in self._rules:
+            if rule.pattern.fullmatch(name) and not (rule.fp8_only and table is not Precision.fp8):
+                rule.hits += 1
+                decided.setdefault(rule.precision, rule.text)
+        if len(decided) > 1:
+            what = " and ".join(f"{text} ({precision.value})" for precision, text in decided.items())
+            raise ValueError(f"precision.rules: {name} is decided twice, by {what}; keep one")
+        for precision, text in decided.items():
+            return precision, text
+        return table, "table"
+
+    def _recipe(self, precision: Precision, output: Format) -> GemmRecipe:
+        """One object for each kind of GEMM, so that equal layers share it."""
+        if (precision, output) not in self._recipes:
+            scaling = self.config.scaling
+            if precision is Precision.fp8:
+                forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
+            else:
+                forward = grad = BF16 if precision is Precision.bf16 else FP32
+            recipe = GemmRecipe(forward, grad, forward, output, scaling, _backend(self.config.backend))
+            self._recipes[precision, output] = recipe
+        return self._recipes[precision, output]
+
+
+def _backend(choice: BackendChoice) -> str:
+    """Who serves an op: there is one backend so far, and `auto` is it."""
+    return "reference" if choice is BackendChoice.auto else choice.value
+
+
+def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
+    rules = []
+    for key in ("first_blocks", "last_blocks"):
+        count = getattr(config.rules, key)
+        if not 0 <= count <= num_layers:
+            raise ValueError(f"precision.rules.{key}={count}: the model has {num_layers} blocks; set 0 to {num_layers}")
+        if count:
+            blocks = range(count) if key == "first_blocks" else range(num_layers - count, num_layers)
+            pattern = rf"layers\.({'|'.join(map(str, blocks))})\..*"
+            rules.append(_Rule(f"{key}: {count}", re.compile(pattern), Precision.bf16, fp8_only=True))
+    for exception in config.rules.exceptions:
+        if not exception.match:
+            raise ValueError("precision.rules.exceptions: an entry has no match; write {match: GLOB, precision: bf16}")
+        pattern = re.compile(fnmatch.translate(exception.match))
+        rules.append(_Rule(f"match: {exception.match}", pattern, exception.precision, fp8_only=False))
+    return rules
+
+
+def _check_scaling(scaling: ScalingConfig) -> None:
+    where = "precision.scaling"
+    if scaling.method is Method.delayed and scaling.granularity is not Granularity.tensor:
+        raise ValueError(
+            f"{where}.granularity={scaling.granularity.value} with method=delayed: a history is kept per tensor only; "
+            f"set {where}.granularity=tensor or {where}.method=current"
+        )
+    if scaling.granularity is Granularity.row and not scaling.power_of_two:
+        raise ValueError(
+            f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, which is "
+            f"exact for powers of two only; set {where}.power_of_two=true"
+        )
+    if scaling.history < 1:
+        raise ValueError(f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more")
+    if not 0 <= scaling.margin <= 8:
+        raise ValueError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
+    if scaling.forward is not Fp8Format.e4m3:
+        raise ValueError(f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3")

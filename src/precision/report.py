@@ -1,0 +1,61 @@
+"""The plan as text: equal rows of consecutive blocks on one line, and the share of GEMM FLOPs in FP8."""
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from precision.plan import GemmRow, Plan
+
+_BLOCK = re.compile(r"^(layers|mtp)\.(\d+)(\..+)$")
+
+
+def plan_text(plan: "Plan") -> str:
+    """The whole plan, a line a row."""
+    config = plan.config
+    scaling = config.scaling
+    lines = [f"precision plan: {config.name}"]
+    if any(row.recipe.is_fp8 for row in plan.gemms.values()):
+        history = f", history {scaling.history}" if plan.delayed else ""
+        rounding = ", power-of-two scales" if scaling.power_of_two else ""
+        lines.append(f"fp8 scaling: {scaling.method.value}, per {scaling.granularity.value}{history}, margin {scaling.margin}{rounding}")
+    lines.append(f"gemm flops in fp8: {plan.fp8_share:.1%} of the model, {plan.blocks_fp8_share:.1%} of its blocks")
+    gemms = _merge((row.name, _gemm_cells(row)) for row in plan.gemms.values())
+    head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "result", "backend", "decided by")
+    lines += ["", *_columns([head, *gemms])]
+    tensors = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in plan.tensors.values())
+    lines += ["", *_columns([("tensor", "op", "format", "decided by"), *tensors])]
+    return "\n".join(lines) + "\n"
+
+
+def _gemm_cells(row: "GemmRow") -> tuple[str, ...]:
+    recipe = row.recipe
+    shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.groups}" if row.groups > 1 else "")
+    formats = recipe.input.name, recipe.grad.name, recipe.saved.name, recipe.output.name
+    return (row.op, shape, *formats, recipe.backend, row.decided_by)
+
+
+def _merge(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Rows that differ only in a run of block numbers become one: layers.3-60.attn.o. Order: by first appearance."""
+    runs: dict[tuple[str, ...], list[list[int]]] = {}
+    for name, cells in rows:
+        match = _BLOCK.match(name)
+        if not match:
+            runs[(name, "", *cells)] = []
+            continue
+        spans = runs.setdefault((match[1], match[3], *cells), [])
+        number = int(match[2])
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    merged = []
+    for (stem, tail, *cells), spans in runs.items():
+        numbers = ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+        merged.append((f"{stem}.{numbers}{tail}" if spans else stem, *cells))
+    return merged
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,167 @@
+"""Scales and amax histories: one flat arena for every quantised tensor of the model.
+
+An FP8 tensor is stored as x8 = saturate(x * scale) and read as x8 * (1 / scale), with
+
+    scale = FORMAT_MAX / (amax * 2^margin)          amax: the largest absolute value           (arXiv 2209.05433)
+
+*Current* scaling takes amax from the tensor itself. *Delayed* scaling takes the maximum of the last H committed steps, so that the
+scale is known before the tensor is made and the cast needs one pass. Both record the amax of every step.
+
+The arena keeps all of it in three buffers with one row a tensor: `amax [N]` of the step in progress, `history [N, H]` and
+`scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the arena inside a
+compiled block would lose writes and compile every block anew.) So a step's update is one fused operation for the model, dropping
+a step is not writing, and the checkpoint is plain tensors.
+
+Rules that keep one bad step from poisoning later ones:
+- `commit(ok)` writes nothing when ok is false, and a non-finite amax makes ok false: it never enters the history;
+- a row whose history holds nothing positive has scale 0, which means: scale by your own amax this step;
+- microbatches and recomputation only ever raise `amax`, so that both are idempotent.
+
+Rows without a format are watched, not scaled: see `watch`.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from precision.config import ScalingConfig
+from precision.formats import Format
+
+
+def absolute_max(x: Tensor) -> Tensor:
+    """Largest absolute value of x as a 0-d FP32 tensor; NaN or Inf if x holds one, 0 if x is empty."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float()
+
+
+def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_two: bool) -> Tensor:
+    """Scale that maps `amax` onto `limit / 2^margin`. FP32, shape of amax. Zero and non-finite amax give 1.
+
+    power_of_two rounds the scale down to a power of two. The result is finite and normal for every finite amax.
+    """
+    usable = torch.isfinite(amax) & (amax > 0)
+    scale = limit / (torch.where(usable, amax, 1.0) * 2.0**margin)
+    scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, 2.0**126)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+class Slot:
+    """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
+
+    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them.
+    """
+
+    def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):
+        self.names, self.format, self.stacked = names, fmt, stacked
+        self.amax: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    def record(self, amax: Tensor) -> None:
+        """Raise the step's amax to at least `amax`; NaN sticks."""
+        assert self.amax is not None, "precision.bind(model, ...) has not been called"
+        record_amax(self.amax, amax)
+
+
+def record_amax(row: Tensor, amax: Tensor) -> None:
+    """Raise an arena row (a view) to at least `amax`; NaN sticks."""
+    row.copy_(torch.maximum(row, amax))
+
+
+def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingConfig, delayed: bool) -> Tensor:
+    """Scale of one tensor in this step, 0-d or [count].
+
+    delayed: the arena's scale, or the tensor's own where it has no history. current: its own, noted in the arena for the logs.
+    """
+    own = scale_from_amax(amax, limit, scaling.margin, scaling.power_of_two)
+    if delayed:
+        return torch.where(row_scale > 0, row_scale, own)
+    row_scale.copy_(own)
+    return own
+
+
+class ScalingArena:
+    """All scaling state of a model on one device. See the module docstring.
+
+    names: N row names, in the order of the forward pass as far as modules tell it. amax [N], scale [N], history [N, H]: FP32.
+    """
+
+    def __init__(self, slots: Iterable[Slot], scaling: ScalingConfig, delayed: bool, device: torch.device | str):
+        unique = list({id(s): s for s in slots}.values())
+        self.names = [name for slot in unique for name in slot.names]
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("two tensors share a name in the scaling arena; give every GEMM of the plan a name of its own")
+        self._scaling, self.delayed = scaling, delayed
+        limits = [slot.format.max if slot.format else 0.0 for slot in unique for _ in slot.names]
+        self.limit = torch.tensor(limits, dtype=torch.float32, device=device)
+        self.scaled = self.limit > 0
+        size = len(self.names)
+        self.amax = torch.zeros(size, device=device)
+        self.scale = torch.zeros(size, device=device)
+        self.history = torch.zeros(size, scaling.history if delayed else 0, device=device)
+        start = 0
+        for slot in unique:
+            stop = start + len(slot.names)
+            # .data: a version counter of its own for each view, or one layer's write would invalidate what another saved
+            rows = slice(start, stop) if slot.stacked else start
+            slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
+            start = stop
+
+    def begin_step(self) -> None:
+        """Forget the amaxes of the step before."""
+        self.amax.zero_()
+
+    def finite(self) -> Tensor:
+        """0-d bool: every amax recorded in this step is finite."""
+        return torch.isfinite(self.amax).all()
+
+    def commit(self, ok: Tensor) -> None:
+        """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else nothing."""
+        if not self.delayed or not self.names:
+            return
+        pushed = torch.cat([self.amax[:, None], self.history[:, :-1]], dim=1)
+        self.history.copy_(torch.where(ok, pushed, self.history))
+        self._update_scale()
+
+    def first_nonfinite(self) -> str | None:
+        """Name of the first row of the step whose amax is not finite: the earliest forward, else the latest backward.
+
+        Copies from the device: call it for a step that was dropped.
+        """
+        bad = [name for name, finite in zip(self.names, torch.isfinite(self.amax).tolist(), strict=True) if not finite]
+        forward = [name for name in bad if not name.endswith(":grad")]
+        backward = [name for name in bad if name.endswith(":grad")]
+        return forward[0] if forward else backward[-1] if backward else None
+
+    def state_dict(self) -> dict[str, Tensor | list[str]]:
+        """For the checkpoint: the histories, and the names that say what their rows are. Scales follow from them."""
+        return {"names": list(self.names), "history": self.history.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor | list[str]]) -> list[str]:
+        """Take over the rows that go by the same name; returns the names that found none and start without history.
+
+        With the same rows and history length everything is restored bit for bit. A run may resume with another recipe: then its
+        rows are taken as far as they mean the same, and with current scaling there is nothing to take.
+        """
+        names, history = state["names"], state["history"]
+        assert isinstance(names, list) and isinstance(history, Tensor)
+        self.history.zero_(), self.scale.zero_()
+        if not self.delayed:
+            return []
+        row_of = {name: i for i, name in enumerate(names)} if history.shape[1] else {}
+        pairs = [(i, row_of[name]) for i, name in enumerate(self.names) if name in row_of]
+        if pairs:
+            ours, theirs = (torch.tensor(rows, device=self.history.device) for rows in zip(*pairs, strict=True))
+            depth = min(self.history.shape[1], history.shape[1])
+            self.history[ours, :depth] = history.to(self.history.device)[theirs, :depth]
+        self._update_scale()
+        return [name for name in self.names if name not in row_of]
+
+    def _update_scale(self) -> None:
+        peak = self.history.amax(dim=1)
+        scale = scale_from_amax(peak, self.limit, self._scaling.margin, self._scaling.power_of_two)
+        self.scale.copy_(torch.where((peak > 0) & self.scaled, scale, 0.0))
