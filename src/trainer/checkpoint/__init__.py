@@ -1,0 +1,31 @@
+"""Checkpoints of a run: saved in the background, visible when whole, verified when read, never pickled.
+
+`checkpointer` is the way in; below it `tree` (state as JSON and tensors), `storage` (tensors in safetensors files, planned by
+torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and `folder` (which checkpoint is which).
+"""
+
+from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError, read
+from trainer.checkpoint.folder import (
+    OnEvent,
+    checkpoint_name,
+    checkpoint_step,
+    delete_leftovers,
+    list_checkpoints,
+    newest_checkpoint,
+    set_aside_after,
+)
+from trainer.checkpoint.manifest import DamagedCheckpoint
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "DamagedCheckpoint",
+    "OnEvent",
+    "checkpoint_name",
+    "checkpoint_step",
+    "delete_leftovers",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "read",
+    "set_aside_after",
+]

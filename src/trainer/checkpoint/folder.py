@@ -1,0 +1,98 @@
+"""The folder of a run's checkpoints: what is in it, which one to resume from, and what a kill may leave behind.
+
+    checkpoints/step_00000200/            visible: complete when it was renamed into place
+    checkpoints/.writing_step_00000400/   being written, or left by a kill
+    checkpoints/.deleting_step_00000100/  being deleted, or left by a kill
+    checkpoints/step_00000600.set_aside/  taken out of use (damaged, or later than the checkpoint resumed from), kept to look at
+
+Only names of the first form count as checkpoints. Renames are atomic, so that a process killed at any moment leaves each
+checkpoint under exactly one of these names.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
+
+OnEvent = Callable[[str, str, dict[str, Any]], None]
+"""Called with (kind, message, what); `what` always names the `step`."""
+
+WRITING = ".writing_"
+_DELETING = ".deleting_"
+_ASIDE = ".set_aside"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """`step_00000200`: names sort as their steps do."""
+    return f"step_{step:08d}"
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step of a checkpoint folder by its name, None if the name is not one of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All visible checkpoints, oldest first, whole or not. Empty if the folder does not exist."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def newest_checkpoint(folder: Path, on_event: OnEvent) -> Path | None:
+    """The newest checkpoint that verifies. Damaged ones are reported through `on_event` and passed over."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            verify(path)
+        except DamagedCheckpoint as damage:
+            what = {"step": checkpoint_step(path), "path": str(path)}
+            on_event("checkpoint", f"damaged checkpoint passed over: {damage}", what)
+            continue
+        return path
+    return None
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Take every checkpoint later than `step` out of use, by renaming it. Returns the new names.
+
+    Called when a run continues from `step`: what was saved later belongs to a course of events that will not be, or is
+    damaged, and a later resume must not pick it. It is deleted when a new checkpoint of its step is saved.
+    """
+    aside = []
+    for path in list_checkpoints(folder):
+        if (checkpoint_step(path) or 0) > step:
+            target = path.with_name(path.name + _ASIDE)
+            delete_checkpoint(target)
+            aside.append(path.rename(target))
+    if aside:
+        sync_folder(folder)
+    return aside
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint folder, if it exists; a kill half way leaves nothing that could be taken for a checkpoint."""
+    if path.is_dir():
+        doomed = path.with_name(_DELETING + path.name)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def delete_superseded(folder: Path, step: int, keep: int) -> None:
+    """After the checkpoint of `step` became visible: delete the one set aside for it, and all but the `keep` newest."""
+    delete_checkpoint(folder / (checkpoint_name(step) + _ASIDE))
+    for path in list_checkpoints(folder)[:-keep]:
+        delete_checkpoint(path)
+
+
+def delete_leftovers(folder: Path) -> list[str]:
+    """Delete what a killed process left half written or half deleted. Returns the names. Call it under the run's lock."""
+    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [path.name for path in leftovers]

@@ -1,0 +1,108 @@
+"""How a checkpoint folder proves that it is whole.
+
+`manifest.json`, written last, lists every file of the folder with its size and SHA-256, and carries a digest of that list:
+
+    {"files": {"rank00000.safetensors": {"bytes": 81234, "sha256": "..."}, ...}, "format": 1, "sha256": "..."}
+
+`verify` compares sizes first (a truncated file is found without reading anything), then contents. Every file is checked, the
+manifest itself included: it must be, byte for byte, the text that its own content would be written as. Files that it does
+not list are ignored (a network file system may leave some).
+
+Durability: a file's bytes are on the disk when `os.fsync` of the file returns, its *name* when `os.fsync` of the folder does.
+Both are needed before a rename may announce the folder.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_PIECE_BYTES = 1 << 24
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint folder is not what was saved; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and SHA-256 (hexadecimal) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_file(path: Path, text: str) -> FileDigest:
+    """Write `text` (UTF-8) to `path`, wait until it is on the disk, return its digest."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in the folder (creations, renames, deletions) are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(folder: Path, files: dict[str, FileDigest]) -> None:
+    """Write the manifest of `files` (by name within the folder) and sync the folder: from here on it verifies."""
+    write_file(folder / MANIFEST, _manifest_text({name: asdict(digest) for name, digest in files.items()}))
+    sync_folder(folder)
+
+
+def verify(folder: Path) -> None:
+    """Return if every file of the checkpoint is what was saved; otherwise raise DamagedCheckpoint naming the file."""
+    files = _read_manifest(folder / MANIFEST)
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{path} is missing") from None
+        if size != expected["bytes"]:
+            raise DamagedCheckpoint(f"{path} has {size} bytes instead of {expected['bytes']}")
+    for name, expected in files.items():
+        if _sha256(folder / name) != expected["sha256"]:
+            raise DamagedCheckpoint(f"{folder / name} was altered (its SHA-256 is not the saved one)")
+
+
+def _manifest_text(files: dict[str, dict[str, Any]]) -> str:
+    listing = json.dumps(files, sort_keys=True)
+    content = {"files": files, "format": FORMAT, "sha256": hashlib.sha256(listing.encode()).hexdigest()}
+    return json.dumps(content, sort_keys=True, indent=1) + "\n"
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing") from None
+    except UnicodeDecodeError:
+        raise DamagedCheckpoint(f"{path} was altered (it is not text)") from None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        raise DamagedCheckpoint(f"{path} was truncated or altered (it is not JSON)") from None
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or text != _manifest_text(files):
+        raise DamagedCheckpoint(f"{path} was altered (it does not match its own digest) or is of another format")
+    return files
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
