@@ -1,0 +1,77 @@
+"""The bar: what a model that sees one token back gets on the validation bins, in nats a token.
+
+Interpolated Kneser-Ney, the strongest of the simple smoothings (Chen and Goodman 1999, section 2.7). With c(a b) the count of
+b after a, c(a) = sum_b c(a b), T(a) the number of different tokens after a, and T(b) the number before b:
+
+    p(b | a) = max(c(a b) - d, 0) / c(a)  +  d T(a) / c(a) * q(b)
+    q(b)     = max(T(b) - d, 0) / N       +  d M / N * 1 / V          N = sum_b T(b), M = tokens with T(b) > 0
+
+A token never seen as context gives q. Both levels sum to one. The discount d is the one that serves best for a tenth of the
+training data, in stretches, when the rest is counted; the counts are then those of all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.data.bins import Bins
+
+DISCOUNTS = np.arange(0.05, 1.0, 0.05)
+NUM_STRETCHES = 64  # of the training data; the last tenth of each is held out to tune the discount
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """How often each pair of neighbours occurs: `code` [P] = a V + b, sorted; `count` [P]; both int64."""
+
+    code: np.ndarray
+    count: np.ndarray
+
+
+def bigram_loss(train: Bins, validation: Bins) -> float:
+    """Mean of -log p(b | a) over all neighbours in `validation`, with counts from `train`; nats a token.
+
+    Takes some 0.4 s and 60 MB for a million training tokens, so it is meant for corpora up to a hundred million.
+    """
+    vocab_size = train.sidecar.vocab_size
+    codes = pair_codes(train.tokens, vocab_size)
+    held_out = np.arange(len(codes)) // max(len(codes) // (10 * NUM_STRETCHES), 1) % 10 == 9
+    held_out[-1] = True
+    rest, tuning = count(codes[~held_out]), count(codes[held_out])
+    losses = [cross_entropy(rest, tuning, vocab_size, discount) for discount in DISCOUNTS]
+    best = DISCOUNTS[int(np.argmin(losses))]
+    return cross_entropy(count(codes), count(pair_codes(validation.tokens, vocab_size)), vocab_size, best)
+
+
+def pair_codes(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Tokens [N] -> int64 [N-1], one number for each pair of neighbours."""
+    return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
+
+
+def count(codes: np.ndarray) -> PairCounts:
+    return PairCounts(*np.unique(codes, return_counts=True))
+
+
+def cross_entropy(train: PairCounts, test: PairCounts, vocab_size: int, discount: float) -> float:
+    """Mean of -log p over the test pairs."""
+    probability = probabilities(train, test.code, vocab_size, discount)
+    return float(-(test.count * np.log(probability)).sum() / test.count.sum())
+
+
+def probabilities(train: PairCounts, codes: np.ndarray, vocab_size: int, discount: float) -> np.ndarray:
+    """p(b | a) of each pair code [P], float64 [P]."""
+    before, after = np.divmod(train.code, vocab_size)
+    context_count = np.bincount(before, weights=train.count, minlength=vocab_size)
+    types_after = np.bincount(before, minlength=vocab_size)
+    types_before = np.bincount(after, minlength=vocab_size)
+    reserved = discount * (types_before > 0).sum() / vocab_size
+    q = (np.maximum(types_before - discount, 0) + reserved) / types_before.sum()
+
+    a, b = np.divmod(codes, vocab_size)
+    place = np.minimum(np.searchsorted(train.code, codes), len(train.code) - 1)
+    pair_count = np.where(train.code[place] == codes, train.count[place], 0)
+    seen = np.maximum(context_count[a], 1)
+    p = (np.maximum(pair_count - discount, 0) + discount * types_after[a] * q[b]) / seen
+    return np.where(context_count[a] > 0, p, q[b])

@@ -1,0 +1,135 @@
+"""The corpus: which files are documents, which side of the split each is on, and their text.
+
+A document is a file. Its side is decided by the SHA-256 of its path inside the folder, read as a number in [0, 1): below
+`validation_fraction` it is validation. So the split needs no seed, no list to keep, and does not move when other files
+come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
+
+The fingerprint tells one state of the source from another. It covers each file's path, size and modification time, as make
+and rsync do: listing a folder is fast at any size, and the price of a needless rebuild (a touched file) is small.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from trainer.data.config import DataConfig, Source
+
+PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file of the corpus."""
+
+    path: str
+    """Relative to the corpus folder, with forward slashes."""
+    num_bytes: int
+    mtime_ns: int
+
+    @property
+    def position(self) -> float:
+        """Hash of the path as a number in [0, 1)."""
+        return int.from_bytes(hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).digest()[:6], "big") / 2**48
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a folder that are documents, sorted by path."""
+
+    root: Path
+    documents: tuple[Document, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(document.num_bytes for document in self.documents)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the folder's path and each file's path, size and modification time."""
+        digest = hashlib.sha256(f"{self.root}\n".encode("utf-8", "surrogateescape"))
+        for document in self.documents:
+            line = f"{document.path}\0{document.num_bytes}\0{document.mtime_ns}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+def scan(data: DataConfig) -> Corpus:
+    """List the corpus. ValueError if no file of it has text."""
+    root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
+    pattern = data.glob.split("/")
+    documents = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(name, data.exclude)]
+        inside = Path(folder).relative_to(root).parts
+        for name in names:
+            if name.startswith(".") or not _matches([*inside, name], pattern):
+                continue
+            path = os.path.join(folder, name)
+            status = os.stat(path) if os.path.isfile(path) else None  # none: a broken link
+            if status and status.st_size:
+                documents.append(Document("/".join([*inside, name]), status.st_size, status.st_mtime_ns))
+    if not documents:
+        fix = (
+            "check data.glob and data.exclude"
+            if data.source is Source.text
+            else "train on a folder with data=text data.path=FOLDER"
+        )
+        raise ValueError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
+    return Corpus(root, tuple(sorted(documents, key=lambda document: document.path)))
+
+
+def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
+    """(train, validation), each in the given order. ValueError if a side would be empty."""
+    documents = list(documents)
+    first = min(document.position for document in documents)
+    train: list[Document] = []
+    validation: list[Document] = []
+    for document in documents:
+        held_out = document.position < validation_fraction or document.position == first
+        (validation if held_out else train).append(document)
+    if not train:
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction}: leaves none of {len(documents)} file(s) for training, and a "
+            "file is never divided: lower it, or give the text as more files"
+        )
+    return train, validation
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether the whole file decodes; reads it in blocks."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        try:
+            while block := file.read(1 << 20):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """The text of a file, line ends untouched, in pieces of at least one line: most files are one piece."""
+    with path.open(encoding="utf-8", newline="") as file:
+        while piece := file.read(PIECE_CHARACTERS):
+            yield piece + file.readline()
+
+
+def _is_excluded(name: str, exclude: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _matches(parts: list[str], pattern: list[str]) -> bool:
+    """Whether the path matches the glob, both split at slashes."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or (bool(parts) and _matches(parts[1:], pattern))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])

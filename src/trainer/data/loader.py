@@ -1,0 +1,103 @@
+"""The loader: bins to batches, with one number for its whole state.
+
+The stream is cut into windows of S+1 tokens at stride S: neighbours share one token, the last target of one and the first
+input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at the end, never
+is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i of the next batch;
+its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window stands there. Nothing
+depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one that resumes on another
+number of processes, or with another batch size, reads on where the run stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from trainer.data.bins import Bins
+from trainer.data.order import permute
+
+
+class Loader:
+    """Endless shuffled batches of a split; reshuffled each epoch; the same for the same seed, anywhere."""
+
+    def __init__(self, bins: Bins, sequence_length: int, batch_size: int, seed: int) -> None:
+        """`batch_size` is the run's global one, in sequences. ValueError if the bins do not hold one batch."""
+        num_windows = bins.num_windows(sequence_length)
+        if num_windows == 0:
+            raise ValueError(_too_short(bins, sequence_length))
+        if num_windows < batch_size:
+            raise ValueError(
+                f"trainer.global_batch_size={batch_size}: {bins.path} has only {num_windows} sequences of "
+                f"{sequence_length} tokens: lower it, or give more text"
+            )
+        if seed < 0:
+            raise ValueError(f"trainer.seed={seed}: must not be negative: set 0 or more")
+        self.bins = bins
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_windows = num_windows
+        self.cursor = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished."""
+        return self.cursor // self.num_windows
+
+    def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
+        """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:]."""
+        if self.batch_size % world_size:
+            raise ValueError(
+                f"trainer.global_batch_size={self.batch_size}: does not divide among {world_size} processes: "
+                "make it a multiple of them"
+            )
+        rows = self.batch_size // world_size
+        number = self.cursor + rank * rows + np.arange(rows)
+        epoch, index = np.divmod(number, self.num_windows)
+        self.cursor += self.batch_size
+        windows = permute(index, epoch, self.num_windows, self.seed)
+        return torch.from_numpy(self.bins.gather(windows, self.sequence_length))
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The cursor, and what it counts in."""
+        return {"cursor": self.cursor} | self._units()
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Continue from a saved cursor. ValueError if it counts the windows of other data or another order of them."""
+        names = ("trainer.sequence_length", "trainer.seed", f"contents of {self.bins.path}")
+        for name, (key, now) in zip(names, self._units().items(), strict=True):
+            if state[key] != now:
+                raise ValueError(
+                    f"{name}={now}: the run to resume has {state[key]}, so its data cursor means nothing here: "
+                    "set it back, or start a new run from its weights with run.init_from"
+                )
+        self.cursor = int(state["cursor"])
+
+    def _units(self) -> dict[str, int | str]:
+        return {"sequence_length": self.sequence_length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
+
+
+def validation_batches(
+    bins: Bins, sequence_length: int, batch_size: int, max_batches: int | None = None
+) -> Iterator[torch.Tensor]:
+    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_batches`.
+
+    With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
+    ValueError if the bins hold no window.
+    """
+    num_windows = bins.num_windows(sequence_length)
+    if num_windows == 0:
+        raise ValueError(_too_short(bins, sequence_length))
+    count = num_windows if max_batches is None else min(num_windows, max_batches * batch_size)
+    windows = np.arange(count) * num_windows // max(count, 1)
+    for start in range(0, count, batch_size):
+        yield torch.from_numpy(bins.gather(windows[start : start + batch_size], sequence_length))
+
+
+def _too_short(bins: Bins, sequence_length: int) -> str:
+    return (
+        f"trainer.sequence_length={sequence_length}: {bins.path} has only {bins.num_tokens} tokens, a sequence takes "
+        f"{sequence_length + 1}: lower it, or give more text"
+    )

@@ -1,0 +1,82 @@
+"""Byte-level BPE: text is UTF-8 bytes, bytes are merged pairwise into the `vocab_size` most useful strings.
+
+Every text has an encoding (256 entries are the single bytes) and decodes to itself. Words are cut as GPT-2 cuts them, so
+that merges do not cross from a word into the next; a run of blanks is a word, which suits source code. Training counts
+words and merges the most frequent pair, ties broken by the pair's ids: the same text gives the same tokenizer.json, byte for
+byte, whatever the number of threads. Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes and cutting: GPT-2 (2019).
+
+The end-of-text token follows each document. Text that happens to spell it is encoded as ordinary characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` entries (fewer if the text has no more pairs to merge)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json. ValueError if it is none."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower class
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"tokenizer {path}: cannot be read ({reason}): give a tokenizer.json of `tokenizers`"
+        ) from None
+
+
+def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
+    """The token's id. ValueError if the tokenizer does not have it."""
+    token_id = tokenizer.token_to_id(end_of_text)
+    if token_id is None:
+        raise ValueError(
+            f"data.end_of_text={end_of_text}: not a token of data.tokenizer: name the token that ends a document there"
+        )
+    return token_id
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's contents, in hex: what `sha256sum` prints."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], batch_characters: int
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """(text, flag) -> (ids as int64 [n], the same flag), in order; about `batch_characters` at a time on all cores."""
+    tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is text
+    batch: list[tuple[str, bool]] = []
+    waiting = 0
+    for piece in pieces:
+        batch.append(piece)
+        waiting += len(piece[0])
+        if waiting >= batch_characters:
+            yield from _encode(tokenizer, batch)
+            batch, waiting = [], 0
+    yield from _encode(tokenizer, batch)
+
+
+def _encode(tokenizer: Tokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
+    encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    for encoding, (_, flag) in zip(encodings, batch, strict=True):
+        yield np.array(encoding.ids, dtype=np.int64), flag
