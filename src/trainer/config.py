@@ -1,0 +1,297 @@
+"""The config tree and the strict door into it.
+
+The dataclasses are the schema: names, types and what each key means, one docstring line under each field. They hold no values:
+those are in `configs/*.yaml`, so that there is one place to read and change them. Hydra composes the YAML and the command line into
+a plain tree; `load()` pours that tree into the schema and refuses whatever does not fit: a key that does not exist (however it was
+added), a key that is missing, a value of the wrong type. After `load()` nothing changes a config.
+
+The sections `model`, `precision` and `data` belong to the packages that use them. What concerns several keys at once is checked in
+`preflight`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from models.config import ModelConfig
+from precision.config import PrecisionConfig
+from trainer.data.config import DataConfig
+from trainer.schema import fit, generic, keys_of, nearest, shown
+
+
+class Device(Enum):
+    """Where to train; `auto` takes a GPU if there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Moments(Enum):
+    """Format of AdamW's first and second moments."""
+
+    fp32 = "fp32"
+
+
+class Schedule(Enum):
+    """How the learning rate falls after the constant part: on a straight line (warm-up, stable, decay) or on half a cosine."""
+
+    wsd = "wsd"
+    cosine = "cosine"
+
+
+class Switch(Enum):
+    """On, off, or where it pays."""
+
+    auto = "auto"
+    true = "true"
+    false = "false"
+
+
+class Recompute(Enum):
+    """What is computed again in the backward pass instead of being kept: nothing, or the inside of every block."""
+
+    none = "none"
+    full = "full"
+
+
+class Where(Enum):
+    """A place where `debug.inject` puts its value."""
+
+    loss = "loss"
+    gradient = "gradient"
+    activation = "activation"
+    weight = "weight"
+
+
+@dataclass
+class RunConfig:
+    """Which run this is and what it starts from."""
+
+    name: str | None
+    """Name of the run and of its folder; null: the date and time."""
+    dir: str
+    """Folder of all runs."""
+    resume: str
+    """never: a run that exists is an error; auto: go on from its newest good checkpoint, or start; a path: from that checkpoint."""
+    init_from: str | None
+    """A checkpoint, or a run folder, whose weights a new run starts from; null: random ones."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    max_steps: int
+    """Steps of the whole run, resumed or not; a dropped step counts."""
+    seed: int
+    """Seed of the weights and of the order of the data."""
+    global_batch_size: int
+    """Sequences in one step."""
+    microbatch_size: int
+    """Sequences in one forward and backward; divides global_batch_size. Smaller takes less memory."""
+    sequence_length: int
+    """Tokens in one sequence."""
+    device: Device
+    """auto, cpu or cuda."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float
+    """Peak learning rate."""
+    betas: list[float]
+    """Decay of the first and second moment."""
+    eps: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled weight decay, times the learning rate; norms, embedding and router have none."""
+    clip: float | None
+    """Largest global gradient norm; null: not clipped."""
+    moments: Moments
+    """Format of both moments."""
+    schedule: Schedule
+    """Shape of the decay: wsd (straight line) or cosine."""
+    warmup_steps: int
+    """Steps in which the learning rate rises from 0 to lr."""
+    decay_fraction: float
+    """Last part of the run in which it falls, as a share of max_steps; 1.0: from the end of the warm-up on."""
+    min_lr_ratio: float
+    """Learning rate at the end, as a share of lr."""
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on the validation files; there is always one at the end."""
+
+    every: int
+    """Steps between evaluations; 0: only at the end."""
+    batches: int
+    """Microbatches of validation windows in one evaluation; 0: all there are."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What survives a crash."""
+
+    every: int
+    """Steps between checkpoints; 0: only at the end. A run that is told to stop saves first."""
+    keep: int
+    """This many of the newest checkpoints stay on disk; 0: all."""
+
+
+@dataclass
+class ConsoleConfig:
+    """What the terminal shows."""
+
+    enabled: bool
+    """Progress and metrics: a live line on a terminal, plain lines elsewhere."""
+
+
+@dataclass
+class TensorboardConfig:
+    """TensorBoard event files in the run folder."""
+
+    enabled: bool
+    """Write them."""
+
+
+class WandbMode(Enum):
+    """Where Weights & Biases gets its data; `auto` is online with an API key and offline without."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    enabled: bool
+    """Log there."""
+    project: str
+    """Project of the run."""
+    entity: str | None
+    """Team or user; null: the account's default."""
+    mode: WandbMode
+    """auto, online or offline (a folder to `wandb sync` later)."""
+
+
+@dataclass
+class LoggingConfig:
+    """Sinks of metrics. `metrics.jsonl` and `events.jsonl` are always written."""
+
+    every: int
+    """Steps between lines of metrics."""
+    console: ConsoleConfig
+    """The terminal."""
+    tensorboard: TensorboardConfig
+    """TensorBoard."""
+    wandb: WandbConfig
+    """Weights & Biases."""
+
+
+@dataclass
+class RecoveryConfig:
+    """What happens when a step is not finite: it is dropped, whole."""
+
+    max_consecutive_skips: int
+    """More dropped steps in a row than this stop the run."""
+
+
+@dataclass
+class CompileConfig:
+    """torch.compile."""
+
+    enabled: Switch
+    """Compile each kind of block once; auto: on a GPU."""
+
+
+@dataclass
+class InjectConfig:
+    """A fault made on purpose."""
+
+    step: int
+    """The step it happens in."""
+    where: Where
+    """loss, gradient, activation or weight (the compute weight)."""
+    value: float
+    """nan or inf."""
+
+
+@dataclass
+class DebugConfig:
+    """Tools for testing the trainer itself."""
+
+    inject: InjectConfig | None
+    """A fault, as {step: 3, where: gradient, value: nan}; null: none."""
+
+
+@dataclass
+class Config:
+    """Everything a run is told."""
+
+    run: RunConfig
+    """Its name, and what it starts from."""
+    trainer: TrainerConfig
+    """The loop: steps, batch, sequence, device."""
+    model: ModelConfig
+    """The model."""
+    precision: PrecisionConfig
+    """What computes in which format."""
+    data: DataConfig
+    """The text."""
+    optim: OptimConfig
+    """Optimizer and learning rate."""
+    eval: EvalConfig
+    """Evaluation."""
+    checkpoint: CheckpointConfig
+    """Checkpoints."""
+    logging: LoggingConfig
+    """Sinks."""
+    recovery: RecoveryConfig
+    """Dropped steps."""
+    compile: CompileConfig
+    """torch.compile."""
+    recompute: Recompute
+    """none, or full: keep only the blocks' inputs for backward; less memory, a third more work."""
+    debug: DebugConfig
+    """Faults on purpose."""
+    dry_run: bool
+    """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""
+
+
+RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+recpe=fp8_jit` means it
+
+
+def load(composed: dict[str, Any]) -> Config:
+    """The config in a composed tree (plain, or OmegaConf's). ValueError with key, value and fix, in one line, for whatever does not fit the schema."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+    except InterpolationResolutionError as error:
+        raise ValueError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
+    tree = fit(tree, Config, unknown_key)
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree)))
+
+
+def unknown_key(key: str, value: Any) -> str:
+    """What to say about a key that the schema does not have."""
+    keys = keys_of(Config)
+    wrong = generic(key)
+    parent = wrong.rpartition(".")[0]
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    meant = nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys)
+    problem = f"{key}={shown(value)}: there is no such key"
+    if meant == RECIPE:
+        return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
+    if meant is not None:
+        return f"{problem}; did you mean {meant}?"
+    if parent in keys:
+        return f"{problem}; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
+    return f"{problem}; the sections are {', '.join(k for k in keys if '.' not in k)}"

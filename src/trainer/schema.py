@@ -1,0 +1,140 @@
+"""Dataclasses as a schema: the keys they allow, what each key wants, and which key somebody probably meant.
+
+A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.exceptions[0].match`.
+"""
+
+import dataclasses
+import re
+import types
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
+from enum import Enum
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
+
+
+def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Every key below a dataclass, sections included, with its annotation. Sections in lists are `key[].name`."""
+    keys: dict[str, Any] = {}
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        key, annotation = prefix + field.name, hints[field.name]
+        keys[key] = annotation
+        inner = _without_none(annotation)
+        if get_origin(inner) is list:
+            key, inner = f"{key}[]", get_args(inner)[0]
+        if dataclasses.is_dataclass(inner):
+            keys |= keys_of(cast(type, inner), f"{key}.")
+    return keys
+
+
+def generic(key: str) -> str:
+    """The key as `keys_of` spells it: indices of lists left out."""
+    return re.sub(r"\[\d+\]", "[]", key)
+
+
+def describe(annotation: Any) -> str:
+    """What a value must be, in words."""
+    inner = _without_none(annotation)
+    or_null = " or null" if inner is not annotation else ""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if inner in names:
+        return names[inner] + or_null
+    if get_origin(inner) is list:
+        entry = get_args(inner)[0]
+        entries = {int: "whole numbers", float: "numbers", str: "texts"}
+        return f"a list of {entries.get(entry, 'sections')}, as [a, b]{or_null}"
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return f"one of {', '.join(inner.__members__)}{or_null}"
+    names_inside = ", ".join(field.name for field in dataclasses.fields(inner))
+    return f"a section with the keys {names_inside}{or_null}"
+
+
+def nearest(wrong: str, keys: Iterable[str]) -> str | None:
+    """The key that was probably meant, or None. The last part of a key weighs most, so that `trainer.lr` finds `optim.lr`."""
+
+    def score(key: str) -> float:
+        (*wrong_path, wrong_name), (*path, name) = wrong.split("."), key.split(".")
+        initials = "".join(part[:1] for part in wrong_name.split("_"))  # learning_rate -> lr
+        alike = max(_ratio(wrong_name, name), 0.9 * max(_ratio(wrong_name, part) for part in name.split("_")))
+        alike = max(alike, 0.9 * (initials == name and len(name) > 1))
+        return alike + 0.1 * _ratio(".".join(wrong_path), ".".join(path)) + 0.01 * _ratio(wrong_name, name)
+
+    best = max(keys, key=score, default=None)
+    return best if best is not None and score(best) >= GOOD_MATCH else None
+
+
+def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
+    """A copy of a plain tree, as it must be to go into a dataclass. ValueError for the first thing that does not fit.
+
+    OmegaConf checks types too, but turns `off` into the text "False", names no key inside a list, and wants Enum members called
+    `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say about a key that does not exist.
+    """
+    inner = _without_none(annotation)
+    if tree is None and inner is not annotation:
+        return None
+    if dataclasses.is_dataclass(inner):
+        if not isinstance(tree, dict):
+            raise _wrong(key, tree, annotation)
+        return _fit_section(tree, cast(type, inner), unknown, key)
+    if get_origin(inner) is list:
+        if not isinstance(tree, list):
+            raise _wrong(key, tree, annotation)
+        return [fit(value, get_args(inner)[0], unknown, f"{key}[{i}]") for i, value in enumerate(tree)]
+    if issubclass(inner, Enum):
+        name = str(tree).lower() if isinstance(tree, bool) else tree
+        if name not in inner.__members__:
+            raise _wrong(key, tree, annotation)
+        return name
+    if inner is str and isinstance(tree, bool | float):
+        raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
+    if inner is float and isinstance(tree, str) and tree.lstrip("+-").lower() in ("nan", "inf"):
+        return float(tree)
+    allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
+    if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
+        raise _wrong(key, tree, annotation)
+    return tree
+
+
+def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> ValueError:
+    return ValueError(f"{key}={shown(value)}: must be {describe(annotation)}{fix}")
+
+
+def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> dict[str, Any]:
+    hints, stem = get_type_hints(section), f"{key}." if key else ""
+    for name, value in tree.items():
+        if name not in hints:
+            raise ValueError(unknown(*_first_leaf(f"{stem}{name}", value)))
+    for field in dataclasses.fields(section):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in tree:
+            raise ValueError(f"{stem}{field.name}: has no value; it must be {describe(hints[field.name])}")
+    return {name: fit(value, hints[name], unknown, f"{stem}{name}") for name, value in tree.items()}
+
+
+def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    """The first key below one that is not a section itself."""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key, value
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it on the command line, shortened."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _ratio(a: str, b: str) -> float:
+    return SequenceMatcher(None, a, b).ratio()
+
+
+def _without_none(annotation: Any) -> Any:
+    """X of `X | None`."""
+    if get_origin(annotation) in (types.UnionType, Union):
+        inner = [a for a in get_args(annotation) if a is not type(None)]
+        if len(inner) == 1:
+            return inner[0]
+    return annotation
