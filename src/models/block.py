@@ -1,0 +1,66 @@
+"""The transformer block, in two kinds: with a dense feed-forward layer and with experts.
+
+    h' = h  + MLA(RMSNorm(h))
+    y  = h' + FFN(RMSNorm(h'))
+
+A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance loss,
+expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends on which block it is,
+so that all blocks of a kind share one compiled graph.
+
+Legend: B batch, S sequence, T = B S tokens, D hidden, E experts, P pairs of rotary dimensions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import FFN, RMSNorm
+from models.mla import MLA
+from models.moe import MoE
+from precision import Plan
+
+
+class Block(nn.Module):
+    """What both kinds share: norms, attention, and the watches that tell which sublayer went bad first."""
+
+    def __init__(self, plan: Plan, name: str, kind: str, attn: MLA, hidden_size: int, eps: float):
+        super().__init__()
+        self.attn_norm = RMSNorm(plan, f"{name}.attn_norm", hidden_size, eps)
+        self.attn = attn
+        self.attn_watch = plan.watch(f"{name}.attn")
+        self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
+        self.ffn_watch = plan.watch(f"{name}.{kind}")
+
+    def attend(self, h_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
+        """The first sublayer with its residual."""
+        return h_BSD + self.attn_watch(self.attn(self.attn_norm(h_BSD, self.attn.feed), rope_2SP))
+
+
+class DenseBlock(Block):
+    """A block with a dense feed-forward layer."""
+
+    def __init__(self, plan: Plan, name: str, attn: MLA, ffn: FFN, hidden_size: int, eps: float):
+        super().__init__(plan, name, "ffn", attn, hidden_size, eps)
+        self.ffn = ffn
+
+    def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
+        h_BSD = self.attend(h_BSD, rope_2SP)
+        h_BSD = h_BSD + self.ffn_watch(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
+        no_loss = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
+        return h_BSD, no_loss, torch.zeros(0, dtype=torch.int64, device=h_BSD.device)
+
+
+class MoEBlock(Block):
+    """A block with experts."""
+
+    def __init__(self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float):
+        super().__init__(plan, name, "moe", attn, hidden_size, eps)
+        self.moe = moe
+
+    def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
+        h_BSD = self.attend(h_BSD, rope_2SP)
+        B, S, _ = h_BSD.shape
+        h_TD = h_BSD.flatten(0, 1)
+        y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_TD, self.moe.feed), B)
+        return (h_TD + self.ffn_watch(y_TD)).unflatten(0, (B, S)), balance_loss, load_E

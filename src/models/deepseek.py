@@ -1,0 +1,169 @@
+"""The model: embedding, blocks, final norm, head, and multi-token prediction behind it (DeepSeek-V3, arXiv 2412.19437).
+
+`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `logits` are its first two parts, for evaluation and
+generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to module paths.
+
+Build on the meta device, then `to_empty(device=...)`, `init_weights(seed)`, `precision.bind(...)`.
+
+Legend: B batch, S sequence, D hidden, V vocabulary, E experts, P pairs of rotary dimensions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.block import Block, DenseBlock, MoEBlock
+from models.config import ModelConfig
+from models.layers import FFN, Embedding, RMSNorm, rope_table, softmax_scale
+from models.loss import Losses, cross_entropy, targets_ahead
+from models.mla import MLA
+from models.moe import MoE
+from models.mtp import MTPBlock, tokens_ahead
+from models.router import Gate
+from precision import Linear, Plan, refresh_weights
+
+
+class DeepSeek(nn.Module):
+    """A DeepSeek-style language model. ValueError for a config that cannot be built or a plan that does not fit it."""
+
+    def __init__(self, config: ModelConfig, plan: Plan):
+        super().__init__()
+        config.validate()
+        self.config = config
+        D, eps = config.hidden_size, config.rms_norm_eps
+        residual = plan.tensor("residual", "residual").dtype
+        self.embed = Embedding(plan, "embed", config.vocab_size, D, residual)
+        blocks: list[Block] = []
+        for i in range(config.num_layers):
+            name = f"layers.{i}"
+            attn = _mla(config, plan, f"{name}.attn")
+            if i < config.num_dense_layers:
+                ffn = FFN(plan, f"{name}.ffn", "ffn", D, config.intermediate_size)
+                blocks.append(DenseBlock(plan, name, attn, ffn, D, eps))
+            else:
+                blocks.append(MoEBlock(plan, name, attn, _moe(config, plan, f"{name}.moe", residual), D, eps))
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(plan, "norm", D, eps)
+        depths = 1 + config.num_mtp_layers
+        self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=depths))
+        self.mtp = nn.ModuleList()
+        for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
+            attn, moe = _mla(config, plan, f"{name}.attn"), _moe(config, plan, f"{name}.moe", residual)
+            self.mtp.append(MTPBlock(plan, name, attn, moe, D, eps))
+        plan.finish()
+
+    def forward(self, tokens: Tensor) -> Losses:
+        """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it."""
+        S = tokens.shape[1] - 1
+        if len(self.mtp) >= S:
+            raise ValueError(f"model.num_mtp_layers={len(self.mtp)} on {S} positions: nothing left to predict; lengthen the sequence")
+        refresh_weights(self)
+        embedded = self.embed(tokens)
+        rope_2SP = self._rope(S, tokens.device)
+        h_BSD, balance, loads = self._main(embedded[:, :-1], rope_2SP)
+        lm = cross_entropy(self.logits(h_BSD), targets_ahead(tokens, 1))
+        mtp = torch.zeros_like(lm)
+        for k, block in enumerate(self.mtp, start=1):
+            h_BSD, loss, load_E = block(h_BSD, rope_2SP, tokens_ahead(embedded, k, S))
+            balance, loads = balance + loss, [*loads, load_E]
+            mtp = mtp + cross_entropy(self.logits(h_BSD), targets_ahead(tokens, k + 1)) / len(self.mtp)
+        load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
+        return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype."""
+        refresh_weights(self)
+        return self._main(self.embed(tokens), self._rope(tokens.shape[1], tokens.device))[0]
+
+    def logits(self, h_BSD: Tensor) -> Tensor:
+        """State after a final norm [B, S, D] -> logits [B, S, V]. The state may be the main model's or an MTP depth's."""
+        return self.lm_head(h_BSD)
+
+    def iter_blocks(self) -> list[tuple[str, Block]]:
+        """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""
+        named = {"layers": self.layers, "mtp": self.mtp}
+        return [(f"{part}.{i}", block) for part, blocks in named.items() for i, block in enumerate(blocks)]
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Weights ~ N(0, init_std), gains 1, router biases 0. The same seed gives the same weights on the same kind of device."""
+        generator = torch.Generator(device=self.lm_head.weight.device).manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, self.config.init_std, generator=generator)
+            else:
+                parameter.fill_(1.0)
+        for bias in self.router_bias:
+            bias.zero_()
+
+    def no_decay(self) -> set[str]:
+        """Names of the parameters without weight decay: gains of norms, embedding, routers."""
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            if parameter.dim() == 1 or name == "embed.weight" or name.endswith(".router.weight")
+        }
+
+    @property
+    def router_bias(self) -> list[Tensor]:
+        """Selection biases [E] FP32 (buffers), one a block with experts; none with softmax scoring."""
+        gates = (block.moe.gate for _, block in self.iter_blocks() if isinstance(block, MoEBlock))
+        return [gate.bias for gate in gates if gate.bias is not None]
+
+    @torch.no_grad()
+    def update_router_bias(self, load: Tensor, ok: Tensor) -> None:
+        """b -= gamma sign(load - mean load), if `ok` (0-d bool, on the device). load: [blocks with experts, E], of the whole step."""
+        step = self.config.router_bias_update_rate * torch.sign(load - load.double().mean(1, keepdim=True)).float()
+        for bias_E, step_E in zip(self.router_bias, torch.where(ok, step, 0.0).unbind(), strict=False):
+            bias_E.sub_(step_E)
+
+    def _rope(self, length: int, device: torch.device) -> Tensor:
+        config = self.config
+        return rope_table(length, config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, device)
+
+    def _main(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """State after the final norm, summed balance losses, loads of the blocks with experts."""
+        balance = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
+        loads = []
+        for block in self.layers:
+            h_BSD, loss, load_E = block(h_BSD, rope_2SP)
+            if isinstance(block, MoEBlock):
+                balance, loads = balance + loss, [*loads, load_E]
+        return self.norm(h_BSD), balance, loads
+
+
+def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:
+    return MLA(
+        plan,
+        name,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        softmax_scale=softmax_scale(config.qk_head_dim, config.rope_scaling),
+    )
+
+
+def _moe(config: ModelConfig, plan: Plan, name: str, residual: torch.dtype) -> MoE:
+    gate = Gate(
+        num_experts=config.num_experts,
+        num_experts_per_token=config.num_experts_per_token,
+        num_groups=config.num_expert_groups,
+        num_groups_per_token=config.num_groups_per_token,
+        scoring=config.router_scoring,
+        normalize=config.norm_topk_prob,
+        scaling_factor=config.routed_scaling_factor,
+        balance_loss_weight=config.balance_loss_weight,
+        force_balanced=config.force_balanced_routing,
+    )
+    return MoE(
+        plan,
+        name,
+        gate,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        num_shared_experts=config.num_shared_experts,
+        residual=residual,
+    )

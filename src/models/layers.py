@@ -1,0 +1,110 @@
+"""What every block is made of: norm, rotary position, embedding, gated feed-forward layer.
+
+RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain.
+
+SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half the gate.
+
+RoPE (arXiv 2104.09864), interleaved: dimensions (2j, 2j + 1) of position p turn by the angle p w_j, w_j = theta^(-2j / d). Queries and
+keys only ever meet in dot products, so we may write the turned pairs as two halves (as transformers does) instead of interleaved.
+
+YaRN (arXiv 2309.00071) stretches the context by a factor s: a dimension that turns more than beta_fast times within the original
+length L keeps w_j, one that turns less than beta_slow times gets w_j / s, with a linear ramp between. The dimension that turns r
+times is j(r) = d ln(L / (2 pi r)) / (2 ln theta). With m(s, a) = 0.1 a ln s + 1, cos and sin are multiplied by
+m(s, mscale) / m(s, mscale_all_dim) and the softmax scale by m(s, mscale_all_dim)^2 (DeepSeek's inference code and transformers 5.17).
+
+Legend: B batch, S sequence, D hidden, F intermediate, V vocabulary, H heads, R rotary dimensions, P = R / 2 pairs.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import YarnConfig
+from precision import Feed, Linear, Operand, Plan, rms_norm, swiglu
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with an FP32 gain [features]."""
+
+    def __init__(self, plan: Plan, name: str, features: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features, dtype=plan.tensor(name, "norm").dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor, feed: Feed | None = None) -> Operand | Tensor:
+        """x [..., features] -> the same shape, as `feed` asks for it; without a feed a tensor of x's dtype."""
+        return rms_norm(x, self.weight, self.eps, feed)
+
+
+class Embedding(nn.Module):
+    """Token embedding: FP32 master [V, D], looked up in the plan's format and handed to the residual stream."""
+
+    def __init__(self, plan: Plan, name: str, vocab_size: int, hidden_size: int, residual: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
+        self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [...] -> [..., D]. Rows are cast after the lookup: the same numbers as a lookup in a cast table."""
+        return F.embedding(tokens, self.weight).to(self.dtype).to(self.residual)
+
+
+class FFN(nn.Module):
+    """Gated feed-forward layer D -> F -> D: a dense block's (op `ffn`), or the shared experts (op `moe.shared`)."""
+
+    def __init__(self, plan: Plan, name: str, op: str, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_up = Linear(plan.gemm(f"{name}.gate_up", op, hidden_size, 2 * intermediate_size))
+        self.down = Linear(plan.gemm(f"{name}.down", op, intermediate_size, hidden_size))
+        self.feed, self.down_feed = Feed(self.gate_up), Feed(self.down)
+
+    def forward(self, x: Operand | Tensor) -> Tensor:
+        """x [..., D], normalised and made for `self.feed` -> [..., D]."""
+        return self.down(swiglu(self.gate_up(x), self.down_feed))
+
+
+def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:
+    """Angle per position of each pair, w [P] FP32, radians. See the module docstring."""
+    exponent_P = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    frequency_P = 1.0 / theta**exponent_P
+    if yarn is None:
+        return frequency_P
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    pair_P = torch.arange(dim // 2, dtype=torch.float32, device=device)
+    slowed_P = ((pair_P - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequency_P / yarn.factor * slowed_P + frequency_P * (1 - slowed_P)
+
+
+def _log_growth(yarn: YarnConfig, slope: float) -> float:
+    """m(s, a) = 0.1 a ln s + 1."""
+    return 0.1 * slope * math.log(yarn.factor) + 1.0
+
+
+def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:
+    """cos and sin of positions 0 to length - 1: [2, S, P] FP32."""
+    frequency_P = rope_frequencies(dim, theta, yarn, device)
+    angle_SP = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency_P
+    table_2SP = torch.stack([angle_SP.cos(), angle_SP.sin()])
+    if yarn is not None and yarn.mscale and yarn.mscale_all_dim:
+        return table_2SP * (_log_growth(yarn, yarn.mscale) / _log_growth(yarn, yarn.mscale_all_dim))
+    return table_2SP if yarn is None else table_2SP * _log_growth(yarn, 1.0)
+
+
+def softmax_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
+    """1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
+    growth = 1.0 if yarn is None else _log_growth(yarn, yarn.mscale_all_dim)
+    return qk_head_dim**-0.5 * growth**2
+
+
+def apply_rope(x_BSHR: Tensor, rope_2SP: Tensor) -> Tensor:
+    """Turn x [B, S, H, R], pairs interleaved, by its position; FP32 inside, result in x's dtype, pairs as halves."""
+    cos_SHP, sin_SHP = rope_2SP[:, :, None, :].unbind()
+    even, odd = x_BSHR.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat([even * cos_SHP - odd * sin_SHP, odd * cos_SHP + even * sin_SHP], -1).to(x_BSHR.dtype)

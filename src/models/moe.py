@@ -1,0 +1,92 @@
+"""Mixture of experts (DeepSeekMoE, arXiv 2401.06066; DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
+
+    y = FFN_shared(u) + sum over the K chosen experts i of g_i FFN_i(u)
+
+The shared experts are one feed-forward layer of so many times an expert's width. The routed ones are two grouped GEMMs over rows
+sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is linear: so the experts' outputs need
+not be kept for g's gradient. The sum over a token's experts runs in the plan's `moe.accumulate` format.
+
+What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm, for the shared and
+the routed experts; else they are quantised after the permutation. The router reads the plain tensor in both cases.
+
+Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts, K chosen experts of a token, R = T K rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.dispatch import permutation
+from models.layers import FFN
+from models.router import Gate
+from precision import Feed, GroupedLinear, Linear, Operand, Plan, combine_rows, gather_rows, swiglu
+
+
+class Experts(nn.Module):
+    """E gated feed-forward layers D -> F -> D over rows sorted by expert. gate_up [E, 2F, D], down [E, D, F]."""
+
+    def __init__(
+        self, plan: Plan, name: str, *, hidden_size: int, intermediate_size: int, num_experts: int, rows_per_token: int
+    ):
+        super().__init__()
+
+        def grouped(part: str, in_features: int, out_features: int) -> GroupedLinear:
+            row = plan.gemm(f"{name}.{part}", "moe.experts", in_features, out_features, num_experts, rows_per_token)
+            return GroupedLinear(row)
+
+        self.gate_up = grouped("gate_up", hidden_size, 2 * intermediate_size)
+        self.down = grouped("down", intermediate_size, hidden_size)
+        self.down_feed = Feed(self.down)
+
+    def forward(self, x: Operand | Tensor, offsets_E: Tensor, weight_R: Tensor) -> Tensor:
+        """x [R, D], weight [R] FP32 -> weighted outputs [R, D]."""
+        return self.down(swiglu(self.gate_up(x, offsets_E), self.down_feed, weight_R), offsets_E)
+
+
+class MoE(nn.Module):
+    """Shared and routed experts with their router."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        name: str,
+        gate: Gate,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_shared_experts: int,
+        residual: torch.dtype,
+    ):
+        super().__init__()
+        num_experts, num_chosen = gate.num_experts, gate.num_chosen
+        self.gate = gate
+        self.router = Linear(plan.gemm(f"{name}.router", "moe.router", hidden_size, num_experts))
+        self.shared = FFN(plan, f"{name}.shared", "moe.shared", hidden_size, num_shared_experts * intermediate_size)
+        self.experts = Experts(
+            plan,
+            f"{name}.experts",
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            rows_per_token=num_chosen,
+        )
+        dispatch = plan.tensor(f"{name}.dispatch", "moe.dispatch")
+        self.combine_dtype = plan.tensor(f"{name}.combine", "moe.combine").dtype
+        self.accumulate_dtype = plan.tensor(f"{name}.accumulate", "moe.accumulate").dtype
+        self.residual = residual
+        at_once = (self.experts.gate_up,) if dispatch.is_fp8 else ()
+        self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
+        self.rows_feed = None if dispatch.is_fp8 else Feed(self.experts.gate_up)
+        self.dispatch_dtype = None if dispatch.is_fp8 else dispatch.dtype
+
+    def forward(self, x: Operand | Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D], normalised and made for `self.feed`, tokens of `batch` sequences -> y [T, D], balance loss 0-d, load [E]."""
+        x_TD = x.tensor if isinstance(x, Operand) else x
+        logits_TE = self.router(x_TD)
+        expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
+        order_R, index_R, inverse_TK, offsets_E = permutation(expert_BSK.flatten(0, 1), self.gate.num_experts)
+        weight_R = weight_BSK.flatten().index_select(0, order_R)
+        travelling = x if self.dispatch_dtype is None else x_TD.to(self.dispatch_dtype)
+        rows = gather_rows(travelling, index_R, inverse_TK, self.rows_feed)
+        rows_RD = self.experts(rows, offsets_E, weight_R).to(self.combine_dtype)
+        routed_TD = combine_rows(rows_RD, index_R, inverse_TK, self.accumulate_dtype)
+        return (routed_TD + self.shared(x)).to(self.residual), balance_loss, load_E

@@ -1,0 +1,106 @@
+"""The router: which experts a token passes, with which weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+From logits z = u . e (one a routed expert, FP32):
+
+    s_i = sigmoid(z_i)                          affinity; softmax(z)_i in DeepSeek-V2
+    choice: the K experts with the largest s_i + b_i, among the experts of the best groups
+            score of a group = sum of its two largest s_i + b_i
+    g_i = s_i / sum of the chosen s  *  routed_scaling_factor        the bias b never enters g
+
+Balancing without a loss: after each step b_i -= gamma sign(load_i - mean load) (arXiv 2408.15664), so that a busy expert is chosen less;
+`DeepSeek.update_router_bias` does it once the step is known to be good. Against imbalance within one sequence there is a small loss:
+
+    L = alpha sum_i f_i P_i,   f_i = E / (K S) #{tokens of the sequence that chose i},   P_i = mean over them of s_i / sum_j s_j
+
+averaged over sequences. f_i counts and has no gradient. No token is dropped, and a token's experts depend on that token alone.
+
+Legend: B batch, S sequence, E experts, G groups, K chosen experts of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.config import RouterScoring
+
+
+class Routing(NamedTuple):
+    """Where tokens go. expert [B, S, K] int64; weight [B, S, K] FP32; balance_loss 0-d FP32; load [E] int64, rows each expert got."""
+
+    expert: Tensor
+    weight: Tensor
+    balance_loss: Tensor
+    load: Tensor
+
+
+class Gate(nn.Module):
+    """Logits -> Routing. Holds the selection bias b [E] (a buffer, FP32) with sigmoid scoring; no parameters."""
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        num_experts_per_token: int,
+        num_groups: int,
+        num_groups_per_token: int,
+        scoring: RouterScoring,
+        normalize: bool,
+        scaling_factor: float,
+        balance_loss_weight: float,
+        force_balanced: bool,
+    ):
+        super().__init__()
+        self.num_experts, self.num_chosen = num_experts, num_experts_per_token
+        self.num_groups, self.num_groups_kept = num_groups, num_groups_per_token
+        self.scoring, self.normalize, self.scaling_factor = scoring, normalize, scaling_factor
+        self.balance_loss_weight, self.force_balanced = balance_loss_weight, force_balanced
+        biased = scoring is RouterScoring.sigmoid
+        self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32) if biased else None)
+
+    def forward(self, logits_BSE: Tensor) -> Routing:
+        """logits [B, S, E] FP32."""
+        softmax = self.scoring is RouterScoring.softmax
+        score_BSE = logits_BSE.softmax(-1) if softmax else logits_BSE.sigmoid()
+        expert_BSK = self._deal_out(score_BSE) if self.force_balanced else self.choose(score_BSE)
+        weight_BSK = score_BSE.gather(-1, expert_BSK)
+        if self.normalize:
+            weight_BSK = weight_BSK / (weight_BSK.sum(-1, keepdim=True) + 1e-20)
+        count_BE = count_choices(expert_BSK, self.num_experts)
+        share_BSE = score_BSE if softmax else score_BSE / (score_BSE.sum(-1, keepdim=True) + 1e-20)
+        loss = self.balance_loss_weight * balance_loss(share_BSE, count_BE, self.num_chosen)
+        return Routing(expert_BSK, weight_BSK * self.scaling_factor, loss, count_BE.sum(0))
+
+    @torch.no_grad()
+    def choose(self, score_BSE: Tensor) -> Tensor:
+        """The experts of each token, [B, S, K] int64, all different, from at most `num_groups_per_token` groups."""
+        biased_BSE = score_BSE if self.bias is None else score_BSE + self.bias
+        if self.num_groups > 1:
+            grouped_BSGe = biased_BSE.unflatten(-1, (self.num_groups, -1))
+            group_score_BSG = grouped_BSGe.topk(2, -1).values.sum(-1)
+            kept = group_score_BSG.topk(self.num_groups_kept, -1, sorted=False).indices
+            dropped_BSG = torch.ones_like(group_score_BSG, dtype=torch.bool).scatter(-1, kept, False)
+            biased_BSE = grouped_BSGe.masked_fill(dropped_BSG[..., None], float("-inf")).flatten(-2)
+        return biased_BSE.topk(self.num_chosen, -1, sorted=False).indices
+
+    def _deal_out(self, score_BSE: Tensor) -> Tensor:
+        """Experts in turn, whatever the scores: token t gets tK, tK + 1, ... modulo E."""
+        B, S, E = score_BSE.shape
+        turn = torch.arange(B * S * self.num_chosen, device=score_BSE.device)
+        return (turn % E).view(B, S, self.num_chosen)
+
+
+def count_choices(expert_BSK: Tensor, num_experts: int) -> Tensor:
+    """How many tokens of each sequence chose each expert: [B, E] int64."""
+    chosen = expert_BSK.flatten(1)
+    zero_BE = torch.zeros(chosen.shape[0], num_experts, dtype=torch.int64, device=chosen.device)
+    return zero_BE.scatter_add(1, chosen, torch.ones_like(chosen))
+
+
+def balance_loss(share_BSE: Tensor, count_BE: Tensor, num_chosen: int) -> Tensor:
+    """sum_i f_i P_i, averaged over sequences: 0-d, 1 for perfect balance. share: scores that sum to 1 over E."""
+    _, S, E = share_BSE.shape
+    f_BE = count_BE * (E / (num_chosen * S))
+    return (f_BE * share_BSE.mean(1)).sum(-1).mean()
