@@ -43,6 +43,7 @@ def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_t
     power_of_two rounds the scale down to a power of two. The result is finite and normal for every finite amax.
     """
     usable = torch.isfinite(amax) & (amax > 0)
+    limit = limit if isinstance(limit, Tensor) else torch.full_like(amax, limit)  # number / tensor would round twice
     scale = limit / (torch.where(usable, amax, 1.0) * 2.0**margin)
     scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, 2.0**126)
     if power_of_two:
@@ -98,7 +99,8 @@ class ScalingArena:
         self._scaling, self.delayed = scaling, delayed
         limits = [slot.format.max if slot.format else 0.0 for slot in unique for _ in slot.names]
         self.limit = torch.tensor(limits, dtype=torch.float32, device=device)
-        self.scaled = self.limit > 0
+        self.scaled = self.limit > 0  # [N] bool: the others are watched only
+        self.num_scaled = sum(limit > 0 for limit in limits)
         size = len(self.names)
         self.amax = torch.zeros(size, device=device)
         self.scale = torch.zeros(size, device=device)

@@ -152,9 +152,9 @@ class ReferenceBackend:
         else:
             group = torch.searchsorted(offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True)
             factor = a_inv * w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)].view(a.shape[0], -1)
-        if out == product.dtype:
-            return product.mul_(factor.to(torch.float32))
-        return product.to(out).mul_(factor)
+        if recipe.scaling.power_of_two and out == product.dtype:
+            return product.mul_(factor.to(out))  # exact
+        return product.to(torch.float32).mul_(factor).to(out)  # BF16 times a 0-d FP32 would round the factor to BF16 first
 
 
 def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Tensor:
