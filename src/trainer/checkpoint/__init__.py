@@ -4,7 +4,7 @@
 torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and `folder` (which checkpoint is which).
 """
 
-from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError, read
+from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError, read, read_meta
 from trainer.checkpoint.folder import (
     OnEvent,
     checkpoint_name,
@@ -14,7 +14,7 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
     set_aside_after,
 )
-from trainer.checkpoint.manifest import DamagedCheckpoint
+from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
 
 __all__ = [
     "CheckpointError",
@@ -27,5 +27,8 @@ __all__ = [
     "list_checkpoints",
     "newest_checkpoint",
     "read",
+    "read_meta",
     "set_aside_after",
+    "sync_folder",
+    "verify",
 ]

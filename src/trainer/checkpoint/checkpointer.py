@@ -53,15 +53,15 @@ class CheckpointError(OSError):
 
 
 class Checkpointer:
-    """Writes checkpoints of one run into `folder` (`RUN/checkpoints`), the `keep` newest of which stay.
+    """Writes checkpoints of one run into `folder` (`RUN/checkpoints`), the `keep` newest of which stay (0: all).
 
-    `on_event(kind, message, what)` hears of every checkpoint saved, failed or found damaged, from the writing thread too.
-    Raises ValueError if `keep` is less than 1.
+    `on_event` hears of every checkpoint saved, failed or found damaged; it is called from the writing thread too. What a killed
+    process left half written is deleted here, so hold the run's lock.
     """
 
     def __init__(self, folder: Path, keep: int, on_event: OnEvent) -> None:
-        if keep < 1:
-            raise ValueError(f"checkpoint.keep={keep}: at least 1 must be kept")
+        if keep < 0:
+            raise ValueError(f"checkpoint.keep={keep}: how many checkpoints stay, 1 or more, or 0 for all")
         self.folder = folder
         self._keep = keep
         self._on_event = on_event
@@ -129,7 +129,7 @@ class Checkpointer:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = f"checkpoint of step {step} could not be written to {path}: {error.strerror or error}"
-            self._on_event("checkpoint", reason, {"step": step, "path": str(path), "failed": True})
+            self._on_event("checkpoint", step, reason, path=str(path), failed=True)
             raise CheckpointError(f"{reason}; earlier checkpoints are intact, free space or set run.dir") from error
         seconds = time.perf_counter() - start
         size = sum(digest.bytes for digest in files.values())
@@ -137,12 +137,9 @@ class Checkpointer:
             delete_superseded(self.folder, step, self._keep)
         except OSError as error:
             message = f"old checkpoints in {self.folder} could not be deleted: {error}"
-            self._on_event("checkpoint", message, {"step": step, "path": str(self.folder)})
-        self._on_event(
-            "checkpoint",
-            f"saved {path} ({size / 2**30:.2f} GiB in {seconds:.1f} s)",
-            {"step": step, "path": str(path), "bytes": size, "seconds": round(seconds, 3)},
-        )
+            self._on_event("checkpoint", step, message, path=str(self.folder), failed=True)
+        message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s)"
+        self._on_event("checkpoint", step, message, path=str(path), bytes=size, seconds=round(seconds, 3))
 
 
 def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, FileDigest]:
@@ -154,6 +151,11 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, FileDige
     except CheckpointException as failure:
         raise _cause(failure) from failure
     return writer.files
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The `meta` that the checkpoint folder `path` was saved with. Not verified: `read` or `newest_checkpoint` does that."""
+    return json.loads((path / STATE).read_text())["meta"]
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

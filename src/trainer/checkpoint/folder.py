@@ -11,14 +11,17 @@ checkpoint under exactly one of these names.
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
 
-OnEvent = Callable[[str, str, dict[str, Any]], None]
-"""Called with (kind, message, what); `what` always names the `step`."""
+
+class OnEvent(Protocol):
+    """Hears of what happens to checkpoints; `Sinks.event` is one."""
+
+    def __call__(self, kind: str, step: int, message: str, **what: Any) -> None: ...
+
 
 WRITING = ".writing_"
 _DELETING = ".deleting_"
@@ -51,8 +54,9 @@ def newest_checkpoint(folder: Path, on_event: OnEvent) -> Path | None:
         try:
             verify(path)
         except DamagedCheckpoint as damage:
-            what = {"step": checkpoint_step(path), "path": str(path)}
-            on_event("checkpoint", f"damaged checkpoint passed over: {damage}", what)
+            on_event(
+                "checkpoint", checkpoint_step(path) or 0, f"damaged checkpoint passed over: {damage}", path=str(path)
+            )
             continue
         return path
     return None
@@ -84,15 +88,21 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def delete_superseded(folder: Path, step: int, keep: int) -> None:
-    """After the checkpoint of `step` became visible: delete the one set aside for it, and all but the `keep` newest."""
+    """After the checkpoint of `step` became visible: delete the one set aside of that step, and all but the `keep` newest.
+
+    `keep` = 0 keeps all.
+    """
     delete_checkpoint(folder / (checkpoint_name(step) + _ASIDE))
-    for path in list_checkpoints(folder)[:-keep]:
-        delete_checkpoint(path)
+    if keep:
+        for path in list_checkpoints(folder)[:-keep]:
+            delete_checkpoint(path)
 
 
 def delete_leftovers(folder: Path) -> list[str]:
     """Delete what a killed process left half written or half deleted. Returns the names. Call it under the run's lock."""
-    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
+    leftovers = (
+        [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
+    )
     for path in leftovers:
         shutil.rmtree(path)
     return [path.name for path in leftovers]

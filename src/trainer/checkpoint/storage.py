@@ -126,13 +126,17 @@ class SafetensorsWriter(StorageWriter):
         digest = self._write_file(header, items, planner)
         written.set_result(
             [
-                WriteResult(index=item.index, size_in_bytes=digest.bytes, storage_data=Stored(self.file_name, key, digest))
+                WriteResult(
+                    index=item.index, size_in_bytes=digest.bytes, storage_data=Stored(self.file_name, key, digest)
+                )
                 for item, key in zip(items, keys, strict=True)
             ]
         )
         return written
 
-    def _write_file(self, header: dict[str, dict[str, Any]], items: list[WriteItem], planner: SavePlanner) -> FileDigest:
+    def _write_file(
+        self, header: dict[str, dict[str, Any]], items: list[WriteItem], planner: SavePlanner
+    ) -> FileDigest:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         sha256 = hashlib.sha256()

@@ -1,0 +1,357 @@
+"""The folder of a run: what it is called, whether it may be written, and where in the run we are.
+
+    runs/NAME/  config.yaml  overrides.txt  environment.json  precision_plan.txt     what produced this run
+                metrics.jsonl  events.jsonl  logs/rank0.log  checkpoints/            what came of it
+
+| `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
+| ----------------- | ----------------- | ---------------------------------- | ---------------------------- |
+| never             | start             | refused                            | refused                      |
+| auto (with name)  | start             | start again in it                  | go on from the newest whole  |
+| PATH of a run     | refused           | refused                            | go on from its newest whole  |
+| PATH of a checkpoint |                |                                    | go on from that one          |
+
+Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints later than N
+taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
+
+One process trains in a folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however it dies.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from omegaconf import OmegaConf
+
+from trainer.checkpoint import (
+    DamagedCheckpoint,
+    OnEvent,
+    checkpoint_step,
+    list_checkpoints,
+    newest_checkpoint,
+    read_meta,
+    set_aside_after,
+    sync_folder,
+    verify,
+)
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+Check = Callable[[dict[str, Any], Path], None]
+"""Called with (meta, path) of the checkpoint to go on from; raises ValueError if this config cannot go on from it."""
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass
+class Note:
+    """Something that happened while the folder was opened, for `events.jsonl`, which is opened later."""
+
+    kind: str
+    step: int
+    message: str
+    what: dict[str, Any] = field(default_factory=dict)
+
+
+class RunDir:
+    """A run's folder, locked for this process until `close()`.
+
+    path: the folder. resumed_from: the checkpoint to go on from, None for a start. first_step: its step, or 0.
+    notes: what there is to tell about the opening.
+    """
+
+    def __init__(
+        self,
+        parent: Path,
+        name: str | None,
+        resume: str,
+        label: str,
+        texts: Mapping[str, str],
+        check: Check | None = None,
+    ) -> None:
+        """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
+
+        Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by name,
+        `config.yaml` among them.
+        """
+        self.notes: list[Note] = []
+        self.path, checkpoint = _locate(parent, name, resume, label)
+        self.resumed_from: Path | None = None
+        self.first_step = 0
+        with ExitStack() as on_error:
+            self._lock = _lock(self.path, self._note)
+            on_error.callback(self.close)
+            state = _state_of(self.path)
+            if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
+                raise _exists(self.path, state)
+            if state == "run":
+                self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto")
+                if checkpoint is not None:
+                    _verify(checkpoint, f"run.resume={resume}")
+            if self.resumed_from is None:
+                self._start(texts)
+            else:
+                if check is not None:
+                    check(read_meta(self.resumed_from), self.resumed_from)
+                self.first_step = checkpoint_step(self.resumed_from) or 0
+                self._go_on(texts)
+            on_error.pop_all()
+
+    @classmethod
+    def open(cls, config: "Config", overrides: Sequence[str], plan_text: str, check: Check | None = None) -> "RunDir":
+        """Open the folder that `config.run` names, and put into it what produced the run."""
+        texts = {
+            CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
+            "overrides.txt": "".join(f"{override}\n" for override in overrides),
+            "environment.json": json.dumps(environment(), indent=1) + "\n",
+            "precision_plan.txt": plan_text,
+        }
+        run = config.run
+        return cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run starts at step 0."""
+        return self.resumed_from is None
+
+    def close(self) -> None:
+        """Release the folder for other processes."""
+        self._lock.close()
+
+    def _note(self, kind: str, step: int, message: str, **what: Any) -> None:
+        self.notes.append(Note(kind, step, message, what))
+
+    def _newest(self, must_exist: bool) -> Path | None:
+        """The newest whole checkpoint; None if none was ever made."""
+        folder = self.path / CHECKPOINTS
+        found = newest_checkpoint(folder, self._note)
+        if found is None and list_checkpoints(folder):
+            raise ValueError(
+                f"run.name={self.path.name}: every checkpoint of {self.path} is damaged ({self.notes[0].message}); "
+                "start a new run under another run.name"
+            )
+        if found is None and must_exist:
+            raise ValueError(
+                f"run.resume={self.path}: it has no checkpoint to go on from; start it again with run.resume=auto"
+            )
+        return found
+
+    def _start(self, texts: Mapping[str, str]) -> None:
+        if any((self.path / name).exists() for name in (METRICS, EVENTS)):
+            self._note("resume", 0, f"{self.path} was stopped before its first checkpoint: starting again")
+        for name in (METRICS, EVENTS):
+            (self.path / name).unlink(missing_ok=True)
+        for name, text in texts.items():
+            _replace(self.path / name, text.encode())
+
+    def _go_on(self, texts: Mapping[str, str]) -> None:
+        step = self.first_step
+        aside = set_aside_after(self.path / CHECKPOINTS, step)
+        if aside:
+            names = ", ".join(path.name for path in aside)
+            self._note("checkpoint", step, f"set aside, because the run goes on from step {step}: {names}")
+        dropped = _trim(self.path / METRICS, step)
+        _trim(self.path / EVENTS, None)
+        if dropped:
+            self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
+        for name, text in texts.items():
+            path = self.path / name
+            if path.exists() and path.read_text() != text:
+                path.rename(_unused(path.with_stem(f"{path.stem}.before_step_{step:08d}")))
+            _replace(path, text.encode())
+
+
+def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
+    """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified.
+
+    Raises ValueError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
+    """
+    if checkpoint_step(path) is not None and path.is_dir():
+        _verify(path, f"{key}={path}")
+        return path
+    found = newest_checkpoint(path / CHECKPOINTS, on_event)
+    if found is None:
+        raise ValueError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
+    return found
+
+
+def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
+    if name is not None and (not re.fullmatch(r"[^./\\\s][^/\\\s]*", name)):
+        raise ValueError(
+            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
+        )
+    if resume in ("never", "auto"):
+        if name is None:
+            if resume == "auto":
+                raise ValueError(
+                    "run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH"
+                )
+            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
+        path = parent / name
+        state = _state_of(path)
+        if state == "foreign" or (state == "run" and resume == "never"):
+            raise _exists(path, state)
+        return path, None
+    target = Path(resume)
+    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
+    path = target if checkpoint is None else checkpoint.parent.parent
+    if not target.is_dir() or _state_of(path) != "run":
+        raise ValueError(
+            f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
+        )
+    if name is not None and (parent / name).resolve() != path.resolve():
+        raise ValueError(
+            f"run.name={name}: run.resume={resume} goes on in {path}; leave run.name out, "
+            "or start a new run from its weights with run.init_from"
+        )
+    return path, checkpoint
+
+
+def _state_of(path: Path) -> str:
+    """`vacant`: not there, or empty but for hidden files; `run`: a run folder; `foreign`: something else."""
+    if not path.exists():
+        return "vacant"
+    if not path.is_dir():
+        return "foreign"
+    if (path / CONFIG).is_file():
+        return "run"
+    return "foreign" if any(not entry.name.startswith(".") for entry in path.iterdir()) else "vacant"
+
+
+def _exists(path: Path, state: str) -> ValueError:
+    if state == "foreign":
+        return ValueError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
+    return ValueError(
+        f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto"
+    )
+
+
+def _make_unique(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return path
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_stem(f"{path.stem}-{number}")
+    return candidate
+
+
+def _verify(checkpoint: Path, setting: str) -> None:
+    try:
+        verify(checkpoint)
+    except DamagedCheckpoint as damage:
+        raise ValueError(
+            f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"
+        ) from None
+
+
+def _lock(path: Path, on_event: OnEvent) -> TextIO:
+    """Take the folder for this process. The lock goes with the file object."""
+    path.mkdir(parents=True, exist_ok=True)
+    file = (path / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ValueError(
+            f"run.name={path.name}: {path} is in use by {owner or 'another process'}; wait for it, or choose another run.name"
+        ) from None
+    except OSError as error:  # some network file systems cannot lock
+        on_event(
+            "alert", 0, f"{path} cannot be locked ({error.strerror}): make sure that only one process trains in it"
+        )
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
+def _trim(path: Path, last_step: int | None) -> int:
+    """Drop the lines of a JSON-lines file that are later than `last_step`, or not whole. Returns how many; atomic."""
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _belongs(line, last_step)]
+    if len(kept) < len(lines):
+        _replace(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def _belongs(line: bytes, last_step: int | None) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that there is the old one or the new one at any moment."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def environment() -> dict[str, Any]:
+    """What this process runs on and with: versions, machine, and the commit of this source, if it is in a git repository."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "git": _git_state(),
+        "packages": {dist.name: dist.version for dist in sorted(distributions(), key=lambda dist: dist.name.lower())},
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the repository this file is in, and whether tracked files differ from it; None without a repository or git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,167 @@
+"""What a person sees of a run: a live line on a terminal, plain lines everywhere else.
+
+On a terminal (rich):          In a file, a pipe, CI:
+
+    step  20/200  loss 5.4321 ...     step  20/200  loss 5.4321  lm 5.1234  ...  12,345 tok/s  0:01:10 left
+    step  40/200  loss 4.9876 ...     step  40/200  loss 4.9876  lm 4.7012  ...  12,410 tok/s  0:01:02 left
+    ━━━━━━━╺━━━━  41/200  loss ...    (one line each logging interval)
+
+The lines are the same; only the terminal has a progress bar below them, redrawn four times a second by rich's own thread.
+"""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+COLUMNS = (
+    ("loss/total", "loss", "{:.4f}"),
+    ("loss/lm", "lm", "{:.4f}"),
+    ("loss/validation", "validation", "{:.4f}"),
+    ("optim/grad_norm", "norm", "{:.2f}"),
+    ("optim/lr", "lr", "{:.1e}"),
+)
+"""Metrics shown in a line, where they are logged: key, label, format."""
+
+_RATE = "perf/tokens_per_second"
+_SKIPPED = "recovery/skipped_steps"
+
+
+class Screen(Protocol):
+    """Where lines and progress go."""
+
+    def line(self, text: Text) -> None:
+        """Show a line above the progress."""
+        ...
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Show the metrics of a step."""
+        ...
+
+    def progress(self, step: int) -> None:
+        """`step` is done. Cheap enough for every step."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console | None = None) -> Screen:
+    """The live screen on a terminal, plain lines elsewhere; if not `enabled`, only warnings and the summary."""
+    console = console or Console(highlight=False)
+    if enabled and console.is_terminal and not console.is_dumb_terminal:
+        return LiveScreen(console, first_step, max_steps)
+    return PlainScreen(console, first_step, max_steps, enabled)
+
+
+def metrics_line(values: Mapping[str, Any], max_steps: int) -> Text:
+    """One line for the metrics of a step: `step  20/200  loss 5.4321  ...`. Labels are dim, what is not finite red."""
+    width = len(str(max_steps))
+    line = Text(f"step {values['step']:>{width}}/{max_steps}", style="bold")
+    line.stylize("not bold", 0, 4)
+    for key, label, form in COLUMNS:
+        if (value := values.get(key)) is not None:
+            line.append(f"  {label} ", "not bold dim")
+            line.append(form.format(value), "not bold" if math.isfinite(value) else "bold red")
+    if (rate := values.get(_RATE)) is not None:
+        line.append(f"  {rate:,.0f}", "not bold").append(" tok/s", "not bold dim")
+    if skipped := values.get(_SKIPPED):
+        line.append(f"  {skipped} skipped", "not bold yellow")
+    return line
+
+
+class PlainScreen:
+    """Lines only. Long ones are not broken: what reads them is a file or another program."""
+
+    def __init__(self, console: Console, first_step: int, max_steps: int, enabled: bool = True) -> None:
+        self._console = console
+        self._max_steps = max_steps
+        self._enabled = enabled
+        self._start = (first_step, time.monotonic())
+
+    def line(self, text: Text) -> None:
+        """Show a line."""
+        self._console.print(text, soft_wrap=True)
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Show the metrics of a step, and how long the run will still take at the speed so far."""
+        if not self._enabled:
+            return
+        line = metrics_line(values, self._max_steps)
+        first_step, start = self._start
+        done = values["step"] - first_step
+        if done > 0 and _RATE in values:
+            seconds = (time.monotonic() - start) / done * (self._max_steps - values["step"])
+            line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")
+        self.line(line)
+
+    def progress(self, step: int) -> None:
+        """Nothing: a line each step would drown the others."""
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+class LiveScreen:
+    """Lines above a progress bar that stays at the bottom of the terminal."""
+
+    def __init__(self, console: Console, first_step: int, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._progress = Progress(
+            BarColumn(bar_width=None, style="grey30", complete_style="cyan", finished_style="green"),
+            TextColumn("[bold]{task.completed}[/]/{task.total}"),
+            TextColumn("{task.fields[now]}"),
+            TimeRemainingColumn(),
+            TextColumn("left", style="dim"),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=max_steps, completed=first_step, now="starting")
+        stderr = sys.stderr
+        self._progress.start()  # from here on rich stands in for stdout and stderr, and prints above the bar
+        self._streams = (stderr, sys.stderr)
+        _move_log_handlers(*self._streams)
+
+    def line(self, text: Text) -> None:
+        """Show a line above the bar."""
+        self._progress.console.print(text)
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Show the metrics of a step above the bar, and the main ones in it."""
+        self._progress.console.print(metrics_line(values, self._max_steps), no_wrap=True, overflow="ellipsis")
+        now: list[str] = []
+        if (loss := values.get("loss/total")) is not None:
+            now.append(f"[dim]loss[/] {loss:.4f}")
+        if (rate := values.get(_RATE)) is not None:
+            now.append(f"{rate:,.0f} [dim]tok/s[/]")
+        if now:
+            self._progress.update(self._task, now="  ".join(now))
+        self.progress(values["step"])
+
+    def progress(self, step: int) -> None:
+        """Move the bar to `step`."""
+        self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Take the bar away; the lines stay."""
+        stderr, redirected = self._streams
+        _move_log_handlers(redirected, stderr)
+        self._progress.stop()
+
+
+def _move_log_handlers(before: TextIO, after: TextIO) -> None:
+    """Logging handlers (torch has one) keep the stderr that they saw when they were made: give them the one of now."""
+    for logger in logging.Logger.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is before:
+                handler.setStream(after)

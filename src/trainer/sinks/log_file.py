@@ -1,0 +1,50 @@
+"""`logs/rank0.log`: everything that was said, with the time at which it was said.
+
+While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear on the
+screen, in one line each, instead of tearing through the progress bar.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PACKAGES = ("trainer", "models", "precision")
+
+
+class LogFile:
+    """Handlers on the root logger, and on torch's, until `close()`. `show(text)` puts a warning on the screen."""
+
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path)
+        file.setFormatter(logging.Formatter(_FORMAT))
+        root, torch = logging.getLogger(), logging.getLogger("torch")
+        self._attached = [(root, file), (root, _ScreenHandler(show))]
+        if not torch.propagate:  # torch prints its warnings itself; they belong in the file too
+            self._attached.append((torch, file))
+        for logger, handler in self._attached:
+            logger.addHandler(handler)
+        for package in _PACKAGES:
+            logging.getLogger(package).setLevel(logging.INFO)
+        logging.captureWarnings(True)
+
+    def write(self, text: str, error: BaseException | None = None) -> None:
+        """A line of our own, only into the file; with the traceback of `error` if there is one."""
+        logging.getLogger("trainer").info(text, exc_info=error)
+
+    def close(self) -> None:
+        """Take the handlers away and close the file."""
+        logging.captureWarnings(False)
+        for logger, handler in self._attached:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+class _ScreenHandler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage().partition("\n")[0])

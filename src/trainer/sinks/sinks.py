@@ -1,0 +1,154 @@
+"""All sinks of a run behind one object.
+
+                   metrics.jsonl   events.jsonl   console   logs/rank0.log   W&B, TensorBoard
+metrics(values)          x                           x             x                x
+event(kind, ...)                        x            x             x
+progress(step)                                       x
+summary(...)                                         x             x
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.text import Text
+
+from trainer.config import LoggingConfig
+from trainer.rundir import CONFIG, EVENTS, METRICS, RunDir
+from trainer.sinks.console import metrics_line, open_screen
+from trainer.sinks.jsonl import JsonLines
+from trainer.sinks.log_file import LogFile
+from trainer.sinks.trackers import TensorboardTracker, WandbTracker
+
+_EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow"}
+_ALARM = "yellow"
+
+
+class RunSummary(Protocol):
+    """What the last lines of a run say. Losses in nats per token, memory in GiB; `folder` is the run's."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def validation_loss(self) -> float: ...
+    @property
+    def bigram_loss(self) -> float: ...
+    @property
+    def tokens_per_second(self) -> float: ...
+    @property
+    def peak_memory_gib(self) -> float: ...
+    @property
+    def skipped_steps(self) -> int: ...
+
+
+class Sinks:
+    """Open while the run lasts; use it in a `with`, so that the terminal is restored and the end is recorded.
+
+    What happened while the run folder was opened (`run.notes`) is written as the first events. `console` is for tests.
+    """
+
+    def __init__(self, logging: LoggingConfig, run: RunDir, max_steps: int, console: Console | None = None) -> None:
+        self._max_steps = max_steps
+        self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
+        self._show_events = logging.console.enabled
+        self._log = LogFile(run.path / "logs" / "rank0.log", lambda text: self._screen.line(Text(text, _ALARM)))
+        self._metrics = JsonLines(run.path / METRICS, self._warn)
+        self._events = JsonLines(run.path / EVENTS, self._warn)
+        self._wandb_id: str | None = None
+        self._wandb: WandbTracker | None = None
+        self._tensorboard: TensorboardTracker | None = None
+        if logging.wandb.enabled:
+            config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
+            wandb = logging.wandb
+            self._wandb = WandbTracker(
+                run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._warn
+            )
+        if logging.tensorboard.enabled:
+            self._tensorboard = TensorboardTracker(run.path / "tensorboard", run.first_step, self._warn)
+        for note in run.notes:
+            self.event(note.kind, note.step, note.message, **note.what)
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Log the metrics of a step: Python numbers by slashed key, and `step` (int) among them."""
+        self._metrics.write(values)
+        self._screen.metrics(values)
+        self._log.write(metrics_line(values, self._max_steps).plain)
+        for tracker in (self._wandb, self._tensorboard):
+            if tracker is not None:
+                tracker.metrics(values)
+
+    def event(self, kind: str, step: int, message: str, **what: Any) -> None:
+        """Record that something happened; `what` names it further (module, value, path, ...), in JSON. Any thread may call."""
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._events.write({"time": time, "step": step, "kind": kind, "message": message, **what})
+        self._log.write(f"{kind}: {message}")
+        alarming = what.get("failed") or kind not in _EVENT_STYLES
+        if self._show_events or alarming:
+            self._screen.line(Text(f"{kind}: {message}", _ALARM if alarming else _EVENT_STYLES[kind]))
+
+    def progress(self, step: int) -> None:
+        """`step` is done. Costs microseconds: call it every step."""
+        self._screen.progress(step)
+
+    def summary(self, summary: RunSummary) -> None:
+        """Say what came of the run, and where it is."""
+        lines = {
+            "validation loss": f"{summary.validation_loss:.4f} nats per token (bigram model: {summary.bigram_loss:.4f})",
+            "tokens per second": f"{summary.tokens_per_second:,.0f}",
+            "peak memory": f"{summary.peak_memory_gib:.2f} GiB",
+            "skipped steps": f"{summary.skipped_steps} of {summary.step}",
+            "run folder": str(summary.folder),
+        }
+        self._screen.close()
+        self._screen.line(Text())
+        for label, value in lines.items():
+            self._log.write(f"{label}: {value}")
+            self._screen.line(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: the W&B run id, so that a resumed run goes on in the same one."""
+        if self._wandb is not None and self._wandb.run_id is not None:
+            self._wandb_id = self._wandb.run_id
+        return {"wandb_id": self._wandb_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the W&B run id; before the first metrics."""
+        self._wandb_id = state["wandb_id"]
+        if self._wandb is not None:
+            self._wandb.run_id = self._wandb_id
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End all sinks; `error`, if the run ended by one, goes to the log file with its traceback, and to W&B as a failure."""
+        self._screen.close()
+        if error is not None:
+            self._log.write(f"stopped by {type(error).__name__}: {error}", error)
+        if self._wandb is not None:
+            self._wandb.close(failed=error is not None)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        self._metrics.close()
+        self._events.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _say(self, text: str) -> None:
+        self._log.write(text)
+        if self._show_events:
+            self._screen.line(Text(text, "dim"))
+
+    def _warn(self, text: str) -> None:
+        self._log.write(text)
+        self._screen.line(Text(text, _ALARM))
