@@ -117,7 +117,7 @@ def is_utf8(path: Path) -> bool:
 
 def read_pieces(path: Path) -> Iterator[str]:
     """The text of a file, line ends untouched, in pieces of at least one line: most files are one piece."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="\n") as file:
         while piece := file.read(PIECE_CHARACTERS):
             yield piece + file.readline()
 

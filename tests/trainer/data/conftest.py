@@ -1,0 +1,58 @@
+"""A small corpus of Python files, prepared once for all tests of the session."""
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data import DataConfig, Prepared, Source, prepare
+
+MakeConfig = Callable[..., DataConfig]
+
+
+def config_of(folder: Path, cache: Path, **changes: Any) -> DataConfig:
+    settings: dict[str, Any] = {
+        "source": Source.text,
+        "path": str(folder),
+        "cache_dir": str(cache),
+        "validation_fraction": 0.2,
+    }
+    return DataConfig(**(settings | changes))
+
+
+def write_corpus(folder: Path, num_files: int) -> None:
+    """The beginnings of the first modules of the standard library, a third of them in a subfolder."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-f]*.py"))[:num_files]
+    for number, module in enumerate(modules):
+        target = folder / ("inner" if number % 3 == 0 else ".") / module.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(module.read_bytes()[:12_000].decode(errors="ignore").encode())
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 30 files, not to be changed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder, 30)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """That folder prepared for 512 entries, not to be changed."""
+    return prepare(config_of(corpus_folder, tmp_path_factory.mktemp("cache")), 512)
+
+
+@pytest.fixture
+def own_corpus(tmp_path: Path) -> Path:
+    """A folder of ten files that the test may change."""
+    write_corpus(tmp_path / "corpus", 10)
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> MakeConfig:
+    """(folder, changes...) -> DataConfig with a cache of the test's own."""
+    return lambda folder, **changes: config_of(folder, tmp_path / "cache", **changes)

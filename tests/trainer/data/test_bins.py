@@ -1,0 +1,105 @@
+"""Bins hold what was written, and anything else is refused in one line that names the file."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.data import Bins, Prepared
+from trainer.data.bins import write_bins
+
+
+def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
+    pieces = [(np.array(p), p is document[-1]) for document in documents for p in document]
+    write_bins(
+        path,
+        pieces,
+        vocab_size=vocab_size,
+        end_of_text=0,
+        num_text_bytes=1,
+        num_skipped_files=0,
+        tokenizer_hash="t",
+        source_fingerprint="s",
+    )
+    return Bins.open(path, "t")
+
+
+def test_end_of_text_stands_first_and_after_each_document(tmp_path: Path) -> None:
+    bins = write(tmp_path / "x.bin", [[[5, 6], [7]], [[8]]])
+    assert bins.tokens.tolist() == [0, 5, 6, 7, 0, 8, 0]
+    assert bins.sidecar.num_documents == 2
+    assert bins.num_tokens == 7
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_the_vocabulary_chooses_the_dtype_and_no_id_is_lost(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    bins = write(tmp_path / "x.bin", [[[vocab_size - 1, 1]]], vocab_size)
+    assert bins.tokens.dtype == dtype
+    assert bins.tokens.tolist() == [0, vocab_size - 1, 1, 0]
+
+
+def test_windows_overlap_by_one_token(tmp_path: Path) -> None:
+    bins = write(tmp_path / "x.bin", [[list(range(1, 12))]])
+    assert bins.num_windows(4) == 3
+    assert bins.gather(np.array([2, 0]), 4).tolist() == [[8, 9, 10, 11, 0], [0, 1, 2, 3, 4]]
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(content[:-2])
+
+
+def alter(folder: Path) -> None:
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[100] ^= 1
+    (folder / "train.bin").write_bytes(content)
+
+
+def remove(folder: Path) -> None:
+    (folder / "train.bin").unlink()
+
+
+def remove_sidecar(folder: Path) -> None:
+    (folder / "train.json").unlink()
+
+
+def cut_sidecar(folder: Path) -> None:
+    (folder / "train.json").write_text((folder / "train.json").read_text()[:-20])
+
+
+def change(**values: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        sidecar = json.loads((folder / "train.json").read_text())
+        (folder / "train.json").write_text(json.dumps(sidecar | values))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"train\.bin: has \d+ bytes, its sidecar says \d+"),
+        (alter, r"train\.bin: the contents are not those"),
+        (remove, r"train\.bin: the file is missing"),
+        (remove_sidecar, r"train\.json: the file is missing"),
+        (cut_sidecar, r"train\.json: cannot be read"),
+        (change(num_tokens="7"), r"train\.json: has a value that makes no sense"),
+        (change(dtype="float32"), r"train\.json: has a value that makes no sense"),
+        (change(extra=1), r"train\.json: cannot be read"),
+        (change(format=99), r"train\.json: has format 99"),
+    ],
+)
+def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    folder = shutil.copytree(prepared.folder, tmp_path / "damaged")
+    Bins.open(folder / "train.bin", prepared.tokenizer_hash)
+    damage(folder)
+    with pytest.raises(ValueError, match=message + r"[^\n]*: delete [^\n]*damaged and prepare the data again$"):
+        Bins.open(folder / "train.bin", prepared.tokenizer_hash)
+
+
+def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:
+    with pytest.raises(ValueError, match="packed with tokenizer [0-9a-f]{12}, not with ffffffffffff"):
+        Bins.open(prepared.train.path, "f" * 64)

@@ -1,0 +1,109 @@
+"""Which files are documents, and which side of the split each is on."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data import DataConfig
+from trainer.data import corpus as corpus_module
+from trainer.data.corpus import Document, is_utf8, read_pieces, scan, split
+
+
+def paths(data: DataConfig) -> list[str]:
+    return [document.path for document in scan(data).documents]
+
+
+def test_embedded_corpus_is_the_standard_library_without_packages_and_tests() -> None:
+    found = paths(DataConfig())
+    assert {"argparse.py", "email/message.py", "json/decoder.py"} <= set(found)
+    folders = {folder for path in found for folder in path.split("/")[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def test_documents_are_sorted_matching_nonempty_files(make_config: Callable[..., DataConfig], tmp_path: Path) -> None:
+    for name in ("b.txt", "a/x.txt", "a/deep/y.txt", "a.md", ".hidden.txt", ".git/z.txt", "test/t.txt"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text("some text")
+    (tmp_path / "d" / "empty.txt").touch()
+    (tmp_path / "d" / "dangling.txt").symlink_to("nowhere.txt")
+    data = make_config(tmp_path / "d", glob="**/*.txt", exclude=["te*"])
+    assert paths(data) == ["a/deep/y.txt", "a/x.txt", "b.txt"]
+    assert paths(replace(data, glob="*.txt")) == ["b.txt"]
+    assert paths(replace(data, glob="a/*")) == ["a/x.txt"]
+    assert paths(replace(data, glob="a/**")) == ["a/deep/y.txt", "a/x.txt"]
+    assert paths(replace(data, exclude=[], glob="**/t.txt")) == ["test/t.txt"]
+
+
+def test_no_match_names_the_glob_and_the_folder(make_config: Callable[..., DataConfig], own_corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.glob=\*\.md: no file with text matches below .*corpus"):
+        scan(make_config(own_corpus, glob="*.md"))
+
+
+def test_fingerprint_follows_names_sizes_and_times(make_config: Callable[..., DataConfig], own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+    seen = [scan(data).fingerprint]
+    assert scan(data).fingerprint == seen[0]
+    victim = min(own_corpus.glob("*.py"))
+    times = victim.stat().st_mtime_ns
+    os.utime(victim, ns=(times, times + 1))
+    seen.append(scan(data).fingerprint)
+    victim.write_bytes(victim.read_bytes() + b"#")
+    os.utime(victim, ns=(times, times + 1))
+    seen.append(scan(data).fingerprint)
+    victim.rename(victim.with_name("renamed.py"))
+    seen.append(scan(data).fingerprint)
+    assert len(set(seen)) == 4
+
+
+names = st.sets(st.text("abcdef/._", min_size=1, max_size=8), min_size=2, max_size=60)
+
+
+@given(names, st.floats(0.01, 0.6))
+def test_split_divides_and_does_not_depend_on_other_files(names: set[str], fraction: float) -> None:
+    documents = [Document(name, 1, 0) for name in sorted(names)]
+    first = min(document.position for document in documents)
+    rest = [document for document in documents if document.position != first]
+    if all(document.position < fraction for document in rest):
+        with pytest.raises(ValueError, match="validation_fraction"):
+            split(documents, fraction)
+        return
+    train, validation = split(documents, fraction)
+    assert validation
+    assert sorted(train + validation, key=lambda d: d.path) == documents
+    assert {d.path for d in documents if d.position < fraction} <= {d.path for d in validation}
+    assert len(validation) == max(1, sum(d.position < fraction for d in documents))
+
+
+def test_split_is_the_same_on_every_machine() -> None:
+    positions = [round(Document(name, 1, 0).position, 6) for name in ("argparse.py", "json/decoder.py", "é.py")]
+    assert positions == [0.786127, 0.231174, 0.379076]
+
+
+def test_one_file_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.05: leaves none of 1 file"):
+        split([Document("a.txt", 1, 0)], 0.05)
+
+
+@given(st.text(alphabet="añ∑\n\r\t x", max_size=60), st.integers(1, 7))
+def test_pieces_join_to_the_text(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "pieces"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "PIECE_CHARACTERS", piece)
+        pieces = list(read_pieces(path))
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+
+
+def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
+    for number, (content, good) in enumerate(
+        [(b"plain", True), ("ünïcode".encode(), True), ("é".encode("latin-1"), False), ("a∑".encode()[:-1], False)]
+    ):
+        path = tmp_path / str(number)
+        path.write_bytes(content)
+        assert is_utf8(path) is good

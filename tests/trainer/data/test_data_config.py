@@ -1,0 +1,53 @@
+"""Settings that cannot work end in one line: key, value, fix."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.data import DataConfig, Source, check_data
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "data"
+
+
+def load(name: str) -> DataConfig:
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(CONFIGS / name)))
+    assert isinstance(config, DataConfig)
+    return config
+
+
+def test_the_default_is_the_embedded_corpus() -> None:
+    assert load("stdlib.yaml") == DataConfig()
+    check_data(load("stdlib.yaml"), 4096)
+
+
+def test_the_text_group_only_needs_a_folder(tmp_path: Path) -> None:
+    data = load("text.yaml")
+    assert data.source is Source.text
+    data.path = str(tmp_path)
+    check_data(data, 4096)
+
+
+@pytest.mark.parametrize("name", ["stdlib.yaml", "text.yaml"])
+def test_every_group_gives_every_key(name: str) -> None:
+    assert set(OmegaConf.load(CONFIGS / name)) == set(DataConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab_size", "message"),
+    [
+        ({"source": Source.text}, 512, r"data\.path=null: .*set data\.path=FOLDER"),
+        ({"source": Source.text, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
+        ({"path": "/tmp"}, 512, r"data\.path=/tmp: .*set data=text"),
+        ({"validation_fraction": 0.0}, 512, r"data\.validation_fraction=0\.0: must lie between 0 and 1"),
+        ({"validation_fraction": 1.0}, 512, r"data\.validation_fraction=1\.0: must lie between 0 and 1"),
+        ({"tokenizer": "/no/tokenizer.json"}, 512, r"data\.tokenizer=/no/tokenizer\.json: there is no such file"),
+        ({"tokenizer_sample_mb": 0}, 512, r"data\.tokenizer_sample_mb=0: .*at least 1"),
+        ({"end_of_text": ""}, 512, r"data\.end_of_text=\"\": "),
+        ({}, 256, r"model\.vocab_size=256: .*set at least 257"),
+    ],
+)
+def test_what_cannot_work_is_named(changes: dict, vocab_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check_data(DataConfig(**changes), vocab_size)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,208 @@
+"""Preparing: once for each state of the source, whole or not at all, and always the same bits."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
+from trainer.data.corpus import scan, split
+
+MakeConfig = Callable[..., DataConfig]
+
+PREPARE = """
+import os, signal, sys
+from trainer.data import DataConfig, Source, prepare
+
+def progress(what, done, total):
+    if what == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+data = DataConfig(source=Source.text, path=sys.argv[1], cache_dir=sys.argv[2], validation_fraction=0.2)
+print(prepare(data, 512, progress).built)
+"""
+
+
+def prepare_elsewhere(folder: Path, cache: Path, killed_while: str = "never") -> subprocess.Popen:
+    """prepare() in a process of its own, on one thread, as the fixture `prepared` did; prints whether it built."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PREPARE, str(folder), str(cache), killed_while]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def texts(prepared: Prepared, name: str) -> list[str]:
+    """The documents that a split's bins decode to."""
+    bins = getattr(prepared, name)
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    (ends,) = np.nonzero(bins.tokens == bins.sidecar.end_of_text)
+    assert ends[0] == 0
+    assert ends[-1] == bins.num_tokens - 1
+    return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
+
+
+def test_bins_decode_to_the_files_of_their_split(prepared: Prepared, corpus_folder: Path) -> None:
+    documents = scan(DataConfig(source=Source.text, path=str(corpus_folder))).documents
+    for name, side in zip(("train", "validation"), split(documents, 0.2), strict=True):
+        assert texts(prepared, name) == [(corpus_folder / document.path).read_text() for document in side]
+        bins = getattr(prepared, name)
+        assert bins.sidecar.num_documents == len(side) > 1
+        assert bins.sidecar.num_text_bytes == sum(document.num_bytes for document in side)
+        assert bins.tokens.max() < bins.sidecar.vocab_size == 512
+
+
+def test_the_second_time_comes_from_the_cache(make_config: MakeConfig, own_corpus: Path) -> None:
+    first = prepare(make_config(own_corpus), 300)
+    again = prepare(make_config(own_corpus), 300)
+    assert (first.built, again.built) == (True, False)
+    assert again.folder == first.folder
+
+
+def test_a_changed_added_or_removed_file_rebuilds(make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+    victim = min(own_corpus.glob("*.py"))
+    before = texts(prepare(data, 300), "train") + texts(prepare(data, 300), "validation")
+    assert not any("changed = True" in text for text in before)
+
+    victim.write_text("changed = True\n" * 9)
+    changed = prepare(data, 300)
+    assert changed.built
+    assert "changed = True\n" * 9 in texts(changed, "train") + texts(changed, "validation")
+
+    (own_corpus / "new.py").write_text("new = True\n")
+    assert prepare(data, 300).built
+    victim.unlink()
+    assert prepare(data, 300).built
+    (own_corpus / "notes.md").write_text("not a document")
+    assert not prepare(data, 300).built
+
+
+def test_each_setting_that_matters_has_its_own_cache(make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+    other_split, other_end = replace(data, validation_fraction=0.5), replace(data, end_of_text="<end>")
+    results = [prepare(data, 300), prepare(data, 301), prepare(other_split, 300), prepare(other_end, 300)]
+    assert all(result.built for result in results)
+    assert len({result.folder for result in results}) == 4
+
+
+def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
+    prepared: Prepared, corpus_folder: Path, tmp_path: Path
+) -> None:
+    processes = [prepare_elsewhere(corpus_folder, tmp_path) for _ in range(2)]
+    assert sorted(process.communicate()[0] for process in processes) == ["False\n", "True\n"]
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert contents(folder) == contents(prepared.folder)
+
+
+@pytest.mark.parametrize("stage", ["training the tokenizer", "packing the validation files"])
+def test_one_killed_halfway_is_never_believed(
+    prepared: Prepared, corpus_folder: Path, make_config: MakeConfig, stage: str
+) -> None:
+    data = make_config(corpus_folder)
+    process = prepare_elsewhere(corpus_folder, Path(data.cache_dir), stage)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert [path.suffix for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [".partial"]
+    result = prepare(data, 512)
+    assert result.built
+    assert contents(result.folder) == contents(prepared.folder)
+    assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+
+    def edit(what: str, done: int, total: int) -> None:
+        if what == "packing the validation files" and done == total:
+            (own_corpus / "new.py").write_text("new = True\n")
+
+    with pytest.raises(ValueError, match=r"changed while they were read: start again"):
+        prepare(data, 300, edit)
+    assert not [path for path in Path(data.cache_dir).iterdir() if path.is_dir() and path.suffix != ".partial"]
+    assert prepare(data, 300).built
+
+
+def test_progress_reaches_the_end_of_each_stage(make_config: MakeConfig, own_corpus: Path) -> None:
+    lines: list[tuple[str, int, int]] = []
+    prepare(make_config(own_corpus), 300, lambda *line: lines.append(line))
+    stages = list(dict.fromkeys(what for what, _, _ in lines))
+    assert stages == ["training the tokenizer", "packing the train files", "packing the validation files"]
+    for stage in stages:
+        done = [(done, total) for what, done, total in lines if what == stage]
+        assert done == sorted(done)
+        assert done[-1][0] == done[-1][1]
+
+
+def test_files_that_are_not_utf8_are_left_out_and_counted(make_config: MakeConfig, own_corpus: Path) -> None:
+    (own_corpus / "latin.py").write_bytes("# é".encode("latin-1"))
+    result = prepare(make_config(own_corpus), 300)
+    assert result.train.sidecar.num_skipped_files == 1
+    assert result.train.sidecar.num_documents + result.validation.sidecar.num_documents == 10
+
+
+def test_a_given_tokenizer_is_used_as_it_is(prepared: Prepared, make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus, tokenizer=str(prepared.tokenizer_path))
+    result = prepare(data, 1000)
+    assert result.tokenizer_hash == prepared.tokenizer_hash
+    assert result.train.sidecar.vocab_size == 512
+    with pytest.raises(ValueError, match=r"model\.vocab_size=511: the tokenizer has 512 entries: set at least 512"):
+        prepare(data, 511)
+    with pytest.raises(ValueError, match=r"data\.end_of_text=</s>: not a token"):
+        prepare(replace(data, end_of_text="</s>"), 1000)
+
+
+def test_the_tokenizer_learns_from_a_sample_of_the_set_size(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.py").write_text(f"{number}\n" * 200_000)
+    data = make_config(folder, tokenizer_sample_mb=1, validation_fraction=0.01)
+    totals: dict[str, int] = {}
+    prepare(data, 257, lambda what, done, total: totals.update({what: total}))
+    assert totals["training the tokenizer"] == 3 * 400_000
+    assert totals["packing the train files"] == 5 * 400_000
+
+
+def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+    folder = prepare(data, 300).folder
+    path = folder / "validation.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"validation\.bin: has \d+ bytes, its sidecar says \d+: delete "):
+        prepare(data, 300)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="packed with tokenizer"):
+        prepare(data, 300)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the file is missing: delete "):
+        prepare(data, 300)
+
+
+def test_a_text_too_small_for_the_vocabulary_is_said(make_config: MakeConfig, tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("tiny = 1\n")
+    with pytest.warns(UserWarning, match=r"model\.vocab_size=4096: the text gives a tokenizer of only \d+"):
+        prepare(make_config(tmp_path), 4096)
+
+
+def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "occupied").touch()
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.*occupied: cannot be written \([^\n]*\): set a folder"):
+        prepare(make_config(own_corpus, cache_dir=str(tmp_path / "occupied")), 300)
+
+
+def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"none of 1 file\(s\) below .* is UTF-8 text"):
+        prepare(make_config(tmp_path), 300)

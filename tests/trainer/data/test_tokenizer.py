@@ -1,0 +1,51 @@
+"""Any text comes back from its tokens, and the same text gives the same tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data import Prepared, load_tokenizer
+from trainer.data.tokenizer import encode_pieces, end_of_text_id, train_tokenizer
+
+END = "<|endoftext|>"
+TEXTS = ["def f(self):\n        return self.x\n" * 50, "import os, sys\nfor line in sys.stdin:\n    print(line)\n" * 40]
+
+
+@given(st.lists(st.text(max_size=40) | st.just(f"a{END}b"), max_size=8), st.integers(1, 100))
+def test_pieces_decode_to_themselves_in_order(prepared: Prepared, texts: list[str], batch: int) -> None:
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    pieces = [(text, number % 3 == 0) for number, text in enumerate(texts)]
+    encoded = list(encode_pieces(tokenizer, pieces, batch))
+    assert [flag for _, flag in encoded] == [flag for _, flag in pieces]
+    for text, (ids, _) in zip(texts, encoded, strict=True):
+        assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
+        assert end_of_text_id(tokenizer, END) not in ids
+
+
+def test_training_is_deterministic_and_gives_the_vocabulary_asked_for() -> None:
+    first, second = (train_tokenizer(iter(TEXTS), 300, END) for _ in range(2))
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 300
+    assert end_of_text_id(first, END) == 0
+
+
+def test_smallest_vocabulary_encodes_bytes() -> None:
+    tokenizer = train_tokenizer(iter(TEXTS), 257, END)
+    (ids, _), *_ = encode_pieces(tokenizer, [("é€ x", True)], 1)
+    assert len(ids) == len("é€ x".encode())
+    assert len(np.unique(list(tokenizer.get_vocab().values()))) == 257
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json: cannot be read \([^\n]*\)[^\n]*$"):
+        load_tokenizer(path)
+
+
+def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
+    with pytest.raises(ValueError, match=r"data\.end_of_text=</s>: not a token"):
+        end_of_text_id(load_tokenizer(prepared.tokenizer_path), "</s>")
