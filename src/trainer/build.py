@@ -1,0 +1,166 @@
+"""Assemble a run: the order in which its parts come into being, and what of them survives.
+
+Everything that can refuse (config, data, plan, GPU) comes before the run folder, so that a mistake leaves nothing behind. Parameters
+are made on the meta device and materialised once; weights come from the seed, from `run.init_from`, or from the checkpoint that the
+run resumes from.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from models import DeepSeek
+from precision import Plan, ScalingArena, bind
+from trainer.checkpoint import Checkpointer, read
+from trainer.config import Config, Device, Switch
+from trainer.data import Loader, Prepared, prepare
+from trainer.injection import Injector
+from trainer.optim import Optimizer
+from trainer.parallel import parallelize
+from trainer.recovery import StepGuard
+from trainer.rundir import Note, RunDir, find_checkpoint
+from trainer.sinks import Sinks
+
+
+@dataclass
+class Parts:
+    """The parts of a run."""
+
+    device: torch.device
+    data: Prepared
+    plan: Plan
+    model: DeepSeek
+    arena: ScalingArena
+    optimizer: Optimizer
+    guard: StepGuard
+    loader: Loader
+    injector: Injector | None
+    run: RunDir
+    checkpointer: Checkpointer
+    sinks: Sinks
+    config: Config
+
+    def state(self) -> dict:
+        """Everything that must survive: tensors and JSON values, nested."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "arena": self.arena.state_dict(),
+            "guard": self.guard.state_dict(),
+            "loader": self.loader.state_dict(),
+            "sinks": self.sinks.state_dict(),
+            "rng": {"cpu": torch.get_rng_state()},
+        }
+
+    def save(self, step: int) -> None:
+        """Checkpoint in the background."""
+        self.checkpointer.save(step, self.state(), _identity(self.config))
+
+    def restore(self, path: Path) -> None:
+        """Take over a checkpoint of this run."""
+        state, meta = read(path)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
+        self.loader.load_state_dict(state["loader"])
+        self.sinks.load_state_dict(state["sinks"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        fresh = self.arena.load_state_dict(state["arena"])
+        message = f"resumed from {path.name}"
+        if meta["precision"] != self.config.precision.name:
+            message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
+            message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
+        self.sinks.event("resume", self.run.first_step, message)
+
+
+def build(config: Config, overrides: list[str]) -> Parts:
+    """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
+    device = pick_device(config.trainer.device)
+    torch.manual_seed(config.trainer.seed)
+    plan, model = build_model(config, device)
+    compiled = config.compile.enabled is Switch.true or (config.compile.enabled is Switch.auto and device.type == "cuda")
+    data = prepare(config.data, config.model.vocab_size)
+    t = config.trainer
+    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    notes: list[Note] = []
+    if config.run.init_from is not None:
+        _init_from(model, Path(config.run.init_from), notes)
+
+    injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
+    arena = bind(model, plan, device)
+    optimizer = Optimizer(model, model.no_decay(), config.optim, t.max_steps, device)
+    guard = StepGuard(arena, optimizer.names, config.recovery.max_consecutive_skips)
+    parallelize(model, config.recompute, compiled)
+
+    run = RunDir.open(config, overrides, plan.to_text(), lambda meta, path: _check_same(meta, _identity(config), path))
+    run.notes.extend(notes)
+    sinks = Sinks(config.logging, run, t.max_steps)
+    checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
+    parts = Parts(
+        device, data, plan, model, arena, optimizer, guard, loader, injector, run, checkpointer, sinks, config
+    )  # fmt: skip
+    if run.resumed_from is not None:
+        parts.restore(run.resumed_from)
+    return parts
+
+
+def build_model(config: Config, device: torch.device) -> tuple[Plan, DeepSeek]:
+    """The resolved plan and the model on `device`, weights drawn from the seed."""
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        model = DeepSeek(config.model, plan)
+    model.to_empty(device=device)
+    model.init_weights(config.trainer.seed)
+    return plan, model
+
+
+def pick_device(choice: Device) -> torch.device:
+    """The device to train on. ValueError if a GPU is asked for and there is none."""
+    available = torch.cuda.is_available()
+    if choice is Device.cuda and not available:
+        raise ValueError("trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch")
+    return torch.device("cuda" if available and choice is not Device.cpu else "cpu")
+
+
+def _identity(config: Config) -> dict:
+    """What must not change between a run and its resumption, and the recipe, which may."""
+    t = config.trainer
+    return {
+        "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
+        "trainer": {"seed": t.seed, "global_batch_size": t.global_batch_size, "sequence_length": t.sequence_length},
+        "precision": config.precision.name,
+    }
+
+
+def _check_same(theirs: dict, ours: dict, path: Path) -> None:
+    """ValueError, naming the first key that a resumed run may not change and does."""
+    for section in ("model", "trainer"):
+        for key, value in ours[section].items():
+            was = theirs[section].get(key, value)
+            if was != value:
+                raise ValueError(
+                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or start a new run "
+                    f"from its weights with run.init_from={path}"
+                )
+
+
+def _init_from(model: DeepSeek, path: Path, notes: list[Note]) -> None:
+    """Weights (and router biases) of another run's checkpoint; what there is to tell goes to `notes`."""
+
+    def note(kind: str, step: int, message: str, **what: object) -> None:
+        notes.append(Note(kind, step, message, what))
+
+    checkpoint = find_checkpoint(path, "run.init_from", note)
+    state, _ = read(checkpoint)
+    ours = model.state_dict()
+    for name, tensor in ours.items():
+        other = state["model"].get(name)
+        if other is None or other.shape != tensor.shape:
+            theirs = "no such tensor" if other is None else list(other.shape)
+            raise ValueError(
+                f"run.init_from={path}: {name} is {list(tensor.shape)} in this model, there: {theirs}; use that run's model.*"
+            )
+    model.load_state_dict({name: state["model"][name] for name in ours})
+    note("resume", 0, f"weights from {checkpoint}")

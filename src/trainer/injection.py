@@ -1,0 +1,57 @@
+"""Faults on demand: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf}`.
+
+For trying out recovery on a real run. In the chosen step's first microbatch one number is replaced: in the loss, in an activation or
+its gradient at the end of the middle block's first sublayer, or in a compute weight of that block (not in the master: the next step
+quantises it afresh).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models import DeepSeek
+from precision import Watch, gemm_layers
+from trainer.config import InjectConfig, Where
+
+
+class Injector:
+    """Puts one non-finite number into a step."""
+
+    def __init__(self, config: InjectConfig, model: DeepSeek):
+        self._config = config
+        self._value = config.value
+        self._armed = False
+        _, block = model.iter_blocks()[len(model.layers) // 2]
+        watch = next(m for m in block.modules() if isinstance(m, Watch))
+        if config.where is Where.activation:
+            watch.register_forward_pre_hook(self._spoil_activation)
+        elif config.where is Where.gradient:
+            watch.register_forward_hook(self._spoil_gradient)
+        self._layer = gemm_layers(block)[-1]
+
+    def before(self, step: int, microbatch: int) -> None:
+        """Call before each microbatch's forward pass, after the weights were made."""
+        self._armed = step == self._config.step and microbatch == 0
+        if self._armed and self._config.where is Where.weight:
+            operand = self._layer.operand
+            assert operand is not None
+            flat = operand.data.view(-1)
+            if operand.scale_inv is None:
+                flat[0] = self._value
+            else:  # E4M3 has no infinity: a spoilt scale stands for both
+                operand.scale_inv.view(-1)[0] = self._value
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """The loss, spoilt if it is its turn."""
+        return loss * self._value if self._armed and self._config.where is Where.loss else loss
+
+    def _spoil_activation(self, module: nn.Module, args: tuple[Tensor, ...]) -> Tensor | None:
+        return self._spoilt(args[0]) if self._armed and torch.is_grad_enabled() else None
+
+    def _spoil_gradient(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if self._armed and output.requires_grad:
+            output.register_hook(self._spoilt)
+
+    def _spoilt(self, x: Tensor) -> Tensor:
+        first = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
+        first[0] = True
+        return torch.where(first.view(x.shape), self._value, x)

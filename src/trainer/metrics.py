@@ -1,0 +1,108 @@
+"""Metrics of a step: gathered on the device, copied once at the logging interval.
+
+Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_second`, ...). What is computed on the device arrives as
+0-d tensors and leaves in one copy; what the host knows (time, memory) is added here.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from precision import ScalingArena
+
+# Dense BF16 peak in FLOP/s, data sheets (without sparsity). The denominator of perf/mfu is this number in every precision.
+BF16_PEAK = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+def bf16_peak(device: torch.device) -> float | None:
+    """Peak of the GPU in BF16, FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in BF16_PEAK.items() if key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far, GiB: by tensors on a GPU, by the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def copy_scalars(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """0-d tensors of one device -> numbers, in one copy."""
+    if not tensors:
+        return {}
+    values = torch.stack([t.detach().double() for t in tensors.values()]).tolist()
+    return dict(zip(tensors, values, strict=True))
+
+
+def load_metrics(load: Tensor) -> dict[str, Tensor]:
+    """load [blocks, E], tokens each expert got -> largest over mean, averaged and at worst over blocks."""
+    if load.numel() == 0:
+        return {}
+    ratio = load.amax(dim=1).double() / load.double().mean(dim=1)
+    return {"moe/load_max_over_mean": ratio.mean(), "moe/load_max_over_mean_worst": ratio.max()}
+
+
+def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
+    """Range of the scales and the largest amax over the tensors in FP8, of the step in progress; empty without FP8."""
+    if not arena.num_scaled:
+        return {}
+    used = arena.scaled & (arena.scale > 0)
+    return {
+        "fp8/amax_max": torch.where(arena.scaled, arena.amax, 0.0).max(),
+        "fp8/scale_max": torch.where(used, arena.scale, 0.0).max(),
+        "fp8/scale_min": torch.where(used, arena.scale, torch.inf).min(),
+    }
+
+
+class Throughput:
+    """Tokens per second between readings. What happens under `paused()` (evaluation, saving) does not count."""
+
+    def __init__(self, flops_per_token: float, device: torch.device):
+        self._flops_per_token, self._peak = flops_per_token, bf16_peak(device)
+        self.total_tokens, self.total_seconds = 0, 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._began, self._paused, self._tokens, self._steps = time.perf_counter(), 0.0, 0, 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside is nobody's."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def step(self, tokens: int) -> None:
+        """A step with this many tokens is done."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """Rates since the last reading. The caller has waited for the device."""
+        seconds = time.perf_counter() - self._began - self._paused
+        self.total_seconds += seconds
+        self.total_tokens += self._tokens
+        rate = self._tokens / seconds
+        metrics = {
+            "perf/tokens_per_second": rate,
+            "perf/step_seconds": seconds / max(self._steps, 1),
+            "perf/tflops_per_gpu": rate * self._flops_per_token / 1e12,
+        }
+        if self._peak is not None:
+            metrics["perf/mfu"] = rate * self._flops_per_token / self._peak
+        self._restart()
+        return metrics
+
+    @property
+    def average(self) -> float:
+        """Tokens per second over all readings."""
+        return self.total_tokens / self.total_seconds if self.total_seconds else 0.0

@@ -1,0 +1,100 @@
+"""AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
+
+A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the fused AdamW as `found_inf`,
+which leaves parameters, moments and step counts as they were when it is 1, and the schedule reads the number of *committed* steps,
+a tensor. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import OptimConfig, Schedule
+
+
+class LearningRate:
+    """Learning rate as a function of committed steps.
+
+    It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last `decay_fraction` of the run:
+    on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a fraction of 1 starts it after the warm-up).
+    """
+
+    def __init__(self, config: OptimConfig, max_steps: int):
+        self._config = config
+        self._start = max(config.warmup_steps, max_steps - round(config.decay_fraction * max_steps))
+        self._length = max(max_steps - self._start, 1)
+
+    def at(self, committed: Tensor) -> Tensor:
+        """Learning rate of the step after `committed` (0-d, any device): 0-d FP32 on the same device."""
+        c = self._config
+        step = committed.float()
+        warm = ((step + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
+        fallen = ((step - self._start + 1) / self._length).clamp(0.0, 1.0)
+        if c.schedule is Schedule.cosine:
+            fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
+        return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio))
+
+
+class Optimizer:
+    """Fused AdamW over a model's named parameters, with clipping by global norm."""
+
+    def __init__(self, model: nn.Module, no_decay: set[str], config: OptimConfig, max_steps: int, device: torch.device):
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(self._named)
+        self.schedule = LearningRate(config, max_steps)
+        self._clip = config.clip
+        groups = [
+            {"params": [p for n, p in self._named.items() if n not in no_decay], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in self._named.items() if n in no_decay], "weight_decay": 0.0},
+        ]
+        self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=self._lr, betas=tuple(config.betas), eps=config.eps, fused=True
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = self._lr
+        for p in self._named.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
+            self._adamw.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+    def grad_norms(self) -> Tensor:
+        """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
+        zero = self._lr.new_zeros(())
+        present = [p.grad for p in self._named.values() if p.grad is not None]
+        norms = iter(torch._foreach_norm(present)) if present else iter(())
+        return torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()])
+
+    def parameter_norm(self) -> Tensor:
+        """L2 norm of all master weights, 0-d FP32."""
+        return torch.stack(torch._foreach_norm(list(self._named.values()))).norm().detach()
+
+    def clip(self, norm: Tensor) -> None:
+        """Scale all gradients so that their global norm is at most `clip` (null: leave them); `norm` is what it is now."""
+        if self._clip is not None:
+            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([p.grad for p in self._named.values() if p.grad is not None], factor)
+
+    def step(self, ok: Tensor, committed: Tensor) -> Tensor:
+        """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d."""
+        self._lr.copy_(self.schedule.at(committed))
+        self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]  (what torch.amp.GradScaler sets, too)
+        self._adamw.step()
+        return self._lr
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Moments and step counts by parameter name."""
+        return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copy moments and step counts back, in place."""
+        for name, p in self._named.items():
+            for key, tensor in self._adamw.state[p].items():
+                tensor.copy_(state[name][key])
