@@ -1,7 +1,7 @@
 """Text to batches: corpus -> tokenizer -> bins -> loader.
 
-    scan files (corpus)  ->  byte-level BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
-    \\__________________ prepare(): once, cached by the source's fingerprint ____________/
+    files (corpus)  ->  byte-level BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
+    |___________ prepare(): once, cached by the source's fingerprint ____________|
 
 `prepare` is the only entry that writes; everything after it reads memory-mapped files. `bigram_loss` is the bar that a
 trained model has to clear on the same bins.

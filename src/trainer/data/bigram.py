@@ -1,13 +1,14 @@
 """The bar: what a model that sees one token back gets on the validation bins, in nats a token.
 
-Interpolated Kneser-Ney, the strongest of the simple smoothings (Chen and Goodman 1999, section 2.7). With c(a b) the count of
-b after a, c(a) = sum_b c(a b), T(a) the number of different tokens after a, and T(b) the number before b:
+Interpolated Kneser-Ney, the strongest of the simple smoothings (Chen and Goodman 1998, Harvard TR-10-98, section 2.7).
+With c(a b) the count of b after a, c(a) = sum_b c(a b), T(a) the number of different tokens after a, and T(b) the
+number before b:
 
     p(b | a) = max(c(a b) - d, 0) / c(a)  +  d T(a) / c(a) * q(b)
     q(b)     = max(T(b) - d, 0) / N       +  d M / N * 1 / V          N = sum_b T(b), M = tokens with T(b) > 0
 
-A token never seen as context gives q. Both levels sum to one. The discount d is the one that serves best for a tenth of the
-training data, in stretches, when the rest is counted; the counts are then those of all of it.
+A token never seen as context gives q. Both levels sum to one. The discount d is the one that serves best for a tenth of
+the training data, in stretches, when the rest is counted; the counts are then those of all of it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     train.bin    ids, little-endian uint16 (uint32 above 65536 entries):  E d d d d E d d E d d d E   (E: end of text)
     train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, fingerprint of the source
 
-The leading end-of-text makes the first token of the first document a target too. `Bins.open` checks size and SHA-256 (about
-a second a gigabyte), so that a truncated or altered file, or one of another tokenizer, is refused instead of trained on.
+The leading end-of-text makes the first token of the first document a target too. `Bins.open` checks size and SHA-256
+(about a second a gigabyte), so that a truncated or altered file, or one of another tokenizer, is refused instead of
+trained on.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Bins:
         sidecar = _read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:
             raise ValueError(
-                f"bins {path}: packed with tokenizer {sidecar.tokenizer_hash[:12]}, not with {tokenizer_hash[:12]}: {fix}"
+                f"bins {path}: packed with tokenizer {sidecar.tokenizer_hash[:12]}, "
+                f"not with {tokenizer_hash[:12]}: {fix}"
             )
         dtype = _stored(sidecar.dtype)
         expected = sidecar.num_tokens * dtype.itemsize

@@ -36,7 +36,7 @@ class DataConfig:
     tokenizer: str | None = None
     """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training files."""
     tokenizer_sample_mb: int = 64
-    """Megabytes of training text that the BPE learns from: all of a small corpus, a fixed random sample of a large one."""
+    """Megabytes of training text that the BPE learns from: a random but fixed sample where there is more."""
     end_of_text: str = "<|endoftext|>"
     """The token after each document. Must exist in `tokenizer` where one is given."""
     cache_dir: str = ".cache/data"

@@ -1,11 +1,11 @@
 """The corpus: which files are documents, which side of the split each is on, and their text.
 
-A document is a file. Its side is decided by the SHA-256 of its path inside the folder, read as a number in [0, 1): below
-`validation_fraction` it is validation. So the split needs no seed, no list to keep, and does not move when other files
-come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
+A document is a file. Its side is decided by the SHA-256 of its path inside the folder, read as a number in [0, 1):
+below `validation_fraction` it is validation. So the split needs no seed, no list to keep, and does not move when other
+files come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
 
-The fingerprint tells one state of the source from another. It covers each file's path, size and modification time, as make
-and rsync do: listing a folder is fast at any size, and the price of a needless rebuild (a touched file) is small.
+The fingerprint tells one state of the source from another. It covers each file's path, size and modification time, as
+make and rsync do: listing a folder is fast at any size, and the price of a needless rebuild (a touched file) is small.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def split(documents: Iterable[Document], validation_fraction: float) -> tuple[li
         (validation if held_out else train).append(document)
     if not train:
         raise ValueError(
-            f"data.validation_fraction={validation_fraction}: leaves none of {len(documents)} file(s) for training, and a "
-            "file is never divided: lower it, or give the text as more files"
+            f"data.validation_fraction={validation_fraction}: leaves none of {len(documents)} file(s) for training, "
+            "and a file is never divided: lower it, or give the text as more files"
         )
     return train, validation
 

@@ -1,11 +1,11 @@
 """The loader: bins to batches, with one number for its whole state.
 
-The stream is cut into windows of S+1 tokens at stride S: neighbours share one token, the last target of one and the first
-input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at the end, never
-is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i of the next batch;
-its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window stands there. Nothing
-depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one that resumes on another
-number of processes, or with another batch size, reads on where the run stopped.
+The stream is cut into windows of S+1 tokens at stride S: neighbours share one token, the last target of one and the
+first input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at
+the end, never is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i
+of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window
+stands there. Nothing depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one
+that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Loader:
                 f"trainer.global_batch_size={batch_size}: {bins.path} has only {num_windows} sequences of "
                 f"{sequence_length} tokens: lower it, or give more text"
             )
-        if seed < 0:
-            raise ValueError(f"trainer.seed={seed}: must not be negative: set 0 or more")
+        if not 0 <= seed < 1 << 63:
+            raise ValueError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
         self.sequence_length = sequence_length
         self.batch_size = batch_size

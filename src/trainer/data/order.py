@@ -1,8 +1,8 @@
 """A random order of any number of windows, without a list: a keyed permutation computed where it is asked for.
 
-A shuffled list of all windows costs 8 bytes a window in every process and seconds at each epoch, and its order depends on the
-version of the library that shuffled it. Here the place of a window is a function of (seed, epoch, index) alone: a Feistel
-network over the b bits of the index, halves exchanged after each round,
+A shuffled list of all windows costs 8 bytes a window in every process and seconds at each epoch, and its order depends
+on the version of the library that shuffled it. Here the place of a window is a function of (seed, epoch, index) alone:
+a Feistel network over the b bits of the index, halves exchanged after each round,
 
     (left, right) -> (right, left XOR F_round(right)),
 

@@ -2,10 +2,10 @@
 
     cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json
 
-The folder's name is a hash of everything that the contents depend on: the source's fingerprint and the settings. A changed
-source therefore has another name, and a run that still reads the old bins keeps them. The folder is built under another
-name and renamed when complete, so that one killed halfway is never taken for a whole one; a file lock lets one process build
-while others wait for it.
+The folder's name is a hash of everything that the contents depend on: the source's fingerprint and the settings. A
+changed source therefore has another name, and a run that still reads the old bins keeps them. The folder is built under
+another name and renamed when complete, so that one killed halfway is never taken for a whole one; a file lock lets one
+process build while others wait for it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Prepared:
 def prepare(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
-    Safe to call from several processes at once. ValueError, one line, for settings that cannot work, a source without text,
-    and a cache whose files are not what they were when written.
+    Safe to call from several processes at once. ValueError, one line, for settings that cannot work, a source without
+    text, and a cache whose files are not what they were when written.
     """
     check_data(data, vocab_size)
     report = progress or _silent

@@ -1,9 +1,10 @@
 """Byte-level BPE: text is UTF-8 bytes, bytes are merged pairwise into the `vocab_size` most useful strings.
 
-Every text has an encoding (256 entries are the single bytes) and decodes to itself. Words are cut as GPT-2 cuts them, so
-that merges do not cross from a word into the next; a run of blanks is a word, which suits source code. Training counts
-words and merges the most frequent pair, ties broken by the pair's ids: the same text gives the same tokenizer.json, byte for
-byte, whatever the number of threads. Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes and cutting: GPT-2 (2019).
+Every text has an encoding (256 entries are the single bytes) and decodes to itself. Words are cut as GPT-2 cuts them,
+so that merges do not cross from a word into the next; a run of blanks is a word, which suits source code. Training
+counts words and merges the most frequent pair, ties broken by the pair's ids: the same text gives the same
+tokenizer.json, byte for byte, whatever the number of threads. Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes
+and cutting: GPT-2 (2019).
 
 The end-of-text token follows each document. Text that happens to spell it is encoded as ordinary characters.
 """
@@ -37,7 +38,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json. ValueError if it is none."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower class
+    except Exception as error:  # the library raises no narrower class
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"tokenizer {path}: cannot be read ({reason}): give a tokenizer.json of `tokenizers`"

@@ -101,5 +101,5 @@ def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[P
 
 
 def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:
-    with pytest.raises(ValueError, match="packed with tokenizer [0-9a-f]{12}, not with ffffffffffff"):
+    with pytest.raises(ValueError, match=r"packed with tokenizer [0-9a-f]{12}, not with ffffffffffff"):
         Bins.open(prepared.train.path, "f" * 64)

@@ -1,0 +1,74 @@
+"""Prepare the data that a config names, without training: tokenizer and bins, into data.cache_dir.
+
+    python scripts/prepare_data.py                                       the default corpus
+    python scripts/prepare_data.py data=text data.path=FOLDER model=deepseek_300m
+    python scripts/prepare_data.py +recipe=fp8_jit ...                   whatever train.py would be told
+
+train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from trainer.cli import compose, guarded
+from trainer.config import Config, load
+from trainer.data import Prepared, prepare
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    if {"-h", "--help"} & set(sys.argv):
+        print(str(__doc__).strip())
+        return 0
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+    return guarded(run)
+
+
+def run() -> None:
+    """Prepare each config of the command line (several with -m); all are loaded before the first is prepared."""
+    configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
+    for config in configs:
+        start = time.monotonic()
+        prepared = prepare_with_bars(config)
+        print(summary(prepared, time.monotonic() - start))
+
+
+def prepare_with_bars(config: Config) -> Prepared:
+    """prepare(), with a bar for each stage on a terminal and a line for each elsewhere."""
+    console = Console()
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, disable=not console.is_terminal) as bars:
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+                if not console.is_terminal:
+                    print(what, flush=True)
+            bars.update(tasks[what], completed=done)
+
+        return prepare(config.data, config.model.vocab_size, show)
+
+
+def summary(prepared: Prepared, seconds: float) -> str:
+    """What was prepared, one line a fact."""
+    sides = [("train", prepared.train), ("validation", prepared.validation)]
+    lines = [f"{'prepared' if prepared.built else 'found in the cache'} in {seconds:.1f} s: {prepared.folder}"]
+    for name, bins in sides:
+        facts = bins.sidecar
+        lines.append(
+            f"{name}: {facts.num_documents:,} files, {facts.num_text_bytes:,} bytes, {facts.num_tokens:,} tokens "
+            f"({facts.num_text_bytes / facts.num_tokens:.2f} bytes a token)"
+        )
+    if prepared.train.sidecar.num_skipped_files:
+        lines.append(f"left out: {prepared.train.sidecar.num_skipped_files:,} files that are not UTF-8 text")
+    lines.append(f"tokenizer: {prepared.train.sidecar.vocab_size:,} entries, {prepared.tokenizer_path}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
