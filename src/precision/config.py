@@ -139,7 +139,7 @@ class Table:
 
 @dataclass
 class RulesException:
-    """Rows whose name matches a glob compute in another precision than the table says."""
+    """GEMMs (and dispatches) whose name matches a glob are in another precision than the table says."""
 
     match: str = ""
     """Glob over row names, as the plan prints them: `mtp.*`, `layers.*.attn.o`, `layers.1.moe.experts.*`."""

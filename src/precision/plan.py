@@ -29,6 +29,7 @@ GEMM_OPS = (
 TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.combine", "moe.accumulate")
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
 FP8_OPS = {*GEMM_OPS, "moe.dispatch"} - {"moe.router"}
+RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to; mtp.* does not mean its norms
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
 
 
@@ -201,7 +202,8 @@ class Plan:
         table = self._table(op, name)
         decided: dict[Precision, str] = {}
         for rule in self._rules:
-            if rule.pattern.fullmatch(name) and not (rule.fp8_only and table is not Precision.fp8):
+            applies = table is Precision.fp8 if rule.fp8_only else op in RULED_OPS
+            if applies and rule.pattern.fullmatch(name):
                 rule.hits += 1
                 decided.setdefault(rule.precision, rule.text)
         if len(decided) > 1:

@@ -12,6 +12,9 @@ cumulative ends of each group's rows, None for a plain linear):
 `scale_inv` None marks an operand that is not quantised. `reference` is the definition of right; others are tested against it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from precision.backends.reference import ReferenceBackend
 
 _BACKENDS = {"reference": ReferenceBackend()}
@@ -20,3 +23,13 @@ _BACKENDS = {"reference": ReferenceBackend()}
 def get_backend(name: str) -> ReferenceBackend:
     """The backend of that name."""
     return _BACKENDS[name]
+
+
+@contextmanager
+def replaced(name: str, backend: ReferenceBackend) -> Iterator[None]:
+    """While inside, another object answers to a backend's name: one that records what passes, for audits."""
+    original, _BACKENDS[name] = _BACKENDS[name], backend
+    try:
+        yield
+    finally:
+        _BACKENDS[name] = original
