@@ -131,8 +131,8 @@ class EvalConfig:
 
     every: int
     """Steps between evaluations; 0: only at the end."""
-    batches: int
-    """Microbatches of validation windows in one evaluation; 0: all there are."""
+    batches: int | None
+    """Microbatches of validation windows in one evaluation, spread over all files; null: every window."""
 
 
 @dataclass

@@ -84,7 +84,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         return [fit(value, get_args(inner)[0], unknown, f"{key}[{i}]") for i, value in enumerate(tree)]
     if issubclass(inner, Enum):
         name = str(tree).lower() if isinstance(tree, bool) else tree
-        if name not in inner.__members__:
+        if not isinstance(name, str) or name not in inner.__members__:
             raise _wrong(key, tree, annotation)
         return name
     if inner is str and isinstance(tree, bool | float):

@@ -1,0 +1,48 @@
+# make train    trains on this machine:  make train RECIPE=bf16 ARGS="trainer.max_steps=50 model.num_layers=6"
+# make test     runs every check
+# make setup    only makes .venv
+#
+# Each makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt have changed. torch comes first and alone, so
+# that what is asked for by name decides which build it is. On Linux, PyPI's torch is a CUDA build; for the small CPU build:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
+
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE := fp8_delayed
+ARGS :=
+PYTEST_ARGS :=
+SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+# the interpreter for .venv: make train PYTHON=python3.12
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
+
+.PHONY: train test setup
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed
+	$(BIN)/python train.py +recipe=$(RECIPE) $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+
+setup: $(VENV)/.installed-test
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@if ! $(BIN)/python -c '$(SUITABLE)' >/dev/null 2>&1; then \
+		if ! $(or $(PYTHON),false) -c '$(SUITABLE)' >/dev/null 2>&1; then \
+			echo 'octet needs Python 3.11, 3.12 or 3.13 with its venv module (Debian and Ubuntu: apt install python3-venv);' \
+				'$(if $(PYTHON),$(PYTHON) is not one,none was found): name one with make PYTHON=/path/to/python3.12' >&2; exit 1; \
+		fi; \
+		echo 'making $(VENV) with $(PYTHON); once, a few minutes' && $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@

@@ -1,0 +1,160 @@
+"""What surrounds training on the command line: composing the config with Hydra, and errors in one line.
+
+Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are composed,
+loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+
+An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own errors take
+several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug and keeps its traceback.
+
+This module imports no torch before something has gone wrong: `--help` is quick.
+"""
+
+import linecache
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+OWN_CODE = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Job:
+    """One run to be: its composed config, and the overrides that the user gave for it."""
+
+    tree: DictConfig
+    overrides: list[str]
+
+
+def compose(configs: Path, name: str = "train") -> list[Job]:
+    """The runs that the command line asks for: one, or those of a sweep (-m), each with a name of its own. Reads sys.argv."""
+    jobs: list[Job] = []
+    sweeps: list[bool] = []
+
+    def collect(tree: DictConfig) -> None:
+        settings = HydraConfig.get()
+        sweeps.append(settings.mode is RunMode.MULTIRUN)
+        jobs.append(Job(tree, [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]))
+
+    # Hydra writes a sweep's config into its folder (configs/train.yaml): nothing of use, so it goes where it disappears
+    with tempfile.TemporaryDirectory() as scratch:
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+        hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect)()
+    if any(sweeps):
+        _name_runs(jobs)
+    return jobs
+
+
+def _name_runs(jobs: list[Job]) -> None:
+    """Where a sweep was given one run.name, each of its runs gets its own: that name, a number, and what sets the run apart.
+
+    Without a name, each run is called by its time and recipe anyway.
+    """
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    for number, job in enumerate(jobs):
+        own = [override.partition("=") for override in job.overrides if override not in common]
+        words = [re.sub(r"[^\w.-]+", "-", f"{key.split('.')[-1]}-{value}").strip("-") for key, _, value in own]
+        if job.tree.run.name is not None:
+            job.tree.run.name = "_".join([str(job.tree.run.name), str(number), *words])[:120]
+
+
+def refuse_many_processes(environment: Mapping[str, str]) -> None:
+    """ValueError under a launcher of several processes: training runs in one."""
+    size = environment.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ValueError(f"WORLD_SIZE={size}: training runs in one process; start it with python train.py, without torchrun")
+
+
+def guarded(main: Callable[[], None]) -> int:
+    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return _say(f"error: {explain(error, sys.argv[1:])}", REFUSED)
+    except ValueError as error:
+        if not _on_purpose(error.__traceback__):
+            raise
+        return _say(f"error: {error}", REFUSED)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _on_purpose(error.__traceback__):
+            raise
+        return _say(f"error: {error}", FAILED)
+    return OK
+
+
+def _say(message: str, code: int) -> int:
+    print(f"octet: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _on_purpose(trace: TracebackType | None) -> bool:
+    """Whether an exception comes from a raise statement of this project, not from within a library or an expression."""
+    frame = traceback.extract_tb(trace)[-1]
+    source = linecache.getline(frame.filename, frame.lineno or 0)
+    return Path(frame.filename).resolve().is_relative_to(OWN_CODE) and source.lstrip().startswith("raise")
+
+
+def explain(error: Exception, arguments: list[str]) -> str:
+    """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
+    from trainer.config import unknown_key
+    from trainer.schema import nearest
+
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read as KEY=VALUE; quote values with spaces or any of ,=[]{{}}() as \"KEY='VALUE'\""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        meant = nearest(choice, error.options)
+        hint = f"did you mean {meant}?" if meant else "choose one"
+        return f"{group}={choice}: there is no such {group}; {hint} ({', '.join(error.options)})"
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        if appended := re.search(r"To append to your default list use (\+\S+)", text):
+            return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
+        return _not_in_config(key, _given(key, arguments), unknown_key)
+    if found := re.match(r"Could not delete from config. '([^']+)'", text):
+        return f"~{found[1]}: there is no such key to take away"
+    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
+        return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
+    if found := re.match(r"Multiple values for (\S+)\.", text):
+        return f"{found[1]}={_given(found[1], arguments)}: {found[1]} is chosen twice; write {found[1]}=NAME once, without +"
+    if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
+        return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
+    return text.split("\nConfig search path")[0].split("\nSet the environment")[0]
+
+
+def _given(key: str, arguments: list[str]) -> str:
+    """The value that the command line gives a key."""
+    for argument in reversed(arguments):
+        name, _, value = argument.partition("=")
+        if name.lstrip("+~").partition("@")[0] == key:
+            return value
+    return ""
+
+
+def _not_in_config(key: str, value: str, unknown_key: Callable[[str, Any], str]) -> str:
+    """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
+    from trainer.config import Config
+    from trainer.schema import keys_of
+
+    if key.startswith("hydra."):
+        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help names them"
+    if key in keys_of(Config):
+        return f"{key}={value}: the chosen configs do not use this key; to set it all the same write ++{key}={value}"
+    return unknown_key(key, value)

@@ -1,0 +1,40 @@
+"""Train a DeepSeek-style model: compose the config with Hydra, load it strictly, train.
+
+    python train.py +recipe=fp8_delayed       see --help for more
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+
+from trainer.cli import compose, guarded, refuse_many_processes  # noqa: E402
+
+
+def run() -> None:
+    """Everything the command line asks for. All of it is checked before the first run starts."""
+    refuse_many_processes(os.environ)
+    jobs = compose(Path(__file__).resolve().parent / "configs")
+    from trainer.config import load
+    from trainer.preflight import check, report
+
+    configs = [load(job.tree) for job in jobs]
+    for config in configs:
+        check(config)
+    for config, job in zip(configs, jobs, strict=True):
+        if config.dry_run:
+            print(report(config))
+            continue
+        from trainer.trainer import Trainer
+
+        Trainer(config, job.overrides).train()
+
+
+def main() -> int:
+    """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
