@@ -10,10 +10,11 @@
 | PATH of a run     | refused           | refused                            | go on from its newest whole  |
 | PATH of a checkpoint |                |                                    | go on from that one          |
 
-Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints later than N
-taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
+Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
+later than N taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
 
-One process trains in a folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however it dies.
+One process trains in a folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies,
+however it dies.
 """
 
 import fcntl
@@ -85,8 +86,8 @@ class RunDir:
     ) -> None:
         """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
 
-        Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by name,
-        `config.yaml` among them.
+        Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by
+        name, `config.yaml` among them.
         """
         self.notes: list[Note] = []
         self.path, checkpoint = _locate(parent, name, resume, label)
@@ -279,10 +280,10 @@ def _lock(path: Path, on_event: OnEvent) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        owner = file.read().strip()
+        owner = file.read().strip() or "another process"
         file.close()
         raise ValueError(
-            f"run.name={path.name}: {path} is in use by {owner or 'another process'}; wait for it, or choose another run.name"
+            f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
         ) from None
     except OSError as error:  # some network file systems cannot lock
         on_event(
@@ -325,7 +326,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What this process runs on and with: versions, machine, and the commit of this source, if it is in a git repository."""
+    """What this process runs on and with: versions, machine, and the commit of this source if it is in a repository."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -342,7 +343,7 @@ def environment() -> dict[str, Any]:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the repository this file is in, and whether tracked files differ from it; None without a repository or git."""
+    """Commit of the repository this file is in, and whether tracked files differ from it; None without one or git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

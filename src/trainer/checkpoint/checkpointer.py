@@ -1,14 +1,14 @@
 """Saves the state of a run in the background, and reads it back.
 
-    save(step, state, meta)        the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned when there
-                                   is a GPU, kept from save to save), hand them to the writing thread, go on training
-      write                        into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; every file and
-                                   the folder fsync'ed
-      rename                       to checkpoints/step_N: here it becomes visible, whole or not at all
-      delete                       what exceeds `keep`: only now, so that there is always a whole one
+    save      on the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned if there is a GPU,
+              kept from save to save), hand them to the writing thread, go on training
+    write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
+    rename    to checkpoints/step_N: here it becomes visible, whole or not at all
+    delete    what exceeds `keep`: only now, so that there is always a whole one
 
-A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is reported through `on_event`, what
-was half written is removed, the ones before stay, and training goes on; `wait()` raises it for those who must know.
+A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is reported through
+`on_event`, what was half written is removed, the ones before stay, and training goes on; `wait()` raises it for those
+who must know.
 """
 
 import json
@@ -55,8 +55,8 @@ class CheckpointError(OSError):
 class Checkpointer:
     """Writes checkpoints of one run into `folder` (`RUN/checkpoints`), the `keep` newest of which stay (0: all).
 
-    `on_event` hears of every checkpoint saved, failed or found damaged; it is called from the writing thread too. What a killed
-    process left half written is deleted here, so hold the run's lock.
+    `on_event` hears of every checkpoint saved, failed or found damaged; it is called from the writing thread too.
+    What a killed process left half written is deleted here, so hold the run's lock.
     """
 
     def __init__(self, folder: Path, keep: int, on_event: OnEvent) -> None:
@@ -78,11 +78,12 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Save `state` (a tree of tensors and JSON scalars, see `tree`) as the checkpoint of `step`.
 
-        Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is still
-        being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read without any tensor.
-        A step that is saved already is not saved again: in one run, a step has one state.
+        Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
+        still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
+        without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
 
-        Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see `wait`.
+        Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see
+        `wait`.
         """
         if self._pending is not None:
             wait_for([self._pending])
@@ -128,9 +129,11 @@ class Checkpointer:
             sync_folder(self.folder)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            reason = f"checkpoint of step {step} could not be written to {path}: {error.strerror or error}"
+            reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             self._on_event("checkpoint", step, reason, path=str(path), failed=True)
-            raise CheckpointError(f"{reason}; earlier checkpoints are intact, free space or set run.dir") from error
+            raise CheckpointError(
+                f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
+            ) from error
         seconds = time.perf_counter() - start
         size = sum(digest.bytes for digest in files.values())
         try:
@@ -154,7 +157,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, FileDige
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` that the checkpoint folder `path` was saved with. Not verified: `read` or `newest_checkpoint` does that."""
+    """The `meta` that the checkpoint `path` was saved with. Does not verify: `read` and `newest_checkpoint` do."""
     return json.loads((path / STATE).read_text())["meta"]
 
 

@@ -1,12 +1,12 @@
 """The folder of a run's checkpoints: what is in it, which one to resume from, and what a kill may leave behind.
 
-    checkpoints/step_00000200/            visible: complete when it was renamed into place
-    checkpoints/.writing_step_00000400/   being written, or left by a kill
-    checkpoints/.deleting_step_00000100/  being deleted, or left by a kill
-    checkpoints/step_00000600.set_aside/  taken out of use (damaged, or later than the checkpoint resumed from), kept to look at
+    step_00000200/            visible: complete when it was renamed into place
+    .writing_step_00000400/   being written, or left by a kill
+    .deleting_step_00000100/  being deleted, or left by a kill
+    step_00000600.set_aside/  out of use (damaged, or later than the checkpoint gone on from), kept to look at
 
-Only names of the first form count as checkpoints. Renames are atomic, so that a process killed at any moment leaves each
-checkpoint under exactly one of these names.
+Only names of the first form count as checkpoints. Renames are atomic, so that a process killed at any moment leaves
+each checkpoint under exactly one of these names.
 """
 
 import re
@@ -88,7 +88,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def delete_superseded(folder: Path, step: int, keep: int) -> None:
-    """After the checkpoint of `step` became visible: delete the one set aside of that step, and all but the `keep` newest.
+    """When the checkpoint of `step` is visible: delete the one of that step set aside, and all but the `keep` newest.
 
     `keep` = 0 keeps all.
     """
@@ -99,7 +99,7 @@ def delete_superseded(folder: Path, step: int, keep: int) -> None:
 
 
 def delete_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted. Returns the names. Call it under the run's lock."""
+    """Delete what a killed process left half written or half deleted; under the run's lock. Returns the names."""
     leftovers = (
         [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
     )

@@ -1,15 +1,16 @@
 """How a checkpoint folder proves that it is whole.
 
-`manifest.json`, written last, lists every file of the folder with its size and SHA-256, and carries a digest of that list:
+`manifest.json`, written last, lists every file of the folder with its size and SHA-256, and carries a digest of that
+list:
 
     {"files": {"rank00000.safetensors": {"bytes": 81234, "sha256": "..."}, ...}, "format": 1, "sha256": "..."}
 
-`verify` compares sizes first (a truncated file is found without reading anything), then contents. Every file is checked, the
-manifest itself included: it must be, byte for byte, the text that its own content would be written as. Files that it does
-not list are ignored (a network file system may leave some).
+`verify` compares sizes first (a truncated file is found without reading anything), then contents. Every file is
+checked, the manifest itself included: it must be, byte for byte, the text that its own content would be written as.
+Files that it does not list are ignored (a network file system may leave some).
 
-Durability: a file's bytes are on the disk when `os.fsync` of the file returns, its *name* when `os.fsync` of the folder does.
-Both are needed before a rename may announce the folder.
+Durability: a file's bytes are on the disk when `os.fsync` of the file returns, its *name* when `os.fsync` of the
+folder does. Both are needed before a rename may announce the folder.
 """
 
 import hashlib

@@ -1,19 +1,20 @@
 """torch.distributed.checkpoint (DCP) on safetensors and JSON.
 
-DCP does the planning: which rank writes which piece of which tensor, and which pieces a rank must read to fill its own,
-perhaps differently sharded, tensors. Its FileSystemReader, though, unpickles its metadata and every object that is not a
-tensor, and its HuggingFaceStorageReader can keep only one piece of a tensor per file. So the storage below DCP is ours:
+DCP does the planning: which rank writes which piece of which tensor, and which pieces a rank must read to fill its
+own, perhaps differently sharded, tensors. Its FileSystemReader, though, unpickles its metadata and every object that
+is not a tensor, and its HuggingFaceStorageReader can keep only one piece of a tensor per file. So the storage below
+DCP is ours:
 
     rank00000.safetensors   the pieces that rank 0 wrote (one file a rank that has something to write)
     tensors.json            {name: {"dtype", "shape", "pieces": [{"offsets", "shape", "file", "key"}]}}
 
-A piece is a box of its tensor, given by offsets and shape; a tensor that is not sharded has one piece at offset zero, and its key
-in the file is its name, so that any safetensors reader can open the files of a run on one process.
+A piece is a box of its tensor, given by offsets and shape; a tensor that is not sharded has one piece at offset zero,
+and its key in the file is its name, so that any safetensors reader can open the files of a run on one process.
 
-safetensors (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length (little endian), a JSON
-header {key: {"dtype", "shape", "data_offsets"}} padded with spaces to 8 bytes, then the tensors' bytes one after the other.
-It is written here by hand because the library's `save_file` refuses tensors that share memory and cannot hash on its way;
-it is read with the library.
+safetensors (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length (little endian), a
+JSON header {key: {"dtype", "shape", "data_offsets"}} padded with spaces to 8 bytes, then the tensors' bytes one after
+the other. It is written here by hand because the library's `save_file` refuses tensors that share memory and cannot
+hash on its way; it is read with the library.
 """
 
 import hashlib

@@ -6,7 +6,8 @@ On a terminal (rich):          In a file, a pipe, CI:
     step  40/200  loss 4.9876 ...     step  40/200  loss 4.9876  lm 4.7012  ...  12,410 tok/s  0:01:02 left
     ━━━━━━━╺━━━━  41/200  loss ...    (one line each logging interval)
 
-The lines are the same; only the terminal has a progress bar below them, redrawn four times a second by rich's own thread.
+The lines are the same; only the terminal has a progress bar below them, redrawn four times a second by rich's own
+thread.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """A JSON-lines file whose lines are always whole.
 
-Each line leaves in one write to a file opened for appending: what was written survives the death of the process, and a reader who
-follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is taken back.
+Each line leaves in one write to a file opened for appending: what was written survives the death of the process, and
+a reader who follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is
+taken back.
 """
 
 import json

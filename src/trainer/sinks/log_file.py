@@ -1,7 +1,7 @@
 """`logs/rank0.log`: everything that was said, with the time at which it was said.
 
-While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear on the
-screen, in one line each, instead of tearing through the progress bar.
+While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear
+on the screen, in one line each, instead of tearing through the progress bar.
 """
 
 import logging
@@ -17,7 +17,7 @@ class LogFile:
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path)
+        file = _File(path, show)
         file.setFormatter(logging.Formatter(_FORMAT))
         root, torch = logging.getLogger(), logging.getLogger("torch")
         self._attached = [(root, file), (root, _ScreenHandler(show))]
@@ -39,6 +39,21 @@ class LogFile:
         for logger, handler in self._attached:
             logger.removeHandler(handler)
             handler.close()
+
+
+class _File(logging.FileHandler):
+    """A file that may fill its disk without filling the screen too."""
+
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        super().__init__(path)
+        self._show = show
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written, instead of a traceback for every line."""
+        if not self._failed:
+            self._failed = True
+            self._show(f"{self.baseFilename} cannot be written; lines are being lost")
 
 
 class _ScreenHandler(logging.Handler):

@@ -84,7 +84,7 @@ class Sinks:
                 tracker.metrics(values)
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
-        """Record that something happened; `what` names it further (module, value, path, ...), in JSON. Any thread may call."""
+        """Record that something happened; `what` (JSON) names it further: module, value, path. Any thread may call."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._events.write({"time": time, "step": step, "kind": kind, "message": message, **what})
         self._log.write(f"{kind}: {message}")
@@ -99,7 +99,7 @@ class Sinks:
     def summary(self, summary: RunSummary) -> None:
         """Say what came of the run, and where it is."""
         lines = {
-            "validation loss": f"{summary.validation_loss:.4f} nats per token (bigram model: {summary.bigram_loss:.4f})",
+            "validation loss": f"{summary.validation_loss:.4f} nats per token (bigrams: {summary.bigram_loss:.4f})",
             "tokens per second": f"{summary.tokens_per_second:,.0f}",
             "peak memory": f"{summary.peak_memory_gib:.2f} GiB",
             "skipped steps": f"{summary.skipped_steps} of {summary.step}",
@@ -124,7 +124,7 @@ class Sinks:
             self._wandb.run_id = self._wandb_id
 
     def close(self, error: BaseException | None = None) -> None:
-        """End all sinks; `error`, if the run ended by one, goes to the log file with its traceback, and to W&B as a failure."""
+        """End all sinks. The `error` that ended the run, if any, goes to the log file with its traceback and to W&B."""
         self._screen.close()
         if error is not None:
             self._log.write(f"stopped by {type(error).__name__}: {error}", error)

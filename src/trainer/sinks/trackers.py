@@ -1,6 +1,7 @@
 """Experiment trackers: Weights & Biases and TensorBoard. Both are optional and neither may hold up training.
 
-Both take numbers only, and both are resumed: W&B under the same run id, TensorBoard by purging the steps that will be run again.
+Both take numbers only, and both are resumed: W&B under the same run id, TensorBoard by purging the steps that will be
+run again.
 """
 
 import importlib.util
@@ -23,9 +24,9 @@ def require(package: str, setting: str) -> None:
 class WandbTracker:
     """Weights & Biases. Starts with the first metrics, so that the id of the run it resumes can be set before.
 
-    `mode`: online, offline, or auto: online with an API key (`wandb login`), offline without; WANDB_MODE, which wandb itself
-    reads, decides before auto does. Online that does not answer becomes offline. Any failure is told once through `warn` and
-    ends tracking, nothing else.
+    `mode`: online, offline, or auto: online with an API key (`wandb login`), offline without; WANDB_MODE, which wandb
+    itself reads, decides before auto does. Online that does not answer becomes offline. Any failure is told once
+    through `warn` and ends tracking, nothing else.
     """
 
     def __init__(

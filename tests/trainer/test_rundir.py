@@ -1,0 +1,372 @@
+"""Run folders: the table of `run.resume`, what is dropped on the way, and one process at a time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from trainer.checkpoint import Checkpointer, list_checkpoints, read
+from trainer.config import load
+from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, environment, find_checkpoint
+
+# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TEXTS = {"config.yaml": "lr: 1\n", "overrides.txt": "", "environment.json": "{}\n", "precision_plan.txt": "plan\n"}
+
+
+def quiet(kind: str, step: int, message: str, **what: Any) -> None:
+    """Nobody listens."""
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """Opens run folders and closes them at the end."""
+    made: list[RunDir] = []
+
+    def open_run(runs: Path, name: str | None = "a", resume: str = "never", **more: Any) -> RunDir:
+        run = RunDir(runs, name, resume, "fp8_delayed", more.pop("texts", TEXTS), **more)
+        made.append(run)
+        return run
+
+    yield open_run
+    for run in made:
+        run.close()
+
+
+def save(path: Path, *steps: int) -> None:
+    checkpointer = Checkpointer(path / CHECKPOINTS, 0, quiet)
+    for step in steps:
+        checkpointer.save(step, {"t": torch.tensor(step)}, {"step": step})
+    checkpointer.close()
+
+
+def log(path: Path, *steps: int) -> None:
+    with (path / METRICS).open("a") as metrics, (path / EVENTS).open("a") as events:
+        for step in steps:
+            metrics.write(json.dumps({"step": step, "loss/lm": 1 / (step + 1)}) + "\n")
+            events.write(json.dumps({"step": step, "kind": "spike", "message": "x"}) + "\n")
+
+
+def logged(path: Path, name: str = METRICS) -> list[int]:
+    return [json.loads(line)["step"] for line in (path / name).read_text().splitlines()]
+
+
+def make_run(
+    runs: Path, *, checkpoints: tuple[int, ...], lines: tuple[int, ...] = (0, 100, 150, 200, 250, 300)
+) -> Path:
+    """A run that was killed after it had logged `lines` and saved `checkpoints`."""
+    run = RunDir(runs, "a", "never", "bf16", TEXTS)
+    log(run.path, *lines)
+    save(run.path, *checkpoints)
+    run.close()
+    return run.path
+
+
+def damage(checkpoint: Path) -> None:
+    with (checkpoint / "rank00000.safetensors").open("r+b") as file:
+        file.truncate(20)
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    """Everything under `path`, the lock file apart."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name != ".lock"
+    }
+
+
+def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
+    with initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
+        overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
+        config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
+    run = RunDir.open(config, overrides, "the plan\n")
+    run.close()
+    assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
+    written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))
+    assert load(written) == config  # pyright: ignore[reportArgumentType]
+    assert (run.path / "overrides.txt").read_text().splitlines() == overrides
+    assert (run.path / "precision_plan.txt").read_text() == "the plan\n"
+    assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__
+
+
+# ---------------------------------------------------------------------------------------------------- never
+
+
+def test_a_new_run_gets_a_folder_with_what_produced_it(runs: Path, opened: Any) -> None:
+    run = opened(runs)
+    assert run.path == runs / "a" and run.is_new and run.first_step == 0 and run.notes == []
+    assert snapshot(run.path) == {name: text.encode() for name, text in TEXTS.items()}
+
+
+@pytest.mark.parametrize("checkpoints", [(), (100,)])
+def test_never_refuses_a_run_that_exists_and_leaves_it_alone(
+    runs: Path, opened: Any, checkpoints: tuple[int, ...]
+) -> None:
+    path = make_run(runs, checkpoints=checkpoints)
+    before = snapshot(runs)
+    with pytest.raises(
+        ValueError, match=r"run.name=a: .*a exists; choose another run.name, or .* run.resume=auto"
+    ) as refusal:
+        opened(runs)
+    assert "\n" not in str(refusal.value)
+    assert snapshot(runs) == before and path.exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_folder_that_is_no_run_is_not_written_into(runs: Path, opened: Any, resume: str) -> None:
+    (runs / "a").mkdir(parents=True)
+    (runs / "a" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="exists and is not a run folder"):
+        opened(runs, resume=resume)
+    (runs / "b").write_text("a file")
+    with pytest.raises(ValueError, match="exists and is not a run folder"):
+        opened(runs, "b", resume)
+    assert snapshot(runs) == {"a/thesis.tex": b"years of work", "b": b"a file"}
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_an_empty_folder_is_taken(runs: Path, opened: Any, resume: str) -> None:
+    (runs / "a").mkdir(parents=True)
+    assert opened(runs, resume=resume).is_new
+
+
+def test_runs_without_a_name_get_different_ones_that_sort_by_time(runs: Path, opened: Any) -> None:
+    names = [opened(runs, None).path.name for _ in range(3)]
+    assert len(set(names)) == 3
+    assert all(re.fullmatch(r"\d{8}-\d{6}-fp8_delayed(-\d)?", name) for name in names), names
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "/tmp/x", ".hidden", "a b", "."])
+def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="must be a plain folder name"):
+        opened(runs, name)
+    assert not runs.exists()
+
+
+# ---------------------------------------------------------------------------------------------------- auto
+
+
+def test_auto_without_a_name_is_refused(runs: Path, opened: Any) -> None:
+    with pytest.raises(ValueError, match=r"run.resume=auto: which run\? Set run.name"):
+        opened(runs, None, "auto")
+    assert not runs.exists()
+
+
+def test_auto_starts_a_run_that_does_not_exist(runs: Path, opened: Any) -> None:
+    run = opened(runs, resume="auto")
+    assert run.is_new and run.notes == []
+
+
+def test_auto_starts_again_in_the_folder_of_a_run_killed_before_its_first_checkpoint(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=())
+    (path / CHECKPOINTS / ".writing_step_00000100").mkdir(parents=True)
+    run = opened(runs, resume="auto")
+    assert run.path == path and run.is_new
+    assert not (path / METRICS).exists() and not (path / EVENTS).exists()
+    assert "starting again" in run.notes[0].message
+
+
+def test_auto_goes_on_from_the_newest_checkpoint_and_drops_later_metrics(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    run = opened(runs, resume="auto")
+    assert run.resumed_from == path / CHECKPOINTS / "step_00000200" and run.first_step == 200 and not run.is_new
+    assert logged(path) == [0, 100, 150, 200]
+    assert logged(path, EVENTS) == [0, 100, 150, 200, 250, 300]  # what happened, happened
+    assert [note.message for note in run.notes] == ["2 lines later than step 200 dropped from metrics.jsonl"]
+
+
+def test_a_line_half_written_at_the_kill_is_dropped(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(200,), lines=(100, 200))
+    for name in (METRICS, EVENTS):
+        with (path / name).open("a") as file:
+            file.write('{"step": 200, "loss/lm": 0.3')
+    opened(runs, resume="auto")
+    assert logged(path) == [100, 200] and logged(path, EVENTS) == [100, 200]
+
+
+def test_a_whole_last_line_without_its_newline_is_dropped_too(runs: Path, opened: Any) -> None:
+    """The next line would be appended to it."""
+    path = make_run(runs, checkpoints=(200,), lines=(100,))
+    with (path / METRICS).open("a") as file:
+        file.write('{"step": 200}')
+    opened(runs, resume="auto")
+    assert logged(path) == [100] and (path / METRICS).read_bytes().endswith(b"\n")
+
+
+def test_metrics_that_are_all_earlier_stay_byte_for_byte(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(300,))
+    before = (path / METRICS).read_bytes()
+    run = opened(runs, resume="auto")
+    assert (path / METRICS).read_bytes() == before and run.notes == []
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    damage(path / CHECKPOINTS / "step_00000200")
+    run = opened(runs, resume="auto")
+    assert run.first_step == 100 and logged(path) == [0, 100]
+    note = run.notes[0]
+    assert (note.kind, note.step) == ("checkpoint", 200)
+    assert "damaged" in note.message and "step_00000200/rank00000.safetensors has 20 bytes instead of" in note.message
+    assert [entry.name for entry in list_checkpoints(path / CHECKPOINTS)] == ["step_00000100"]
+    assert (path / CHECKPOINTS / "step_00000200.set_aside").is_dir()
+
+
+def test_a_run_whose_every_checkpoint_is_damaged_is_refused_not_started_over(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    for checkpoint in list_checkpoints(path / CHECKPOINTS):
+        damage(checkpoint)
+    before = snapshot(path)
+    with pytest.raises(
+        ValueError, match=r"every checkpoint of .* is damaged .*step_00000200/rank00000.safetensors"
+    ) as refusal:
+        opened(runs, resume="auto")
+    assert "\n" not in str(refusal.value) and snapshot(path) == before
+
+
+def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(200,))
+    for rate in (2, 3):
+        opened(runs, resume="auto", texts=TEXTS | {"config.yaml": f"lr: {rate}\n"}).close()
+    texts = {file.name: file.read_text() for file in path.glob("config*")}
+    assert texts == {
+        "config.yaml": "lr: 3\n",
+        "config.before_step_00000200.yaml": "lr: 1\n",
+        "config.before_step_00000200-2.yaml": "lr: 2\n",
+    }
+    assert not list(path.glob("precision_plan.before*"))
+
+
+def test_a_config_that_cannot_go_on_is_refused_before_anything_changes(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    damage(path / CHECKPOINTS / "step_00000200")
+    before = snapshot(path)
+
+    def check(meta: dict[str, Any], checkpoint: Path) -> None:
+        raise ValueError(f"model.num_layers=3: {checkpoint.name} has {meta}")
+
+    with pytest.raises(ValueError, match=r"model.num_layers=3: step_00000100 has {'step': 100}"):
+        opened(runs, resume="auto", check=check)
+    assert snapshot(path) == before
+    opened(runs, resume="auto")  # and the lock is free again
+
+
+# ---------------------------------------------------------------------------------------------------- a path
+
+
+def test_a_run_folder_as_path_goes_on_in_it(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    run = opened(Path("elsewhere"), None, str(path))
+    assert run.path == path and run.first_step == 200
+
+
+def test_a_checkpoint_as_path_goes_on_from_it_and_later_ones_are_set_aside(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200, 300))
+    run = opened(runs, "a", str(path / CHECKPOINTS / "step_00000100"))
+    assert run.path == path and run.first_step == 100 and logged(path) == [0, 100]
+    run.close()
+    assert opened(runs, resume="auto").first_step == 100  # not 300, which belongs to what was given up
+    assert "set aside" in run.notes[0].message and "step_00000300.set_aside" in run.notes[0].message
+
+
+@pytest.mark.parametrize(
+    "target", ["atuo", "runs/nothing", "{runs}", "{runs}/a/checkpoints", "{runs}/a/checkpoints/step_00000400"]
+)
+def test_a_path_that_leads_nowhere_is_refused(runs: Path, opened: Any, target: str) -> None:
+    make_run(runs, checkpoints=(100,))
+    before = snapshot(runs)
+    with pytest.raises(ValueError, match=r"run.resume=.*: neither never, nor auto, nor the path") as refusal:
+        opened(runs, None, target.format(runs=runs))
+    assert "\n" not in str(refusal.value) and snapshot(runs) == before
+
+
+def test_a_path_to_a_run_without_a_checkpoint_is_refused(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=())
+    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+        opened(runs, None, str(path))
+
+
+def test_a_path_to_a_damaged_checkpoint_is_refused_by_the_file(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    damage(path / CHECKPOINTS / "step_00000200")
+    before = snapshot(path)
+    with pytest.raises(ValueError, match=r"run.resume=.*rank00000.safetensors has 20 bytes"):
+        opened(runs, None, str(path / CHECKPOINTS / "step_00000200"))
+    assert snapshot(path) == before
+
+
+def test_a_path_and_another_name_contradict(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100,))
+    with pytest.raises(ValueError, match=r"run.name=b: .* or start a new run from its weights with run.init_from"):
+        opened(runs, "b", str(path))
+    assert not (runs / "b").exists()
+
+
+def test_find_checkpoint_takes_a_run_or_a_checkpoint(runs: Path) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    one = path / CHECKPOINTS / "step_00000100"
+    assert find_checkpoint(one, "run.init_from", quiet) == one
+    assert read(find_checkpoint(path, "run.init_from", quiet))[1] == {"step": 200}
+    with pytest.raises(ValueError, match=r"run.init_from=nowhere: no checkpoint there"):
+        find_checkpoint(Path("nowhere"), "run.init_from", quiet)
+    damage(one)
+    with pytest.raises(ValueError, match=r"run.init_from=.*step_00000100: .*rank00000.safetensors"):
+        find_checkpoint(one, "run.init_from", quiet)
+
+
+# ---------------------------------------------------------------------------------------------------- the lock
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_two_processes_cannot_train_in_one_folder(runs: Path, opened: Any, resume: str) -> None:
+    first = opened(runs)
+    save(first.path, 100)
+    before = snapshot(first.path)
+    name, how = ("a", "auto") if resume == "auto" else (None, str(first.path))
+    with pytest.raises(ValueError, match=rf"a is in use by process {os.getpid()} on .*; wait for it, or choose"):
+        opened(runs, name, how)
+    assert snapshot(first.path) == before
+    first.close()
+    assert opened(runs, name, how).first_step == 100
+
+
+def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from trainer.rundir import RunDir\n"
+        "run = RunDir(Path(sys.argv[1]), 'a', 'never', 'x', {'config.yaml': ''}); print('open', flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(runs)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "open\n"
+    with pytest.raises(ValueError, match=f"in use by process {process.pid}"):
+        opened(runs, resume="auto")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert opened(runs, resume="auto").is_new
+
+
+# ---------------------------------------------------------------------------------------------------- environment
+
+
+def test_environment_says_what_a_run_ran_with() -> None:
+    found = environment()
+    assert found["torch"] == torch.__version__ and found["packages"]["torch"] in torch.__version__
+    assert json.loads(json.dumps(found)) == found
+    assert found["git"] is None or re.fullmatch(r"[0-9a-f]{40}", found["git"]["commit"])

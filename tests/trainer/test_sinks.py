@@ -1,0 +1,413 @@
+"""Sinks: every line whole, every event heard, nothing that a sink does stops training."""
+
+import io
+import json
+import logging
+import os
+import re
+import resource
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.errors import CommError
+
+from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
+from trainer.rundir import Note, RunDir
+from trainer.sinks import Sinks
+from trainer.sinks import trackers as trackers_module
+from trainer.sinks.jsonl import JsonLines
+
+METRICS = {
+    "step": 20,
+    "tokens": 81920,
+    "loss/total": 5.4321,
+    "loss/lm": 5.1234,
+    "optim/grad_norm": 1.234,
+    "optim/lr": 3e-4,
+    "perf/tokens_per_second": 12345.6,
+    "recovery/skipped_steps": 0,
+}
+
+
+@dataclass
+class Summary:
+    folder: Path
+    step: int = 200
+    validation_loss: float = 3.21
+    bigram_loss: float = 4.5
+    tokens_per_second: float = 12345.0
+    peak_memory_gib: float = 1.234
+    skipped_steps: int = 2
+
+
+def settings(*, console: bool = True, tensorboard: bool = False, mode: WandbMode | None = None) -> LoggingConfig:
+    return LoggingConfig(
+        every=10,
+        console=ConsoleConfig(console),
+        tensorboard=TensorboardConfig(tensorboard),
+        wandb=WandbConfig(mode is not None, "octet-tests", None, mode or WandbMode.auto),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    made = RunDir(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+    yield made
+    made.close()
+
+
+class Screen:
+    """A console whose output can be read. Width 100."""
+
+    def __init__(self, terminal: bool = False) -> None:
+        self.console = Console(
+            file=io.StringIO(), force_terminal=terminal, width=100, highlight=False, legacy_windows=False, _environ={}
+        )
+
+    @property
+    def raw(self) -> str:
+        assert isinstance(self.console.file, io.StringIO)
+        return self.console.file.getvalue()
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw)
+
+
+@pytest.fixture
+def screen() -> Screen:
+    return Screen()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------- JSON lines
+
+
+def test_lines_from_many_threads_stay_whole(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "x.jsonl", pytest.fail)
+
+    def work(worker: int) -> None:
+        for i in range(200):
+            sink.write({"worker": worker, "i": i, "padding": "x" * (i * 50)})
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sink.close()
+    found = lines(tmp_path / "x.jsonl")
+    assert sorted((entry["worker"], entry["i"]) for entry in found) == [(w, i) for w in range(4) for i in range(200)]
+
+
+def test_numbers_come_back_exactly_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "x.jsonl", pytest.fail)
+    entry = {"a": 0.1 + 0.2, "b": 2**60, "c": 5e-324, "nan": float("nan"), "inf": float("inf"), "text": "naïve\n"}
+    sink.write(entry)
+    assert lines(tmp_path / "x.jsonl") == [entry | {"nan": None, "inf": None}]  # visible before close
+    sink.close()
+
+
+def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "x.jsonl"
+    sink = JsonLines(path, told.append)
+    sink.write({"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        for step in (2, 3):
+            sink.write({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sink.write({"step": 4})
+    sink.close()
+    assert lines(path) == [{"step": 1}, {"step": 4}]
+    assert len(told) == 1 and str(path) in told[0]
+
+
+# ---------------------------------------------------------------------------------------------------- who hears what
+
+
+def test_metrics_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        sinks.metrics({"step": 20, "loss/validation": 4.5})
+    assert lines(run.path / "metrics.jsonl") == [METRICS, {"step": 20, "loss/validation": 4.5}]
+    shown = "step  20/200  loss 5.4321  lm 5.1234  norm 1.23  lr 3.0e-04  12,346 tok/s"
+    assert shown in screen.text and "step  20/200  validation 4.5000\n" in screen.text
+    assert shown in (run.path / "logs" / "rank0.log").read_text()
+
+
+def test_events_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.event("nonfinite", 60, "step 60 is not finite, first at [red]layers.3[/]", module="layers.3", value=None)
+    (event,) = lines(run.path / "events.jsonl")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", event.pop("time"))
+    message = "step 60 is not finite, first at [red]layers.3[/]"
+    assert event == {"step": 60, "kind": "nonfinite", "message": message, "module": "layers.3", "value": None}
+    assert f"nonfinite: {message}\n" in screen.text  # brackets are not markup
+    assert f"nonfinite: {message}" in (run.path / "logs" / "rank0.log").read_text()
+
+
+def test_what_happened_while_the_folder_was_opened_comes_first(run: RunDir, screen: Screen) -> None:
+    run.notes.append(Note("checkpoint", 200, "damaged checkpoint passed over", {"path": "x"}))
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.event("resume", 100, "resumed")
+    assert [(event["kind"], event["step"]) for event in lines(run.path / "events.jsonl")] == [
+        ("checkpoint", 200),
+        ("resume", 100),
+    ]
+
+
+def test_lines_are_appended_to_those_of_before(run: RunDir, screen: Screen) -> None:
+    for step in (1, 2):
+        with Sinks(settings(), run, 200, screen.console) as sinks:
+            sinks.metrics({"step": step})
+            sinks.event("resume", step, "again")
+    assert [entry["step"] for entry in lines(run.path / "metrics.jsonl")] == [1, 2]
+    assert [entry["step"] for entry in lines(run.path / "events.jsonl")] == [1, 2]
+
+
+def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(console=False), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        sinks.event("checkpoint", 20, "saved")
+        sinks.event("checkpoint", 20, "no space", failed=True)
+        sinks.event("spike", 20, "loss")
+        sinks.summary(Summary(run.path))
+    assert screen.text.splitlines()[:3] == ["checkpoint: no space", "spike: loss", ""]
+    assert "validation loss    3.2100 nats per token (bigrams: 4.5000)" in screen.text
+    assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
+
+
+def test_the_summary_names_losses_speed_memory_and_folder(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.summary(Summary(run.path))
+    log = (run.path / "logs" / "rank0.log").read_text()
+    for value in ("3.2100 nats", "4.5000", "12,345", "1.23 GiB", "2 of 200", str(run.path)):
+        assert value in screen.text and value in log
+
+
+def test_warnings_and_library_logs_reach_the_screen_in_one_line_and_the_log(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(), run, 200, screen.console):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logging.captureWarnings(True)
+            warnings.warn("beware", stacklevel=1)
+        logging.getLogger("some.library").error("broken\nin two lines")
+        logging.getLogger("some.library").info("chatter")
+        logging.getLogger("trainer.data").info("rebuilding the bins")
+    log = (run.path / "logs" / "rank0.log").read_text()
+    assert screen.text.count("\n") == 2 and "beware" in screen.text and "broken\n" in screen.text
+    assert "beware" in log and "in two lines" in log and "rebuilding the bins" in log and "chatter" not in log
+    handlers = len(logging.getLogger().handlers)
+    with Sinks(settings(), run, 200, screen.console):
+        assert len(logging.getLogger().handlers) == handlers + 2
+    assert len(logging.getLogger().handlers) == handlers
+
+
+def test_a_crash_leaves_its_traceback_in_the_log(run: RunDir, screen: Screen) -> None:
+    with pytest.raises(ZeroDivisionError), Sinks(settings(), run, 200, screen.console):
+        _ = 1 / 0
+    log = (run.path / "logs" / "rank0.log").read_text()
+    assert "stopped by ZeroDivisionError" in log and "_ = 1 / 0" in log
+    assert screen.text == ""  # train.py says it there
+
+
+def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunDir, screen: Screen) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            for step in range(20):
+                sinks.event("checkpoint", step, "fine")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert screen.text.count("cannot be written") == 2  # events.jsonl and rank0.log, once each
+    assert screen.text.count("checkpoint: fine") == 20
+
+
+# ---------------------------------------------------------------------------------------------------- the console
+
+
+def test_a_pipe_gets_plain_whole_lines_with_the_time_left(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        for step in range(1, 21):
+            sinks.progress(step)
+        sinks.metrics(METRICS)
+        sinks.event("alert", 20, "long " * 60)
+    assert "\x1b" not in screen.raw
+    first, second = screen.raw.splitlines()
+    assert re.fullmatch(r"step  20/200  loss .* 12,346 tok/s  0:00:\d\d left", first)
+    assert second.startswith("alert: long") and len(second) > 300
+
+
+def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunDir) -> None:
+    screen = Screen(terminal=True)
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        for step in range(1, 21):
+            sinks.progress(step)
+        sinks.metrics(METRICS)
+        time.sleep(0.4)  # rich redraws four times a second
+        print("printed by somebody")
+        live = screen.text
+    assert re.search(r"━.* 20/200 loss 5.4321  12,346 tok/s .* left", live)
+    assert "step  20/200  loss 5.4321  lm 5.1234" in live
+    assert "printed by somebody\n" in screen.text
+    assert screen.raw.count("\x1b[?25l") == screen.raw.count("\x1b[?25h") == 1  # cursor hidden, shown
+
+
+def test_handlers_that_hold_stderr_print_above_the_live_line(run: RunDir) -> None:
+    import sys
+
+    logger = logging.getLogger("octet.test.holds_stderr")
+    handler = logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    before = handler.stream
+    try:
+        with Sinks(settings(), run, 200, Screen(terminal=True).console):
+            assert handler.stream is not before
+        assert handler.stream is before
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_loss_that_is_not_finite_stands_out(run: RunDir) -> None:
+    screen = Screen(terminal=True)
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS | {"loss/total": float("nan"), "recovery/skipped_steps": 3})
+    assert "\x1b[1;31mnan" in screen.raw and "3 skipped" in screen.text
+
+
+# ---------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def scalars(folder: Path, key: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(key)]
+
+
+def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunDir, screen: Screen) -> None:
+    for first, last in ((0, 5), (3, 6)):  # killed after step 5, resumed from step 3
+        run.first_step = first
+        with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
+            for step in range(first + 1, last + 1):
+                sinks.metrics({"step": step, "loss/lm": float(step + 10 * first)})
+    assert scalars(run.path / "tensorboard", "loss/lm") == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 34.0),
+        (5, 35.0),
+        (6, 36.0),
+    ]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
+    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"logging.tensorboard.enabled=true: needs tensorboard, .* pip install"):
+        trackers_module.require("tensorboard", "logging.tensorboard.enabled")
+
+
+# ---------------------------------------------------------------------------------------------------- W&B
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb.teardown()  # it remembers the environment of its first use
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def offline_runs(run: RunDir) -> list[str]:
+    """The ids of the runs that wandb wrote."""
+    return sorted(path.stem.removeprefix("run-") for path in run.path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.usefixtures("no_key")
+def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:
+        assert sinks.state_dict() == {"wandb_id": None}
+        sinks.metrics(METRICS)
+        state = json.loads(json.dumps(sinks.state_dict()))
+    assert "offline; `wandb sync " in screen.text and offline_runs(run) == [state["wandb_id"]]
+
+    with Sinks(settings(), run, 200, screen.console) as sinks:  # resumed without W&B: the id is not forgotten
+        sinks.load_state_dict(state)
+        sinks.metrics(METRICS)
+        assert sinks.state_dict() == state
+
+    with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
+        sinks.load_state_dict(state)
+        sinks.metrics(METRICS)
+        assert sinks.state_dict() == state
+    assert offline_runs(run) == [state["wandb_id"]] * 2
+    assert all(path.stat().st_size > 0 for path in run.path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.usefixtures("no_key")
+def test_wandb_that_does_not_answer_becomes_offline(
+    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = wandb.init
+
+    def unreachable(**arguments: Any) -> Any:
+        if arguments["mode"] == "online":
+            raise CommError("connection\nrefused")
+        return init(**arguments)
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    with Sinks(settings(mode=WandbMode.online), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        sinks.metrics(METRICS)
+    assert screen.text.count("W&B does not answer (connection refused): tracking offline\n") == 1
+    assert len(offline_runs(run)) == 1
+
+
+@pytest.mark.usefixtures("no_key")
+def test_wandb_that_breaks_is_given_up_and_training_goes_on(
+    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        assert sinks._wandb is not None
+
+        def lost(*_: Any, **__: Any) -> None:
+            raise ConnectionResetError("Connection lost")
+
+        broken = sinks._wandb._run
+        monkeypatch.setattr(broken, "log", lost)
+        for _ in range(3):
+            sinks.metrics(METRICS)
+        monkeypatch.undo()
+        broken.finish()
+    assert screen.text.count("W&B failed and is given up for this run: Connection lost") == 1
+    assert len(lines(run.path / "metrics.jsonl")) == 4
+
+
+def test_wandb_mode_disabled_is_respected(
+    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        assert sinks.state_dict() == {"wandb_id": None}
+    assert "W&B is disabled by WANDB_MODE" in screen.text and offline_runs(run) == []
