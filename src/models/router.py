@@ -80,10 +80,10 @@ class Gate(nn.Module):
         if self.num_groups > 1:
             grouped_BSGe = biased_BSE.unflatten(-1, (self.num_groups, -1))
             group_score_BSG = grouped_BSGe.topk(2, -1).values.sum(-1)
-            kept = group_score_BSG.topk(self.num_groups_kept, -1, sorted=False).indices
+            kept = group_score_BSG.topk(self.num_groups_kept, -1).indices
             dropped_BSG = torch.ones_like(group_score_BSG, dtype=torch.bool).scatter(-1, kept, False)
             biased_BSE = grouped_BSGe.masked_fill(dropped_BSG[..., None], float("-inf")).flatten(-2)
-        return biased_BSE.topk(self.num_chosen, -1, sorted=False).indices
+        return biased_BSE.topk(self.num_chosen, -1).indices  # sorted: sums over K run in one order everywhere
 
     def _deal_out(self, score_BSE: Tensor) -> Tensor:
         """Experts in turn, whatever the scores: token t gets tK, tK + 1, ... modulo E."""

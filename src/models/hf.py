@@ -1,0 +1,215 @@
+"""Our names and Hugging Face's, both ways: tensors and config.json.
+
+A state dict of `DeepSeek` maps to the checkpoint layout of `deepseek_v3` (sigmoid router) or `deepseek_v2` (softmax router), as DeepSeek
+published them and as transformers writes and reads them. Each of our tensors is the concatenation, along its first dimensions, of
+some of theirs, which makes one rule enough:
+
+    ours [2F, D]     ffn.gate_up            = cat(gate_proj [F, D], up_proj [F, D])
+    ours [E, 2F, D]  moe.experts.gate_up    = cat over experts e of (e.gate_proj, e.up_proj)
+    ours [E, D, F]   moe.experts.down       = cat over experts e of e.down_proj [D, F]
+    everything else: one tensor of the same shape
+
+MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there, so `to_hf` does, too.
+transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in deepseek_v3's router:
+`to_hf_config` refuses a model that would compute something else there.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig, RouterScoring, YarnConfig
+
+_ATTENTION = {
+    "attn.q": "self_attn.q_proj",
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_layernorm",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.kv_b": "self_attn.kv_b_proj",
+    "attn.o": "self_attn.o_proj",
+}
+
+_SAME_KEYS = {  # ours: theirs, equal values
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_dense_layers": "first_k_dense_replace",
+    "num_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "intermediate_size": "intermediate_size",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_groups": "n_group",
+    "num_groups_per_token": "topk_group",
+    "norm_topk_prob": "norm_topk_prob",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "balance_loss_weight": "aux_loss_alpha",
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+_FIXED = {  # what our models always are
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+}
+_ROUTER = {  # model_type, architecture, scoring_func, topk_method
+    RouterScoring.sigmoid: ("deepseek_v3", "DeepseekV3ForCausalLM", "sigmoid", "noaux_tc"),
+    RouterScoring.softmax: ("deepseek_v2", "DeepseekV2ForCausalLM", "softmax", "greedy"),
+}
+_YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def name_map(config: ModelConfig) -> dict[str, list[str]]:
+    """Name of each tensor of our state dict -> names of the Hugging Face tensors it is the concatenation of, in order."""
+    names = {
+        "embed.weight": ["model.embed_tokens.weight"],
+        "norm.weight": ["model.norm.weight"],
+        "lm_head.weight": ["lm_head.weight"],
+    }
+    for i in range(config.num_layers):
+        names |= _block_names(config, f"layers.{i}", f"model.layers.{i}", dense=i < config.num_dense_layers)
+    for k in range(config.num_mtp_layers):
+        ours, theirs = f"mtp.{k}", f"model.layers.{config.num_layers + k}"
+        names |= _block_names(config, ours, theirs, dense=False)
+        parts = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}
+        names |= {f"{ours}.{a}.weight": [f"{theirs}.{b}.weight"] for a, b in parts.items()}
+    return names
+
+
+def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State dict of a DeepSeek -> Hugging Face tensors: views, in our dtype (router biases have to stay FP32).
+
+    MTP's copies of embedding and head share memory with the originals.
+    """
+    names = name_map(config)
+    _check_names("the model's state dict", state, names)
+    tensors = {}
+    for ours, theirs in names.items():
+        rows = state[ours].flatten(0, -2) if state[ours].dim() > 1 else state[ours]
+        tensors |= dict(zip(theirs, rows.chunk(len(theirs)), strict=True))
+    for copy, original in _mtp_copies(config):
+        tensors[copy] = tensors[original]
+    return tensors
+
+
+def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face tensors -> state dict for a DeepSeek, in their dtype. ValueError if a tensor is missing or one too many."""
+    names = name_map(config)
+    copies = {copy for copy, _ in _mtp_copies(config)}
+    needed = [theirs for parts in names.values() for theirs in parts]
+    _check_names("the Hugging Face checkpoint", tensors.keys() - copies, needed)
+    state = {}
+    for ours, theirs in names.items():
+        parts = [tensors[name] for name in theirs]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        state[ours] = joined.unflatten(0, (config.num_experts, -1)) if ".experts." in ours else joined
+    return state
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model. ValueError if transformers would compute something else with it."""
+    model_type, architecture, scoring, method = _ROUTER[config.router_scoring]
+    if config.router_scoring is RouterScoring.softmax:
+        for key in ("num_mtp_layers", "norm_topk_prob"):
+            if value := getattr(config, key):
+                raise ValueError(f"model.{key}={value}: transformers' deepseek_v2 (softmax router) has no such thing; cannot export")
+    yarn = config.rope_scaling
+    stretch = {} if yarn is None else {key: getattr(yarn, key) for key in _YARN_KEYS}
+    kind = "default" if yarn is None else "yarn"
+    return {
+        "model_type": model_type,
+        "architectures": [architecture],
+        **{theirs: getattr(config, ours) for ours, theirs in _SAME_KEYS.items()},
+        **_FIXED,
+        "num_key_value_heads": config.num_heads,
+        "scoring_func": scoring,
+        "topk_method": method,
+        "seq_aux": True,
+        "rope_parameters": {"rope_type": kind, "rope_theta": config.rope_theta, **stretch},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if yarn is None else {"type": kind, **stretch},
+    }
+
+
+def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """A config.json -> ModelConfig, checked. What it does not say (loss weights, bias rate) keeps its default.
+
+    ValueError for a model that is not built like ours.
+    """
+    scorings = {model_type: scoring for scoring, (model_type, *_) in _ROUTER.items()}
+    scoring = scorings.get(hf.get("model_type", ""))
+    if scoring is None:
+        raise ValueError(f"config.json: model_type={hf.get('model_type')}; this can read {' and '.join(scorings)}")
+    _, _, scoring_func, topk_method = _ROUTER[scoring]
+    fixed = {**_FIXED, "scoring_func": scoring_func, "topk_method": topk_method, "num_key_value_heads": hf["num_attention_heads"]}
+    for key, value in fixed.items():
+        if hf.get(key, value) != value:
+            raise ValueError(f"config.json: {key}={hf[key]}; this {hf['model_type']} can only be built with {value}")
+    known = {ours: hf[theirs] for ours, theirs in _SAME_KEYS.items() if hf.get(theirs) is not None}
+    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"config.json: rope_type={kind}; this can read default and yarn")
+    yarn = YarnConfig(**{key: rope[key] for key in _YARN_KEYS if key in rope}) if kind == "yarn" else None
+    theta = hf.get("rope_theta", rope.get("rope_theta"))
+    config = ModelConfig(**known, router_scoring=scoring, rope_scaling=yarn)
+    config.q_lora_rank = hf.get("q_lora_rank")
+    config.num_mtp_layers = hf.get("num_nextn_predict_layers") or 0
+    if theta is not None:
+        config.rope_theta = theta
+    if scoring is RouterScoring.softmax:
+        config.router_bias_update_rate = 0.0
+    config.validate()
+    return config
+
+
+def _block_names(config: ModelConfig, ours: str, theirs: str, dense: bool) -> dict[str, list[str]]:
+    direct = config.q_lora_rank is None
+    absent = ("attn.q_a", "attn.q_norm", "attn.q_b") if direct else ("attn.q",)
+    pairs = {a: [b] for a, b in _ATTENTION.items() if a not in absent}
+    pairs |= {"attn_norm": ["input_layernorm"], "ffn_norm": ["post_attention_layernorm"]}
+    if dense:
+        pairs |= {"ffn.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "ffn.down": ["mlp.down_proj"]}
+    else:
+        experts = [f"mlp.experts.{e}" for e in range(config.num_experts)]
+        pairs |= {
+            "moe.router": ["mlp.gate"],
+            "moe.shared.gate_up": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+            "moe.shared.down": ["mlp.shared_experts.down_proj"],
+            "moe.experts.gate_up": [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")],
+            "moe.experts.down": [f"{expert}.down_proj" for expert in experts],
+        }
+    names = {f"{ours}.{a}.weight": [f"{theirs}.{part}.weight" for part in b] for a, b in pairs.items()}
+    if not dense and config.router_scoring is RouterScoring.sigmoid:
+        names[f"{ours}.moe.gate.bias"] = [f"{theirs}.mlp.gate.e_score_correction_bias"]
+    return names
+
+
+def _mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Names of MTP's copies of embedding and head, with the originals."""
+    for k in range(config.num_mtp_layers):
+        layer = f"model.layers.{config.num_layers + k}"
+        yield f"{layer}.embed_tokens.weight", "model.embed_tokens.weight"
+        yield f"{layer}.shared_head.head.weight", "lm_head.weight"
+
+
+def _check_names(what: str, have: Mapping[str, Tensor] | set[str], need: Mapping[str, Any] | list[str]) -> None:
+    for problem, names in (("lacks", sorted(set(need) - set(have))), ("has unknown", sorted(set(have) - set(need)))):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{what} {problem} {names[0]}{more}; is model.* the config it was trained with?")

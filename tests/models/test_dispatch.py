@@ -1,0 +1,71 @@
+"""Tokens reach their experts and come back: against a dense loop, with empty experts and single tokens."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from models import DeepSeek
+from models.dispatch import permutation
+from models.moe import MoE
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 6), st.integers(0, 2**16))
+def test_permutation_sorts_rows_by_expert_and_knows_the_way_back(tokens: int, chosen: int, idle: int, seed: int) -> None:
+    experts = chosen + idle
+    generator = torch.Generator().manual_seed(seed)
+    expert_TK = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
+    order, index, inverse, offsets = permutation(expert_TK, experts)
+    assert offsets.dtype == torch.int32
+    assert offsets.tolist() == expert_TK.flatten().bincount(minlength=experts).cumsum(0).tolist()
+    rows = expert_TK.flatten()[order]
+    assert torch.equal(rows, rows.sort().values)
+    assert torch.equal(index, order // chosen)
+    assert torch.equal(index[inverse], torch.arange(tokens)[:, None].expand(-1, chosen))
+    assert torch.equal(rows[inverse], expert_TK)
+    for e in range(experts):
+        start = int(offsets[e - 1]) if e else 0
+        mine = index[start : int(offsets[e])].tolist()
+        assert mine == sorted(mine), "tokens keep their order within an expert"
+
+
+def dense(moe: MoE, x_TD: Tensor, batch: int) -> Tensor:
+    """The layer as a loop over all experts."""
+    routing = moe.gate((x_TD @ moe.router.weight.t()).unflatten(0, (batch, -1)))
+    expert, weight = routing.expert.flatten(0, 1), routing.weight.flatten(0, 1)
+
+    def ffn(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = (x @ gate_up.t()).chunk(2, -1)
+        return (F.silu(gate) * up) @ down.t()
+
+    y_TD = ffn(x_TD, moe.shared.gate_up.weight, moe.shared.down.weight)
+    for e in range(moe.gate.num_experts):
+        weight_T = torch.where(expert == e, weight, 0.0).sum(1)
+        y_TD = y_TD + weight_T[:, None] * ffn(x_TD, moe.experts.gate_up.weight[e], moe.experts.down.weight[e])
+    return y_TD
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 1), (3, 2)])
+@pytest.mark.parametrize("starved", [False, True])
+def test_layer_and_gradients_equal_a_dense_loop(batch: int, length: int, starved: bool, build: Callable[..., DeepSeek]) -> None:
+    model = build()
+    moe = model.layers[1].moe
+    if starved:  # three experts get no token
+        moe.gate.bias[:3] = -10.0
+    x = torch.randn(batch * length, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    y, _, load = moe(x, batch)
+    if starved:
+        assert load[:3].tolist() == [0, 0, 0]
+    expected = dense(moe, x, batch)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    weights = list(moe.parameters())
+    ours = torch.autograd.grad(y, [x, *weights], upstream)
+    theirs = torch.autograd.grad(expected, [x, *weights], upstream)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

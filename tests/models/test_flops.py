@@ -1,0 +1,47 @@
+"""Closed forms agree with the models that are built, and with the sizes that were published."""
+
+from collections.abc import Callable
+
+import pytest
+
+from models import DeepSeek, ModelConfig
+from models.flops import count_parameters, flops_per_token
+from precision import Plan
+
+OnMeta = Callable[..., tuple[DeepSeek, Plan]]
+
+
+@pytest.mark.parametrize("name", ["deepseek_tiny", "deepseek_300m", "deepseek_v2_lite", "moonlight_16b", "deepseek_v3"])
+def test_counts_are_those_of_the_model_on_the_meta_device(
+    name: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
+) -> None:
+    config = model_config(name)
+    model, plan = on_meta(config, "fp8_delayed")
+    count = count_parameters(config)
+    assert count.total == sum(p.numel() for p in model.parameters())
+    assert count.mtp == sum(p.numel() for p in model.mtp.parameters())
+    assert count.embedding == model.embed.weight.numel()
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    idle = experts - experts * config.num_experts_per_token // config.num_experts
+    assert count.active == count.total - count.embedding - idle
+    gemms = sum(row.flops_per_token for row in plan.gemms.values())
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    core = 3 * len(model.iter_blocks()) * config.num_heads * (config.qk_head_dim + config.v_head_dim) * 1024
+    assert flops_per_token(config, 1024) == 3 * gemms + 6 * norms + core
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("deepseek_v3", 671.0e9, 37e9), ("deepseek_v2_lite", 15.7e9, 2.4e9), ("moonlight_16b", 15.96e9, 2.6e9)],
+)
+def test_published_sizes(name: str, total: float, active: float, model_config: Callable[[str], ModelConfig]) -> None:
+    count = count_parameters(model_config(name))
+    assert count.main == pytest.approx(total, rel=2e-3)
+    assert count.main_active == pytest.approx(active, rel=0.03)
+
+
+def test_300m_has_300_million_parameters_and_at_most_110_million_active(model_config: Callable[[str], ModelConfig]) -> None:
+    count = count_parameters(model_config("deepseek_300m"))
+    assert 285e6 < count.main < count.total < 315e6
+    assert count.active + count.embedding < 125e6
+    assert count.main_active + count.embedding < 110e6
