@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,7 @@ class Checkpointer:
         `wait`.
         """
         if self._pending is not None:
-            wait_for([self._pending])
-            error = self._pending.exception()
+            error = self._pending.exception()  # waits
             if error is not None and not isinstance(error, CheckpointError):
                 raise error
         if (self.folder / checkpoint_name(step)).is_dir():
