@@ -3,9 +3,9 @@
     h' = h  + MLA(RMSNorm(h))
     y  = h' + FFN(RMSNorm(h'))
 
-A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance loss,
-expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends on which block it is,
-so that all blocks of a kind share one compiled graph.
+A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance
+loss, expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends
+on which block it is, so that all blocks of a kind share one compiled graph.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, E experts, P pairs of rotary dimensions.
 """

@@ -1,9 +1,10 @@
 """The model section of the config tree: the shape of a DeepSeek-style model, its router, its losses.
 
-Names are DeepSeek's and Hugging Face's where those are clear, `num_` for counts. The defaults are `deepseek_tiny`; one file of
-`configs/model/` fills in every key.
+Names are DeepSeek's and Hugging Face's where those are clear, `num_` for counts. The defaults are `deepseek_tiny`; one
+file of `configs/model/` fills in every key.
 """
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,9 +29,9 @@ class YarnConfig:
     beta_slow: float = 1.0
     """Dimensions that turn less often than this are slowed down by the whole factor."""
     mscale: float = 1.0
-    """Growth of the rotated part of the keys and queries with log(factor)."""
+    """Growth of the rotated part of keys and queries with log(factor)."""
     mscale_all_dim: float = 1.0
-    """Growth of the softmax scale with log(factor), twice; the rotated part is divided by it once."""
+    """Growth of keys and queries as a whole with log(factor), put into the softmax scale; see `layers`."""
 
 
 @dataclass
@@ -110,17 +111,57 @@ class ModelConfig:
 
     def validate(self) -> None:
         """ValueError, naming key, value and fix, for a model that cannot be built."""
-        _check_ranges(self)
-        _check_router(self)
+        self._check_ranges()
+        self._check_router()
         if self.qk_rope_head_dim % 2:
-            _refuse("qk_rope_head_dim", self.qk_rope_head_dim, "RoPE rotates pairs", "set an even number")
+            self._refuse("qk_rope_head_dim", "RoPE rotates pairs", "set an even number")
         if self.num_dense_layers > self.num_layers:
-            _refuse("num_dense_layers", self.num_dense_layers, f"there are {self.num_layers} blocks", "set at most num_layers")
+            self._refuse("num_dense_layers", f"there are {self.num_layers} blocks", "set at most model.num_layers")
         yarn = self.rope_scaling
         if yarn is not None and yarn.factor < 1:
-            _refuse("rope_scaling.factor", yarn.factor, "YaRN stretches the context", "set at least 1, or rope_scaling=null")
+            raise ValueError(f"model.rope_scaling.factor={yarn.factor}: YaRN stretches the context; set at least 1")
         if yarn is not None and not 0 < yarn.beta_slow < yarn.beta_fast:
-            _refuse("rope_scaling.beta_fast", yarn.beta_fast, f"beta_slow is {yarn.beta_slow}", "set 0 < beta_slow < beta_fast")
+            raise ValueError(
+                f"model.rope_scaling.beta_slow={yarn.beta_slow}: it must lie between 0 and beta_fast={yarn.beta_fast}; "
+                f"set the published 1 and 32"
+            )
+
+    def _refuse(self, key: str, why: str, fix: str) -> None:
+        raise ValueError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
+
+    def _check_ranges(self) -> None:
+        for keys, least, fix in (
+            (_AT_LEAST_ONE, 1, "set at least 1"),
+            (_NOT_NEGATIVE, 0, "set 0 or more"),
+            (_POSITIVE, sys.float_info.min, "set a number above 0"),
+        ):
+            for key in keys:
+                if not getattr(self, key) >= least:
+                    self._refuse(key, "out of range", fix)
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            self._refuse("q_lora_rank", "out of range", "set at least 1, or null for a direct query projection")
+
+    def _check_router(self) -> None:
+        experts, groups, kept = self.num_experts, self.num_expert_groups, self.num_groups_per_token
+        per_group = experts // groups
+        if self.num_experts_per_token > experts:
+            self._refuse("num_experts_per_token", f"there are {experts} experts", "set at most model.num_experts")
+        if experts % groups:
+            self._refuse("num_expert_groups", f"it does not divide the {experts} experts", "set a divisor of them")
+        if kept > groups:
+            self._refuse("num_groups_per_token", f"there are {groups} groups", "set at most model.num_expert_groups")
+        if self.num_experts_per_token > kept * per_group:
+            why = f"a token's {kept} groups hold {kept * per_group} experts"
+            self._refuse("num_experts_per_token", why, "set fewer, or more model.num_groups_per_token")
+        if groups > 1 and per_group < 2:
+            why = f"a group is scored by its two best experts, and has {per_group}"
+            self._refuse("num_expert_groups", why, f"set at most {experts // 2}")
+        if self.router_scoring is RouterScoring.softmax:
+            if groups > 1:
+                self._refuse("num_expert_groups", "softmax has no groups", "set 1, or model.router_scoring=sigmoid")
+            if self.router_bias_update_rate:
+                why = "softmax has no bias, it balances by its loss alone"
+                self._refuse("router_bias_update_rate", why, "set 0, or model.router_scoring=sigmoid")
 
 
 _AT_LEAST_ONE = (
@@ -132,42 +173,3 @@ _NOT_NEGATIVE = (
     *("num_dense_layers", "num_mtp_layers", "router_bias_update_rate", "balance_loss_weight", "mtp_loss_weight"),
 )
 _POSITIVE = ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "init_std")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> None:
-    raise ValueError(f"model.{key}={value}: {why}; {fix}")
-
-
-def _check_ranges(c: ModelConfig) -> None:
-    for keys, holds, fix in (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "set at least 1"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "set 0 or more"),
-        (_POSITIVE, lambda value: value > 0, "set a number above 0"),
-    ):
-        for key in keys:
-            if not holds(getattr(c, key)):
-                _refuse(key, getattr(c, key), "out of range", fix)
-    if c.q_lora_rank is not None and c.q_lora_rank < 1:
-        _refuse("q_lora_rank", c.q_lora_rank, "out of range", "set at least 1, or null for a direct query projection")
-
-
-def _check_router(c: ModelConfig) -> None:
-    experts, groups, kept, chosen = c.num_experts, c.num_expert_groups, c.num_groups_per_token, c.num_experts_per_token
-    if chosen > experts:
-        _refuse("num_experts_per_token", chosen, f"there are {experts} experts", f"set at most model.num_experts={experts}")
-    if experts % groups:
-        _refuse("num_expert_groups", groups, f"it does not divide the {experts} experts", "set a divisor of model.num_experts")
-    if kept > groups:
-        _refuse("num_groups_per_token", kept, f"there are {groups} groups", f"set at most model.num_expert_groups={groups}")
-    in_group = experts // groups
-    if chosen > kept * in_group:
-        why = f"the {kept} groups a token may use hold {kept * in_group} experts"
-        _refuse("num_experts_per_token", chosen, why, "set fewer, or more model.num_groups_per_token")
-    if groups > 1 and in_group < 2:
-        why = f"a group's score is the sum of its two best experts, and a group has {in_group}"
-        _refuse("num_expert_groups", groups, why, f"set at most {experts // 2}")
-    if c.router_scoring is RouterScoring.softmax and groups > 1:
-        _refuse("num_expert_groups", groups, "softmax scoring has no groups", "set 1, or model.router_scoring=sigmoid")
-    if c.router_scoring is RouterScoring.softmax and c.router_bias_update_rate:
-        why = "softmax scoring has no bias and balances by its loss alone"
-        _refuse("router_bias_update_rate", c.router_bias_update_rate, why, "set 0, or model.router_scoring=sigmoid")

@@ -1,7 +1,8 @@
 """The model: embedding, blocks, final norm, head, and multi-token prediction behind it (DeepSeek-V3, arXiv 2412.19437).
 
-`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `logits` are its first two parts, for evaluation and
-generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to module paths.
+`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `logits` are its first two parts, for
+evaluation and generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to
+module paths.
 
 Build on the meta device, then `to_empty(device=...)`, `init_weights(seed)`, `precision.bind(...)`.
 
@@ -43,28 +44,34 @@ class DeepSeek(nn.Module):
                 blocks.append(MoEBlock(plan, name, attn, _moe(config, plan, f"{name}.moe", residual), D, eps))
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(plan, "norm", D, eps)
-        depths = 1 + config.num_mtp_layers
-        self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=depths))
-        self.mtp = nn.ModuleList()
+        heads = 1 + config.num_mtp_layers  # one head, used so many times
+        self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=heads))
+        depths: list[Block] = []
         for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
             attn, moe = _mla(config, plan, f"{name}.attn"), _moe(config, plan, f"{name}.moe", residual)
-            self.mtp.append(MTPBlock(plan, name, attn, moe, D, eps))
+            depths.append(MTPBlock(plan, name, attn, moe, D, eps))
+        self.mtp = nn.ModuleList(depths)
+        self._blocks = [(f"layers.{i}", block) for i, block in enumerate(blocks)]
+        self._blocks += [(f"mtp.{k}", block) for k, block in enumerate(depths)]
         plan.finish()
 
     def forward(self, tokens: Tensor) -> Losses:
         """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it."""
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
-            raise ValueError(f"model.num_mtp_layers={len(self.mtp)} on {S} positions: nothing left to predict; lengthen the sequence")
+            raise ValueError(
+                f"model.num_mtp_layers={len(self.mtp)}: too deep for a sequence of {S} positions; set at most {S - 1}"
+            )
         refresh_weights(self)
         embedded = self.embed(tokens)
         rope_2SP = self._rope(S, tokens.device)
-        h_BSD, balance, loads = self._main(embedded[:, :-1], rope_2SP)
+        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, S), rope_2SP)
         lm = cross_entropy(self.logits(h_BSD), targets_ahead(tokens, 1))
         mtp = torch.zeros_like(lm)
         for k, block in enumerate(self.mtp, start=1):
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, tokens_ahead(embedded, k, S))
-            balance, loads = balance + loss, [*loads, load_E]
+            balance = balance + loss
+            loads.append(load_E)
             mtp = mtp + cross_entropy(self.logits(h_BSD), targets_ahead(tokens, k + 1)) / len(self.mtp)
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
@@ -75,17 +82,16 @@ class DeepSeek(nn.Module):
         return self._main(self.embed(tokens), self._rope(tokens.shape[1], tokens.device))[0]
 
     def logits(self, h_BSD: Tensor) -> Tensor:
-        """State after a final norm [B, S, D] -> logits [B, S, V]. The state may be the main model's or an MTP depth's."""
+        """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
         return self.lm_head(h_BSD)
 
     def iter_blocks(self) -> list[tuple[str, Block]]:
         """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""
-        named = {"layers": self.layers, "mtp": self.mtp}
-        return [(f"{part}.{i}", block) for part, blocks in named.items() for i, block in enumerate(blocks)]
+        return list(self._blocks)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Weights ~ N(0, init_std), gains 1, router biases 0. The same seed gives the same weights on the same kind of device."""
+        """Weights ~ N(0, init_std), gains 1, router biases 0. Equal seeds give equal weights on one kind of device."""
         generator = torch.Generator(device=self.lm_head.weight.device).manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -111,7 +117,10 @@ class DeepSeek(nn.Module):
 
     @torch.no_grad()
     def update_router_bias(self, load: Tensor, ok: Tensor) -> None:
-        """b -= gamma sign(load - mean load), if `ok` (0-d bool, on the device). load: [blocks with experts, E], of the whole step."""
+        """b -= gamma sign(load - mean load) where `ok` (0-d bool, on the device); see `router`.
+
+        load [blocks with experts, E]: of the whole step, over all microbatches and ranks.
+        """
         step = self.config.router_bias_update_rate * torch.sign(load - load.double().mean(1, keepdim=True)).float()
         for bias_E, step_E in zip(self.router_bias, torch.where(ok, step, 0.0).unbind(), strict=False):
             bias_E.sub_(step_E)
@@ -127,7 +136,8 @@ class DeepSeek(nn.Module):
         for block in self.layers:
             h_BSD, loss, load_E = block(h_BSD, rope_2SP)
             if isinstance(block, MoEBlock):
-                balance, loads = balance + loss, [*loads, load_E]
+                balance = balance + loss
+                loads.append(load_E)
         return self.norm(h_BSD), balance, loads
 
 

@@ -1,13 +1,14 @@
 """Tokens to their experts' rows and back, on one device.
 
-A token that chose K experts becomes K rows; rows are sorted by expert, so that a grouped GEMM finds each expert's rows together:
+A token that chose K experts becomes K rows; rows are sorted by expert, so that a grouped GEMM finds each expert's rows
+together:
 
     index   [R]     the token of each row, R = T K
     inverse [T, K]  the row of each of a token's choices: index[inverse[t, k]] = t
     offsets [E]     int32, where each expert's rows end; expert e has rows offsets[e-1] to offsets[e], perhaps none
 
-The sort is stable, so a token's place within its expert follows from the order of tokens alone. Everything stays on the device:
-counts come out of a binary search in the sorted list, and no shape depends on them.
+The sort is stable, so a token's place within its expert follows from the order of tokens alone. Everything stays on the
+device: counts come out of a binary search in the sorted list, and no shape depends on them.
 
 Legend: T tokens, K chosen experts of a token, R = T K rows, E experts.
 """

@@ -2,9 +2,10 @@
 
 Training FLOPs of a token = 6 * active parameters + 3 * blocks * heads * (d_qk + d_v) * S
 
-A parameter that multiplies a token costs 2 FLOPs forward and 4 backward. Active are the chosen experts and everything else but the
-embedding table (a lookup); MTP's blocks, projections and further uses of the head count. The second term is attention's core: 2 S d
-FLOPs forward for each of QK^T and PV, halved by the causal mask, times 3 for backward. Recomputation never counts.
+A parameter that multiplies a token costs 2 FLOPs forward and 4 backward. Active are the chosen experts and everything
+else but the embedding table (a lookup); MTP's blocks, projections and further uses of the head count. The second term
+is attention's core: 2 S d FLOPs forward for each of QK^T and PV, halved by the causal mask, times 3 for backward.
+Recomputation never counts.
 
 Everything here follows from the config alone, in closed form; the tests hold it against the model that is built.
 """
@@ -67,29 +68,31 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def kept_bytes_per_token(config: ModelConfig, plan: Plan) -> dict[str, float]:
-    """Bytes that a token's forward pass keeps for the backward pass without recomputation, by category; `plan` is the model's.
+    """Bytes that one token's forward pass keeps for its backward pass, by category, without recomputation.
 
-    gemm inputs: in the format the plan keeps. stream: inputs of the norms, and their outputs where somebody reads them unquantised.
-    attention: q, k, v and the output of the core. swiglu: its input. logits: the head's output. A forecast: routing indices and
-    row statistics, a few bytes, are left out.
+    plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
+    attention: q, k, v and result of the core. swiglu: its input. head: logits. Left out: indices and row statistics, a
+    few bytes each.
     """
-    residual = plan.tensors["residual"].format.bytes
-    kept = {"gemm inputs": 0.0, "stream": 0.0, "attention": 0.0, "swiglu": 0.0, "logits": 0.0}
-    D, heads = config.hidden_size, config.num_heads
-    for row in plan.gemms.values():
-        shared = row.op in ("attn.kv_a", "moe.router") and not row.recipe.is_fp8  # reads the norm's output, see stream
-        if not shared:
-            kept["gemm inputs"] += row.in_features * row.rows_per_token * row.recipe.saved.bytes
-        if row.name.endswith(".gate_up"):
+    c, gemms = config, plan.gemms
+    stream = plan.tensors["residual"].format.bytes
+    kept: dict[str, float] = dict.fromkeys(("gemm", "norm", "attention", "swiglu", "head"), 0.0)
+    same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": ("moe.shared.gate_up",)}
+    for name, row in gemms.items():
+        others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
+        if not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else kept by the other
+            kept["gemm"] += row.in_features * row.rows_per_token * row.recipe.saved.bytes
+        if name.endswith(".gate_up"):
             kept["swiglu"] += row.out_features * row.rows_per_token * row.recipe.output.bytes
-        if row.op == "attn.core":
-            kept["attention"] += 0
-    for row in plan.tensors.values():
-        if row.op == "attn.core":
-            kept["attention"] += heads * 2 * (config.qk_head_dim + config.v_head_dim) * row.format.bytes
+    for name, row in plan.tensors.items():
         if row.op == "norm":
-            kept["stream"] += D * residual
-    kept["logits"] = config.vocab_size * plan.gemms["lm_head"].rows_per_token * residual
+            width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
+            kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
+        if row.op == "attn.core":
+            kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
+            widths = 2 * c.qk_head_dim + kv_b + c.v_head_dim
+            kept["attention"] += c.num_heads * widths * row.format.bytes
+    kept["head"] = gemms["lm_head"].out_features * gemms["lm_head"].rows_per_token * stream
     return kept
 
 

@@ -1,20 +1,20 @@
 """Our names and Hugging Face's, both ways: tensors and config.json.
 
-A state dict of `DeepSeek` maps to the checkpoint layout of `deepseek_v3` (sigmoid router) or `deepseek_v2` (softmax router), as DeepSeek
-published them and as transformers writes and reads them. Each of our tensors is the concatenation, along its first dimensions, of
-some of theirs, which makes one rule enough:
+A state dict of `DeepSeek` maps to the checkpoint layout of `deepseek_v3` (sigmoid router) or `deepseek_v2` (softmax
+router), as DeepSeek published them and as transformers writes and reads them. Each of our tensors is the concatenation,
+along its first dimensions, of some of theirs, which makes one rule enough:
 
     ours [2F, D]     ffn.gate_up            = cat(gate_proj [F, D], up_proj [F, D])
     ours [E, 2F, D]  moe.experts.gate_up    = cat over experts e of (e.gate_proj, e.up_proj)
     ours [E, D, F]   moe.experts.down       = cat over experts e of e.down_proj [D, F]
     everything else: one tensor of the same shape
 
-MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there, so `to_hf` does, too.
-transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in deepseek_v3's router:
-`to_hf_config` refuses a model that would compute something else there.
+MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there, so `to_hf`
+does, too. transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in
+deepseek_v3's router: `to_hf_config` refuses a model that would compute something else there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ _SAME_KEYS = {  # ours: theirs, equal values
     "rms_norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
 }
+_OPTIONAL = {  # theirs: what a config.json without it means
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+    "aux_loss_alpha": ModelConfig.balance_loss_weight,
+    "initializer_range": ModelConfig.init_std,
+}
 _FIXED = {  # what our models always are
     "hidden_act": "silu",
     "attention_bias": False,
@@ -75,7 +83,7 @@ _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_s
 
 
 def name_map(config: ModelConfig) -> dict[str, list[str]]:
-    """Name of each tensor of our state dict -> names of the Hugging Face tensors it is the concatenation of, in order."""
+    """Name of each tensor of our state dict -> names of the Hugging Face tensors that it concatenates, in order."""
     names = {
         "embed.weight": ["model.embed_tokens.weight"],
         "norm.weight": ["model.norm.weight"],
@@ -108,7 +116,7 @@ def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face tensors -> state dict for a DeepSeek, in their dtype. ValueError if a tensor is missing or one too many."""
+    """Hugging Face tensors -> state dict of a DeepSeek, in their dtype. ValueError for missing and unknown ones."""
     names = name_map(config)
     copies = {copy for copy, _ in _mtp_copies(config)}
     needed = [theirs for parts in names.values() for theirs in parts]
@@ -127,7 +135,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.router_scoring is RouterScoring.softmax:
         for key in ("num_mtp_layers", "norm_topk_prob"):
             if value := getattr(config, key):
-                raise ValueError(f"model.{key}={value}: transformers' deepseek_v2 (softmax router) has no such thing; cannot export")
+                raise ValueError(f"model.{key}={value}: transformers' deepseek_v2 computes without; cannot be exported")
     yarn = config.rope_scaling
     stretch = {} if yarn is None else {key: getattr(yarn, key) for key in _YARN_KEYS}
     kind = "default" if yarn is None else "yarn"
@@ -147,35 +155,46 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """A config.json -> ModelConfig, checked. What it does not say (loss weights, bias rate) keeps its default.
+    """A config.json -> ModelConfig, checked. What only concerns training and is not in it keeps its default.
 
     ValueError for a model that is not built like ours.
     """
-    scorings = {model_type: scoring for scoring, (model_type, *_) in _ROUTER.items()}
-    scoring = scorings.get(hf.get("model_type", ""))
+    kind = hf.get("model_type")
+    scoring = next((scoring for scoring, (model_type, *_) in _ROUTER.items() if model_type == kind), None)
     if scoring is None:
-        raise ValueError(f"config.json: model_type={hf.get('model_type')}; this can read {' and '.join(scorings)}")
+        raise ValueError(f"config.json: model_type={kind}; only deepseek_v3 and deepseek_v2 can be read")
+    lacks = [key for key in _SAME_KEYS.values() if key not in hf and key not in _OPTIONAL]
+    if lacks:
+        raise ValueError(f"config.json: lacks {', '.join(lacks)}; is it the file of a {kind}?")
     _, _, scoring_func, topk_method = _ROUTER[scoring]
-    fixed = {**_FIXED, "scoring_func": scoring_func, "topk_method": topk_method, "num_key_value_heads": hf["num_attention_heads"]}
-    for key, value in fixed.items():
+    fixed = {**_FIXED, "scoring_func": scoring_func, "topk_method": topk_method}
+    for key, value in {**fixed, "num_key_value_heads": hf["num_attention_heads"]}.items():
         if hf.get(key, value) != value:
-            raise ValueError(f"config.json: {key}={hf[key]}; this {hf['model_type']} can only be built with {value}")
-    known = {ours: hf[theirs] for ours, theirs in _SAME_KEYS.items() if hf.get(theirs) is not None}
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"config.json: rope_type={kind}; this can read default and yarn")
-    yarn = YarnConfig(**{key: rope[key] for key in _YARN_KEYS if key in rope}) if kind == "yarn" else None
-    theta = hf.get("rope_theta", rope.get("rope_theta"))
-    config = ModelConfig(**known, router_scoring=scoring, rope_scaling=yarn)
-    config.q_lora_rank = hf.get("q_lora_rank")
-    config.num_mtp_layers = hf.get("num_nextn_predict_layers") or 0
-    if theta is not None:
-        config.rope_theta = theta
+            raise ValueError(f"config.json: {key}={hf[key]}; a {kind} can only be built with {value} here")
+    values: dict[str, Any] = {ours: hf.get(theirs, _OPTIONAL.get(theirs)) for ours, theirs in _SAME_KEYS.items()}
+    values |= {"num_expert_groups": hf.get("n_group") or 1, "num_groups_per_token": hf.get("topk_group") or 1}
     if scoring is RouterScoring.softmax:
-        config.router_bias_update_rate = 0.0
+        values["router_bias_update_rate"] = 0.0
+    theta, yarn = _read_rope(hf)
+    config = ModelConfig(**values, router_scoring=scoring, rope_theta=theta, rope_scaling=yarn)
     config.validate()
     return config
+
+
+def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
+    """theta and YaRN, from the newer rope_parameters or the older rope_theta and rope_scaling."""
+    rope = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta")
+    kind = {rope.pop(key, "default") for key in ("type", "rope_type")} - {"default"} or {"default"}
+    if theta is None:
+        raise ValueError("config.json: lacks rope_theta; write it, or rope_parameters")
+    if kind == {"default"} and not rope:
+        return theta, None
+    if kind != {"yarn"} or not rope.keys() <= set(_YARN_KEYS):
+        raise ValueError(
+            f"config.json: rope_scaling={dict(rope)} of type {'/'.join(kind)}; only plain RoPE and YaRN can be read"
+        )
+    return theta, YarnConfig(**{"mscale": 0.0, "mscale_all_dim": 0.0, **rope})
 
 
 def _block_names(config: ModelConfig, ours: str, theirs: str, dense: bool) -> dict[str, list[str]]:
@@ -208,8 +227,9 @@ def _mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f"{layer}.shared_head.head.weight", "lm_head.weight"
 
 
-def _check_names(what: str, have: Mapping[str, Tensor] | set[str], need: Mapping[str, Any] | list[str]) -> None:
-    for problem, names in (("lacks", sorted(set(need) - set(have))), ("has unknown", sorted(set(have) - set(need)))):
+def _check_names(what: str, have: Iterable[str], need: Iterable[str]) -> None:
+    have, need = set(have), set(need)
+    for problem, names in (("lacks", sorted(need - have)), ("has unknown", sorted(have - need))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"{what} {problem} {names[0]}{more}; is model.* the config it was trained with?")

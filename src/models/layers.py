@@ -2,15 +2,22 @@
 
 RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain.
 
-SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half the gate.
+SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half
+the gate.
 
-RoPE (arXiv 2104.09864), interleaved: dimensions (2j, 2j + 1) of position p turn by the angle p w_j, w_j = theta^(-2j / d). Queries and
-keys only ever meet in dot products, so we may write the turned pairs as two halves (as transformers does) instead of interleaved.
+RoPE (arXiv 2104.09864), interleaved: dimensions 2j and 2j + 1 at position p turn by the angle p w_j, with
+w_j = theta^(-2j / R). Queries and keys only ever meet in dot products, so the turned pairs may be written as two halves
+(as transformers does) instead of interleaved.
 
-YaRN (arXiv 2309.00071) stretches the context by a factor s: a dimension that turns more than beta_fast times within the original
-length L keeps w_j, one that turns less than beta_slow times gets w_j / s, with a linear ramp between. The dimension that turns r
-times is j(r) = d ln(L / (2 pi r)) / (2 ln theta). With m(s, a) = 0.1 a ln s + 1, cos and sin are multiplied by
-m(s, mscale) / m(s, mscale_all_dim) and the softmax scale by m(s, mscale_all_dim)^2 (DeepSeek's inference code and transformers 5.17).
+YaRN (arXiv 2309.00071) stretches the context by a factor s: a pair that turns more than beta_fast times within the
+original length L keeps w_j, one that turns less than beta_slow times gets w_j / s, with a linear ramp between:
+
+    pair that turns r times within L:  j(r) = R ln(L / (2 pi r)) / (2 ln theta)
+    m(s, a) = 0.1 a ln s + 1
+    cos, sin        *= m(s, mscale) / m(s, mscale_all_dim)          m(s, 1) if either is 0
+    softmax scale   *= m(s, mscale_all_dim)^2
+
+as in DeepSeek's inference code and transformers 5.17.
 
 Legend: B batch, S sequence, D hidden, F intermediate, V vocabulary, H heads, R rotary dimensions, P = R / 2 pairs.
 """
@@ -47,7 +54,7 @@ class Embedding(nn.Module):
         self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [...] -> [..., D]. Rows are cast after the lookup: the same numbers as a lookup in a cast table."""
+        """tokens int64 [...] -> [..., D]. Cast after the lookup: the same numbers as looking up in a cast table."""
         return F.embedding(tokens, self.weight).to(self.dtype).to(self.residual)
 
 
@@ -82,25 +89,27 @@ def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: to
     return frequency_P / yarn.factor * slowed_P + frequency_P * (1 - slowed_P)
 
 
-def _log_growth(yarn: YarnConfig, slope: float) -> float:
-    """m(s, a) = 0.1 a ln s + 1."""
-    return 0.1 * slope * math.log(yarn.factor) + 1.0
-
-
 def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:
     """cos and sin of positions 0 to length - 1: [2, S, P] FP32."""
     frequency_P = rope_frequencies(dim, theta, yarn, device)
     angle_SP = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency_P
     table_2SP = torch.stack([angle_SP.cos(), angle_SP.sin()])
-    if yarn is not None and yarn.mscale and yarn.mscale_all_dim:
-        return table_2SP * (_log_growth(yarn, yarn.mscale) / _log_growth(yarn, yarn.mscale_all_dim))
-    return table_2SP if yarn is None else table_2SP * _log_growth(yarn, 1.0)
+    if yarn is None:
+        return table_2SP
+    if yarn.mscale and yarn.mscale_all_dim:
+        return table_2SP * (_growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim))
+    return table_2SP * _growth(yarn, 1.0)
 
 
 def softmax_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
     """1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
-    growth = 1.0 if yarn is None else _log_growth(yarn, yarn.mscale_all_dim)
+    growth = 1.0 if yarn is None else _growth(yarn, yarn.mscale_all_dim)
     return qk_head_dim**-0.5 * growth**2
+
+
+def _growth(yarn: YarnConfig, a: float) -> float:
+    """m(s, a) = 0.1 a ln s + 1."""
+    return 0.1 * a * math.log(yarn.factor) + 1.0
 
 
 def apply_rope(x_BSHR: Tensor, rope_2SP: Tensor) -> Tensor:

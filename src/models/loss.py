@@ -1,7 +1,8 @@
 """Losses: cross entropy over a large vocabulary, and what a forward pass returns.
 
-Cross entropy of FP32-converted logits, without ever holding an FP32 copy of them: a large vocabulary makes [T, V] the largest tensor
-of a step, so it is read in slices of rows, forward and backward, and kept once, in the format the head produced.
+Cross entropy of FP32-converted logits, without ever holding an FP32 copy of them: a large vocabulary makes [T, V] the
+largest tensor of a step, so it is read in slices of rows, forward and backward, and kept once, in the format the head
+produced.
 
     loss = mean over valid t of  logsumexp(z_t) - z_t[y_t]           dz_t = (softmax(z_t) - onehot(y_t)) / valid
 
@@ -21,9 +22,9 @@ _SLICE_ELEMENTS = 1 << 20  # of a slice of logits: FP32 copies of it stay in a C
 class Losses(NamedTuple):
     """What a forward pass on B x S tokens says. All 0-d FP32 except load.
 
-    lm: nats per token. mtp: the same for multi-token prediction, mean over its depths, not weighted; 0 without MTP. balance: the
-    routers' losses, weighted and summed over blocks. total = lm + mtp_loss_weight * mtp + balance. load: [blocks with experts, E]
-    int64, rows each expert got.
+    lm: nats per token. mtp: the same for multi-token prediction, mean over its depths, not weighted; 0 without MTP.
+    balance: the routers' losses, weighted and summed over blocks. total = lm + mtp_loss_weight * mtp + balance. load:
+    [blocks with experts, E] int64, rows each expert got.
     """
 
     lm: Tensor
@@ -63,7 +64,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Mean cross entropy in nats over the targets that are not IGNORED: 0-d FP32. logits [B, S, V] any float, target [B, S] int64."""
+    """Mean cross entropy in nats over the targets that are not IGNORED, 0-d FP32.
+
+    logits [B, S, V]: any floating dtype. target [B, S]: int64.
+    """
     return _CrossEntropy.apply(logits_BSV.flatten(0, 1), target_BS.flatten())
 
 

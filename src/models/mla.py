@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
 
-Keys and values of all heads are expanded from one small latent, so that inference need only cache that latent and one rotary key:
+Keys and values of all heads are expanded from one small latent, so that inference need only cache that latent and one
+rotary key:
 
     c_kv = RMSNorm(W_DKV h)                     kv_a, first kv_lora_rank features
     k_r  = RoPE(W_KR h)                         kv_a, the rest; one for all heads

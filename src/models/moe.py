@@ -2,14 +2,17 @@
 
     y = FFN_shared(u) + sum over the K chosen experts i of g_i FFN_i(u)
 
-The shared experts are one feed-forward layer of so many times an expert's width. The routed ones are two grouped GEMMs over rows
-sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is linear: so the experts' outputs need
-not be kept for g's gradient. The sum over a token's experts runs in the plan's `moe.accumulate` format.
+The shared experts are one feed-forward layer of so many times an expert's width. The routed ones are two grouped GEMMs
+over rows sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is linear: so the
+experts' outputs need not be kept for g's gradient. The sum over a token's experts runs in the plan's `moe.accumulate`
+format.
 
-What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm, for the shared and
-the routed experts; else they are quantised after the permutation. The router reads the plain tensor in both cases.
+What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm,
+for the shared and the routed experts; else they are quantised after the permutation. The router reads the plain tensor
+in both cases.
 
-Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts, K chosen experts of a token, R = T K rows.
+Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts, K chosen experts of a token, R = T K
+rows.
 """
 
 import torch
@@ -79,7 +82,10 @@ class MoE(nn.Module):
         self.dispatch_dtype = None if dispatch.is_fp8 else dispatch.dtype
 
     def forward(self, x: Operand | Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D], normalised and made for `self.feed`, tokens of `batch` sequences -> y [T, D], balance loss 0-d, load [E]."""
+        """x [T, D], normalised and made for `self.feed`; the T tokens of `batch` sequences of one length.
+
+        Returns y [T, D] in the residual stream's dtype, the weighted balance loss (0-d FP32) and the load [E] int64.
+        """
         x_TD = x.tensor if isinstance(x, Operand) else x
         logits_TE = self.router(x_TD)
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))

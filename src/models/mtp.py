@@ -1,17 +1,18 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Depth k = 1 ... D sees the state of depth k - 1 (depth 0 is the main model) and the embedding of the token k places on, and predicts the
-token after that:
+Depth k = 1 ... D sees the state of depth k - 1 (depth 0 is the main model) and the embedding of the token k places on,
+and predicts the token after that:
 
     x^k_i = M_k [RMSNorm(Emb(t_{i+k})) ; RMSNorm(h^{k-1}_i)]          enorm, hnorm; order as in the published weights
     h^k   = RMSNorm(Block_k(x^k))
     p(t_{i+k+1}) = softmax(head(h^k_i))
 
-Embedding and head are the main model's. Which state is handed on differs between sources; here, as in transformers 5.17's
-`MtpModel`, it is the one after the norm, for the main model and for each depth.
+Embedding and head are the main model's. Which state is handed on differs between sources; here, as in transformers
+5.17's `MtpModel`, it is the one after the norm, for the main model and for each depth.
 
-All depths run on S positions, so that shapes stay the same. At the last k places there is no token to predict: they carry no
-language-model loss, and causality keeps them from the others. (Depth 1 has a true input everywhere; deeper ones repeat the last token there.)
+All depths run on S positions, so that shapes stay the same. At the last k places there is no token to predict: they
+carry no language-model loss, and causality keeps them from the others. (Depth 1 has a true input everywhere; deeper
+ones repeat the last token there.)
 
 Legend: B batch, S sequence, D hidden, E experts, P pairs of rotary dimensions.
 """
@@ -37,14 +38,21 @@ class MTPBlock(MoEBlock):
         self.norm = RMSNorm(plan, f"{name}.norm", hidden_size, eps)
 
     def forward(self, h_BSD: Tensor, rope_2SP: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """State h of the depth before and embeddings of the tokens k on -> state of this depth, weighted balance loss, load [E]."""
+        """h [B, S, D]: state of the depth before. embedded [B, S, D]: tokens k places on.
+
+        Returns this depth's state [B, S, D], the weighted balance loss (0-d FP32) and the load [E] int64.
+        """
         both = torch.cat([self.enorm(embedded_BSD), self.hnorm(h_BSD)], -1)
         h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP)
         return self.norm(h_BSD), balance_loss, load_E
 
 
 def tokens_ahead(sequence: Tensor, k: int, length: int) -> Tensor:
-    """sequence [B, S + 1, ...] -> [B, S, ...], place i holding what was at i + k; the last entry stands in beyond the end."""
+    """sequence [B, S + 1, ...] -> [B, S, ...]: at place i what was at i + k; beyond the end the last entry.
+
+    Contiguous in all cases: blocks that are given different layouts would be compiled separately.
+    """
     ahead = sequence[:, k : k + length]
     missing = length - ahead.shape[1]
-    return torch.cat([ahead, sequence[:, -1:].expand(-1, missing, *sequence.shape[2:])], 1) if missing else ahead
+    repeated = sequence[:, -1:].expand(-1, missing, *sequence.shape[2:])
+    return torch.cat([ahead, repeated], 1) if missing else ahead.contiguous()

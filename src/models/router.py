@@ -7,12 +7,15 @@ From logits z = u . e (one a routed expert, FP32):
             score of a group = sum of its two largest s_i + b_i
     g_i = s_i / sum of the chosen s  *  routed_scaling_factor        the bias b never enters g
 
-Balancing without a loss: after each step b_i -= gamma sign(load_i - mean load) (arXiv 2408.15664), so that a busy expert is chosen less;
-`DeepSeek.update_router_bias` does it once the step is known to be good. Against imbalance within one sequence there is a small loss:
+Balancing without a loss: after each step b_i -= gamma sign(load_i - mean load) (arXiv 2408.15664), so that a busy
+expert is chosen less; `DeepSeek.update_router_bias` does it once the step is known to be good. Against imbalance within
+one sequence there is a small loss:
 
-    L = alpha sum_i f_i P_i,   f_i = E / (K S) #{tokens of the sequence that chose i},   P_i = mean over them of s_i / sum_j s_j
+    L = alpha sum_i f_i P_i
+    f_i = E / (K S) * number of the sequence's tokens that chose i        counts: no gradient
+    P_i = mean over the sequence's tokens of s_i / sum_j s_j
 
-averaged over sequences. f_i counts and has no gradient. No token is dropped, and a token's experts depend on that token alone.
+averaged over sequences. No token is dropped, and a token's experts depend on that token alone.
 
 Legend: B batch, S sequence, E experts, G groups, K chosen experts of a token.
 """
@@ -26,7 +29,10 @@ from models.config import RouterScoring
 
 
 class Routing(NamedTuple):
-    """Where tokens go. expert [B, S, K] int64; weight [B, S, K] FP32; balance_loss 0-d FP32; load [E] int64, rows each expert got."""
+    """Where tokens go.
+
+    expert [B, S, K] int64. weight [B, S, K] FP32. balance_loss: 0-d FP32, weighted. load [E] int64: rows each got.
+    """
 
     expert: Tensor
     weight: Tensor

@@ -22,7 +22,7 @@ SMALL = {
     "num_heads": 3,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 16,
     "intermediate_size": 64,
     "moe_intermediate_size": 16,

@@ -14,11 +14,12 @@ from models import DeepSeek, ModelConfig, RouterScoring
 from precision import GroupedLinear, Linear, Plan, bind
 
 Build = Callable[..., DeepSeek]
+OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 RECIPES = ["fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tiny_starts_at_the_entropy_of_its_vocabulary(recipe: str, on_meta: Callable[..., tuple[DeepSeek, Plan]]) -> None:
+def test_tiny_starts_at_the_entropy_of_its_vocabulary(recipe: str, on_meta: OnMeta) -> None:
     model, plan = on_meta(ModelConfig(), recipe)
     model.to_empty(device="cpu")
     model.init_weights(seed=0)
@@ -32,7 +33,7 @@ def test_tiny_starts_at_the_entropy_of_its_vocabulary(recipe: str, on_meta: Call
         assert parameter.grad.isfinite().all(), name
 
 
-def test_the_seed_decides_the_weights(on_meta: Callable[..., tuple[DeepSeek, Plan]]) -> None:
+def test_the_seed_decides_the_weights(on_meta: OnMeta) -> None:
     def weights(seed: int) -> list[Tensor]:
         model, _ = on_meta(ModelConfig(num_layers=2, num_experts=4))
         model.to_empty(device="cpu").init_weights(seed)
@@ -43,7 +44,7 @@ def test_the_seed_decides_the_weights(on_meta: Callable[..., tuple[DeepSeek, Pla
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
-def test_every_gemm_of_the_plan_is_the_module_of_that_name(q_lora_rank: int | None, on_meta: Callable) -> None:
+def test_every_gemm_of_the_plan_is_the_module_of_that_name(q_lora_rank: int | None, on_meta: OnMeta) -> None:
     model, plan = on_meta(ModelConfig(q_lora_rank=q_lora_rank, num_mtp_layers=2))
     modules = {name: m for name, m in model.named_modules() if isinstance(m, Linear | GroupedLinear)}
     assert modules.keys() == plan.gemms.keys()
@@ -109,10 +110,9 @@ def run(model: DeepSeek, tokens: Tensor) -> list[Tensor]:
     return [*losses.detached(losses.total), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
-def test_recomputed_and_compiled_blocks_change_nothing_with_one_graph_a_kind(recipe: str, build: Build, tokens: Tensor) -> None:
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_heads": 4, "num_dense_layers": 2, "num_layers": 5}
-    model = build(recipe, num_mtp_layers=2, **sizes)
+def test_recomputed_and_compiled_blocks_change_nothing_with_one_graph_a_kind(build: Build, tokens: Tensor) -> None:
+    two_of_a_kind = {"num_dense_layers": 2, "num_layers": 4, "num_mtp_layers": 2}
+    model = build("fp8_delayed", **two_of_a_kind)
     expected = run(model, tokens)
 
     def recompute(block: nn.Module) -> None:
@@ -121,7 +121,7 @@ def test_recomputed_and_compiled_blocks_change_nothing_with_one_graph_a_kind(rec
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     for change in (lambda block: block.compile(backend=counter, fullgraph=True, dynamic=False), recompute):
-        model = build(recipe, num_mtp_layers=2, **sizes)
+        model = build("fp8_delayed", **two_of_a_kind)
         for _, block in model.iter_blocks():
             change(block)
         for ours, theirs in zip(run(model, tokens), expected, strict=True):

@@ -13,10 +13,12 @@ from models import DeepSeek
 from models.dispatch import permutation
 from models.moe import MoE
 
+Build = Callable[..., DeepSeek]
+
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 6), st.integers(0, 2**16))
-def test_permutation_sorts_rows_by_expert_and_knows_the_way_back(tokens: int, chosen: int, idle: int, seed: int) -> None:
+def test_permutation_sorts_by_expert_and_knows_the_way_back(tokens: int, chosen: int, idle: int, seed: int) -> None:
     experts = chosen + idle
     generator = torch.Generator().manual_seed(seed)
     expert_TK = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
@@ -52,18 +54,21 @@ def dense(moe: MoE, x_TD: Tensor, batch: int) -> Tensor:
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 1), (3, 2)])
 @pytest.mark.parametrize("starved", [False, True])
-def test_layer_and_gradients_equal_a_dense_loop(batch: int, length: int, starved: bool, build: Callable[..., DeepSeek]) -> None:
+def test_layer_and_gradients_equal_a_dense_loop(batch: int, length: int, starved: bool, build: Build) -> None:
     model = build()
-    moe = model.layers[1].moe
+    moe = model.get_submodule("layers.1.moe")
+    assert isinstance(moe, MoE)
+    assert moe.gate.bias is not None
     if starved:  # three experts get no token
         moe.gate.bias[:3] = -10.0
-    x = torch.randn(batch * length, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(batch * length, model.config.hidden_size, generator=generator).requires_grad_()
     y, _, load = moe(x, batch)
     if starved:
         assert load[:3].tolist() == [0, 0, 0]
     expected = dense(moe, x, batch)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    upstream = torch.randn(y.shape, generator=generator)
     weights = list(moe.parameters())
     ours = torch.autograd.grad(y, [x, *weights], upstream)
     theirs = torch.autograd.grad(expected, [x, *weights], upstream)

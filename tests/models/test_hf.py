@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import DeepSeek, ModelConfig, RouterScoring
+from models import DeepSeek, ModelConfig, RouterScoring, YarnConfig
 from models.hf import from_hf, from_hf_config, name_map, to_hf, to_hf_config
 
 Build = Callable[..., DeepSeek]
-TRAINING_ONLY = ("router_bias_update_rate", "mtp_loss_weight", "force_balanced_routing")  # config.json knows nothing of them
+TRAINING_ONLY = ("router_bias_update_rate", "mtp_loss_weight", "force_balanced_routing")  # not in a config.json
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
@@ -56,12 +56,14 @@ def test_config_comes_back(name: str, model_config: Callable[[str], ModelConfig]
 
 def test_the_published_config_of_v3_is_ours(model_config: Callable[[str], ModelConfig]) -> None:
     published = {
-        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "first_k_dense_replace": 3,
-        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
-        "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
-        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
         "rope_scaling": {
             "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 4096, "type": "yarn",
@@ -72,9 +74,24 @@ def test_the_published_config_of_v3_is_ours(model_config: Callable[[str], ModelC
     assert from_hf_config(published) == replace(model_config("deepseek_v3"), init_std=0.02)
 
 
+def test_yarn_without_mscale_means_what_transformers_makes_of_it() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    hf = {**to_hf_config(ModelConfig()), "rope_scaling": yarn, "rope_parameters": None}
+    assert from_hf_config(hf).rope_scaling == YarnConfig(4.0, 64, mscale=0.0, mscale_all_dim=0.0)
+    with pytest.raises(ValueError, match="only plain RoPE and YaRN"):
+        from_hf_config({**hf, "rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tie_word_embeddings", True), ("hidden_act", "gelu"), ("attention_bias", True), ("topk_method", "greedy"), ("model_type", "llama")],
+    [
+        ("tie_word_embeddings", True),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("topk_method", "greedy"),
+        ("num_key_value_heads", 1),
+        ("model_type", "llama"),
+    ],
 )
 def test_a_config_that_is_built_otherwise_is_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{key}={value}"):
@@ -92,7 +109,7 @@ def test_what_deepseek_v2_would_compute_otherwise_is_not_exported() -> None:
 def test_missing_and_unknown_tensors_are_named(build: Build) -> None:
     model = build()
     tensors = to_hf(model.config, model.state_dict())
-    with pytest.raises(ValueError, match="has unknown model.layers.3"):
+    with pytest.raises(ValueError, match=r"has unknown model\.layers\.3"):
         from_hf(replace(model.config, num_mtp_layers=0), tensors)
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
     with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight; "):

@@ -10,7 +10,9 @@ from models.loss import IGNORED, cross_entropy, targets_ahead
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slice_elements", [1, 300, 1 << 20])
-def test_loss_and_gradient_equal_pytorchs(dtype: torch.dtype, slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_pytorch_with_its_gradient(
+    dtype: torch.dtype, slice_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "_SLICE_ELEMENTS", slice_elements)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(3, 7, 50, generator=generator) * 4).to(dtype).requires_grad_()

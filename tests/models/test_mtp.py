@@ -1,4 +1,4 @@
-"""Multi-token prediction equals transformers' MtpModel, at depth 1 and chained, and its losses look the right way ahead."""
+"""Multi-token prediction equals transformers' MtpModel, at depth 1 and chained; its losses look far enough ahead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_logits_equal_mtp_model(
     save_as_hf(model, tmp_path)
     main = DeepseekV3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
     n = model.config.num_layers
-    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n + k}\." for k in range(depth)]  # which layers are MTP's
+    main._keys_to_ignore_on_load_unexpected = [rf"\.layers\.{n + k}\." for k in range(depth)]  # says which are MTP's
     theirs = MtpModel.from_pretrained(main)
 
     S = tokens.shape[1] - 1
@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_over_depths_of_the_loss_k_tokens_further_on(build:
     torch.testing.assert_close(losses.total, losses.lm + model.config.mtp_loss_weight * losses.mtp + losses.balance)
 
 
-def test_a_chained_depth_equals_the_straightforward_composition_on_valid_positions_only(build: Build, tokens: Tensor) -> None:
+def test_chained_depths_equal_a_composition_on_their_valid_positions_only(build: Build, tokens: Tensor) -> None:
     model = build(num_mtp_layers=2)
     states = mtp_states(model, tokens)
     S = tokens.shape[1] - 1
@@ -107,5 +107,5 @@ def test_tokens_ahead_repeats_the_last_token_beyond_the_end() -> None:
 
 
 def test_a_sequence_too_short_for_the_depth_is_refused(build: Build) -> None:
-    with pytest.raises(ValueError, match="num_mtp_layers=2 on 2 positions"):
+    with pytest.raises(ValueError, match="num_mtp_layers=2: too deep for a sequence of 2 positions; set at most 1"):
         build(num_mtp_layers=2)(torch.zeros(1, 3, dtype=torch.int64))

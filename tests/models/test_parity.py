@@ -70,6 +70,7 @@ def test_loss_and_gradients_equal_deepseek_v3(build: Build, save_as_hf: Save, to
 
     grads = {}
     for name, parameter in theirs.named_parameters():
+        assert parameter.grad is not None
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             grads[name] = parameter.grad
             continue
