@@ -1,6 +1,6 @@
-"""Train a DeepSeek-style model: compose the config with Hydra, load it strictly, train.
+"""Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (--help says more).
 
-    python train.py +recipe=fp8_delayed       see --help for more
+Compose the config with Hydra, load it strictly, train.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
 
-from trainer.cli import compose, guarded, refuse_many_processes  # noqa: E402
+from trainer.cli import compose, guarded, refuse_many_processes
 
 
 def run() -> None:
@@ -20,11 +20,10 @@ def run() -> None:
     from trainer.preflight import check, report
 
     configs = [load(job.tree) for job in jobs]
-    for config in configs:
-        check(config)
-    for config, job in zip(configs, jobs, strict=True):
+    plans = [check(config) for config in configs]
+    for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
-            print(report(config))
+            print(report(config, plan))
             continue
         from trainer.trainer import Trainer
 

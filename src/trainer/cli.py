@@ -1,10 +1,11 @@
 """What surrounds training on the command line: composing the config with Hydra, and errors in one line.
 
-Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are composed,
-loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
+composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
 
-An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own errors take
-several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug and keeps its traceback.
+An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
+errors take several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug
+and keeps its traceback.
 
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
@@ -18,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import hydra
 import yaml
@@ -41,7 +41,7 @@ class Job:
 
 
 def compose(configs: Path, name: str = "train") -> list[Job]:
-    """The runs that the command line asks for: one, or those of a sweep (-m), each with a name of its own. Reads sys.argv."""
+    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own."""
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
@@ -60,7 +60,7 @@ def compose(configs: Path, name: str = "train") -> list[Job]:
 
 
 def _name_runs(jobs: list[Job]) -> None:
-    """Where a sweep was given one run.name, each of its runs gets its own: that name, a number, and what sets the run apart.
+    """Where a sweep was given one run.name, each run gets its own: that name, a number, and what sets the run apart.
 
     Without a name, each run is called by its time and recipe anyway.
     """
@@ -76,7 +76,7 @@ def refuse_many_processes(environment: Mapping[str, str]) -> None:
     """ValueError under a launcher of several processes: training runs in one."""
     size = environment.get("WORLD_SIZE", "1")
     if size != "1":
-        raise ValueError(f"WORLD_SIZE={size}: training runs in one process; start it with python train.py, without torchrun")
+        raise ValueError(f"WORLD_SIZE={size}: training runs in one process; start python train.py without torchrun")
 
 
 def guarded(main: Callable[[], None]) -> int:
@@ -92,6 +92,8 @@ def guarded(main: Callable[[], None]) -> int:
             raise
         return _say(f"error: {error}", REFUSED)
     except (OSError, RuntimeError) as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            return _say("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
         if isinstance(error, RuntimeError) and not _on_purpose(error.__traceback__):
             raise
         return _say(f"error: {error}", FAILED)
@@ -112,12 +114,12 @@ def _on_purpose(trace: TracebackType | None) -> bool:
 
 def explain(error: Exception, arguments: list[str]) -> str:
     """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
-    from trainer.config import unknown_key
     from trainer.schema import nearest
 
     text = str(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as KEY=VALUE; quote values with spaces or any of ,=[]{{}}() as \"KEY='VALUE'\""
+        fix = "quote values with spaces or any of ,=[]{}() as \"KEY='VALUE'\""
+        return f"{error.override}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         meant = nearest(choice, error.options)
@@ -127,13 +129,13 @@ def explain(error: Exception, arguments: list[str]) -> str:
         key = found[1]
         if appended := re.search(r"To append to your default list use (\+\S+)", text):
             return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
-        return _not_in_config(key, _given(key, arguments), unknown_key)
+        return _not_in_config(key, _given(key, arguments))
     if found := re.match(r"Could not delete from config. '([^']+)'", text):
         return f"~{found[1]}: there is no such key to take away"
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
     if found := re.match(r"Multiple values for (\S+)\.", text):
-        return f"{found[1]}={_given(found[1], arguments)}: {found[1]} is chosen twice; write {found[1]}=NAME once, without +"
+        return f"{found[1]}={_given(found[1], arguments)}: {found[1]} is chosen twice; write {found[1]}=NAME, once"
     if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
         return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
     return text.split("\nConfig search path")[0].split("\nSet the environment")[0]
@@ -148,9 +150,9 @@ def _given(key: str, arguments: list[str]) -> str:
     return ""
 
 
-def _not_in_config(key: str, value: str, unknown_key: Callable[[str, Any], str]) -> str:
+def _not_in_config(key: str, value: str) -> str:
     """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
-    from trainer.config import Config
+    from trainer.config import Config, unknown_key
     from trainer.schema import keys_of
 
     if key.startswith("hydra."):

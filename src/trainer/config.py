@@ -1,12 +1,13 @@
 """The config tree and the strict door into it.
 
-The dataclasses are the schema: names, types and what each key means, one docstring line under each field. They hold no values:
-those are in `configs/*.yaml`, so that there is one place to read and change them. Hydra composes the YAML and the command line into
-a plain tree; `load()` pours that tree into the schema and refuses whatever does not fit: a key that does not exist (however it was
-added), a key that is missing, a value of the wrong type. After `load()` nothing changes a config.
+The dataclasses are the schema: names, types and what each key means, one docstring line under each field. They hold no
+values: those are in `configs/*.yaml`, so that there is one place to read and change them. Hydra composes the YAML and
+the command line into a plain tree; `load()` pours that tree into the schema and refuses whatever does not fit: a key
+that does not exist (however it was added), a key that is missing, a value of the wrong type. After `load()` nothing
+changes a config.
 
-The sections `model`, `precision` and `data` belong to the packages that use them. What concerns several keys at once is checked in
-`preflight`.
+The sections `model`, `precision` and `data` belong to the packages that use them. What concerns several keys at once is
+checked in `preflight`.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Moments(Enum):
 
 
 class Schedule(Enum):
-    """How the learning rate falls after the constant part: on a straight line (warm-up, stable, decay) or on half a cosine."""
+    """How the learning rate falls after the constant part: on a line (warm-up, stable, decay) or on half a cosine."""
 
     wsd = "wsd"
     cosine = "cosine"
@@ -76,9 +77,10 @@ class RunConfig:
     dir: str
     """Folder of all runs."""
     resume: str
-    """never: a run that exists is an error; auto: go on from its newest good checkpoint, or start; a path: from that checkpoint."""
+    """never: a run that exists is an error; auto: go on from its newest good checkpoint, or start; or the path of a run
+    or of one of its checkpoints."""
     init_from: str | None
-    """A checkpoint, or a run folder, whose weights a new run starts from; null: random ones."""
+    """A run, or one of its checkpoints, whose weights a new run starts from; null: random ones."""
 
 
 @dataclass
@@ -271,7 +273,10 @@ RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+rec
 
 
 def load(composed: dict[str, Any]) -> Config:
-    """The config in a composed tree (plain, or OmegaConf's). ValueError with key, value and fix, in one line, for whatever does not fit the schema."""
+    """The config in a composed tree (plain, or OmegaConf's).
+
+    ValueError with key, value and fix, in one line, for whatever does not fit the schema.
+    """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
     except InterpolationResolutionError as error:

@@ -52,7 +52,7 @@ def describe(annotation: Any) -> str:
 
 
 def nearest(wrong: str, keys: Iterable[str]) -> str | None:
-    """The key that was probably meant, or None. The last part of a key weighs most, so that `trainer.lr` finds `optim.lr`."""
+    """The key that was probably meant, or None. The last part weighs most, so that `trainer.lr` finds `optim.lr`."""
 
     def score(key: str) -> float:
         (*wrong_path, wrong_name), (*path, name) = wrong.split("."), key.split(".")
@@ -68,8 +68,9 @@ def nearest(wrong: str, keys: Iterable[str]) -> str | None:
 def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
     """A copy of a plain tree, as it must be to go into a dataclass. ValueError for the first thing that does not fit.
 
-    OmegaConf checks types too, but turns `off` into the text "False", names no key inside a list, and wants Enum members called
-    `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say about a key that does not exist.
+    OmegaConf checks types too, but turns `off` into the text "False", names no key inside a list, and wants Enum
+    members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say about a key
+    that does not exist.
     """
     inner = _without_none(annotation)
     if tree is None and inner is not annotation:

@@ -1,0 +1,169 @@
+"""Before a run: what the schema cannot say, and what the run will cost.
+
+`check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
+and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`
+prints: plan, parameters, FLOPs, and a forecast of memory.
+
+Memory of one process, by what it is for:
+
+    parameters        FP32 masters
+    gradients         FP32 sums over microbatches
+    optimizer         AdamW's two moments, FP32
+    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (two of them with row scales)
+    activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
+    block
+
+Not in it: what an op needs while it runs, the allocator's own losses, and the interpreter.
+"""
+
+import math
+
+import torch
+
+from models import DeepSeek
+from models.flops import count_parameters, flops_per_token, kept_bytes_per_token
+from precision import Plan
+from precision.config import Granularity
+from trainer.config import Config, Recompute
+from trainer.data.config import check_data
+
+GIB = 2**30
+
+
+def check(config: Config) -> Plan:
+    """The resolved plan of a config that can be trained. ValueError, naming key, value and fix, for one that cannot."""
+    _check_ranges(config)
+    _check_batch(config)
+    _check_debug(config)
+    check_data(config.data, config.model.vocab_size)
+    config.model.validate()
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    return plan
+
+
+def _refuse(key: str, value: object, why: str, fix: str) -> None:
+    raise ValueError(f"{key}={value}: {why}; {fix}")
+
+
+def _check_ranges(config: Config) -> None:
+    t, o, r = config.trainer, config.optim, config.recovery
+    for key, value in {
+        "trainer.max_steps": t.max_steps,
+        "trainer.global_batch_size": t.global_batch_size,
+        "trainer.microbatch_size": t.microbatch_size,
+        "trainer.sequence_length": t.sequence_length,
+        "logging.every": config.logging.every,
+    }.items():
+        if value < 1:
+            _refuse(key, value, "out of range", "set 1 or more")
+    for key, value in {
+        "trainer.seed": t.seed,
+        "eval.every": config.eval.every,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "recovery.max_consecutive_skips": r.max_consecutive_skips,
+        "optim.weight_decay": o.weight_decay,
+        "optim.warmup_steps": o.warmup_steps,
+    }.items():
+        if not value >= 0:
+            _refuse(key, value, "out of range", "set 0 or more")
+    for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
+        if not 0 < value < math.inf:
+            _refuse(key, value, "out of range", "set a number above 0")
+    if o.clip is not None and not 0 < o.clip < math.inf:
+        _refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
+    for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
+        if not 0 <= value <= 1:
+            _refuse(key, value, "it is a share", "set 0 to 1")
+    if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
+        _refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
+    if config.eval.batches is not None and config.eval.batches < 1:
+        _refuse("eval.batches", config.eval.batches, "out of range", "set 1 or more, or null for every window")
+
+
+def _check_batch(config: Config) -> None:
+    t, m = config.trainer, config.model
+    if t.global_batch_size % t.microbatch_size:
+        most = min(t.microbatch_size, t.global_batch_size)
+        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
+        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
+        _refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
+    if t.sequence_length > m.max_position_embeddings:
+        why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
+        _refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
+    if t.sequence_length <= m.num_mtp_layers:
+        why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
+        _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+
+
+def _check_debug(config: Config) -> None:
+    inject = config.debug.inject
+    if inject is None:
+        return
+    if not 1 <= inject.step <= config.trainer.max_steps:
+        fix = f"set 1 to trainer.max_steps={config.trainer.max_steps}"
+        _refuse("debug.inject.step", inject.step, "there is no such step", fix)
+    if math.isfinite(inject.value):
+        _refuse("debug.inject.value", inject.value, "a fault is not finite", "set nan or inf")
+
+
+def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
+    """Bytes that one process holds, by what they are for; see the module docstring."""
+    masters = 4.0 * count_parameters(config.model).total
+    weights = sum(
+        row.in_features * row.out_features * row.groups * _weight_bytes(plan, row.recipe.input.bytes)
+        for row in plan.gemms.values()
+    )
+    kept = kept_bytes_per_token(config.model, plan)
+    logits = kept.pop("logits")
+    blocks = sum(kept.values())
+    if config.recompute is Recompute.full:
+        num_blocks = config.model.num_layers + config.model.num_mtp_layers
+        inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
+        blocks = blocks / num_blocks + num_blocks * inputs
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    return {
+        "parameters": masters,
+        "gradients": masters,
+        "optimizer": 2 * masters,
+        "compute weights": weights,
+        "activations": (blocks + logits) * tokens,
+    }
+
+
+def _weight_bytes(plan: Plan, width: int) -> int:
+    """Bytes of a compute weight's element: none in FP32, which reads the master; two copies with scales by row."""
+    if width == 1 and plan.config.scaling.granularity is Granularity.row:
+        return 2
+    return 0 if width == 4 else width
+
+
+def report(config: Config, plan: Plan) -> str:
+    """What a run would compute in, how large it is and what it takes: several lines of text."""
+    t = config.trainer
+    count = count_parameters(config.model)
+    flops = flops_per_token(config.model, t.sequence_length)
+    memory = forecast_memory(config, plan)
+    tokens = t.global_batch_size * t.sequence_length
+    total = sum(memory.values())
+    rows = [*memory.items(), ("total", total)]
+    return "\n".join(
+        [
+            plan.to_text(),
+            f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
+            f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
+            "",
+            f"memory of one process, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length} tokens",
+            *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
+        ]
+    )
+
+
+def _short(number: float) -> str:
+    """671026419200 -> '671.0 G'."""
+    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {letter}"
+    return f"{number:.0f}"
