@@ -117,7 +117,7 @@ def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
         for row in plan.gemms.values()
     )
     kept = kept_bytes_per_token(config.model, plan)
-    logits = kept.pop("logits")
+    head = kept.pop("head")
     blocks = sum(kept.values())
     if config.recompute is Recompute.full:
         num_blocks = config.model.num_layers + config.model.num_mtp_layers
@@ -129,7 +129,7 @@ def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
         "gradients": masters,
         "optimizer": 2 * masters,
         "compute weights": weights,
-        "activations": (blocks + logits) * tokens,
+        "activations": (blocks + head) * tokens,
     }
 
 
