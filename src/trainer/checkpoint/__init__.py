@@ -1,8 +1,8 @@
 """Checkpoints of a run: saved in the background, visible when whole, verified when read, never pickled.
 
-`checkpointer` is the way in; below it `tree` (state as JSON and tensors), `storage` (tensors in safetensors files,
-planned by torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and `folder` (which checkpoint is
-which).
+`checkpointer` is the way in; below it `tree` (state as JSON and tensors), `staging` (a copy in host memory), `storage`
+(tensors in safetensors files, planned by torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and
+`folder` (which checkpoint is which).
 """
 
 from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError, read, read_meta

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -38,6 +37,7 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
 )
 from trainer.checkpoint.manifest import FileDigest, seal, sync_folder, verify, write_file
+from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from trainer.checkpoint.tree import join, split
 
@@ -64,12 +64,7 @@ class Checkpointer:
         self.folder = folder
         self._keep = keep
         self._on_event = on_event
-        gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
-            )
-        )
+        self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         delete_leftovers(folder)
@@ -92,10 +87,7 @@ class Checkpointer:
             return
         skeleton, tensors = split(state)
         text = json.dumps({"step": step, "meta": meta, "state": skeleton}, indent=1)
-        # Detached: a parameter's Python attributes are not to be copied with it.
-        staged = self._stager.stage({name: tensor.detach() for name, tensor in tensors.items()})
-        assert isinstance(staged, dict)
-        self._pending = self._thread.submit(self._write, step, staged, text)
+        self._pending = self._thread.submit(self._write, step, self._buffers.copy(tensors), text)
 
     def wait(self) -> None:
         """Return when the last save is on the disk. Raises its error (CheckpointError), once, if it is not."""
@@ -110,7 +102,7 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what is being written and release the buffers. Raises as `wait` does."""
         self._thread.shutdown()
-        self._stager.close()
+        self._buffers.release()
         self.wait()
 
     def _write(self, step: int, tensors: dict[str, Tensor], text: str) -> None:
