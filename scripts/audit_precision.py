@@ -1,7 +1,8 @@
-"""Prove that every row of the precision plan is what happens:  python scripts/audit_precision.py +recipe=fp8_delayed [KEY=VALUE ...]
+"""Prove that every row of the precision plan is what happens:  python scripts/audit_precision.py +recipe=fp8_delayed
+[KEY=VALUE ...]
 
-Takes the same config as train.py, trains two short steps on random tokens (two sequences of at most 64), records what really happened
-at each row of the plan, and prints both side by side. Exit code 1 if a row differs.
+Takes the same config as train.py, trains two short steps on random tokens (two sequences of at most 64), records what
+really happened at each row of the plan, and prints both side by side. Exit code 1 if a row differs.
 """
 
 import sys

@@ -12,12 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
-
 from trainer.cli import compose, guarded
-from trainer.config import Config, load
-from trainer.data import Prepared, prepare
+from trainer.config import load
+from trainer.data import Prepared
+from trainer.data.bars import prepare_with_bars
 
 
 def main() -> int:
@@ -34,24 +32,8 @@ def run() -> None:
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
     for config in configs:
         start = time.monotonic()
-        prepared = prepare_with_bars(config)
+        prepared = prepare_with_bars(config.data, config.model.vocab_size)
         print(summary(prepared, time.monotonic() - start))
-
-
-def prepare_with_bars(config: Config) -> Prepared:
-    """prepare(), with a bar for each stage on a terminal and a line for each elsewhere."""
-    console = Console()
-    tasks: dict[str, TaskID] = {}
-    with Progress(console=console, disable=not console.is_terminal) as bars:
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
-                if not console.is_terminal:
-                    print(what, flush=True)
-            bars.update(tasks[what], completed=done)
-
-        return prepare(config.data, config.model.vocab_size, show)
 
 
 def summary(prepared: Prepared, seconds: float) -> str:

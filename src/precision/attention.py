@@ -7,7 +7,8 @@ from torch import Tensor
 def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i.
 
-    MLA's d_qk differs from d_v; PyTorch's fused CPU kernel wants one head size, so v is padded with zeros there (and the result cut).
+    MLA's d_qk differs from d_v; PyTorch's fused CPU kernel wants one head size, so v is padded with zeros there (and
+    the result cut).
     """
     narrow = q.shape[-1] - v.shape[-1]
     if q.device.type == "cpu" and narrow > 0:

@@ -12,7 +12,8 @@ from precision.watch import Watch
 def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
     """Give every slot of the model its rows in a new arena on `device`, and make the compute weights.
 
-    Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's modules.
+    Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
+    modules.
     """
     layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | Watch)]
     slots = [slot for layer in layers for slot in layer.slots()]

@@ -1,7 +1,7 @@
 """The precision section of the config tree: the table, its exceptions, the scaling.
 
-One choice of `configs/precision/*.yaml` fills it. Every cell of the table is a decision; a cell left at null is an error as soon
-as the model has something that needs it. `plan.py` turns this into one row a GEMM.
+One choice of `configs/precision/*.yaml` fills it. Every cell of the table is a decision; a cell left at null is an
+error as soon as the model has something that needs it. `plan.py` turns this into one row a GEMM.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,8 @@ class Method(Enum):
 
 
 class Granularity(Enum):
-    """How much of a tensor shares one scale: all of it, a row, or a block (1 x 128 of activations, 128 x 128 of weights)."""
+    """How much of a tensor shares one scale: all of it, a row, or a block (1 x 128 of activations, 128 x 128 of
+    weights)."""
 
     tensor = "tensor"
     row = "row"

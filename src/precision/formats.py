@@ -4,12 +4,13 @@
     FP32    float32        1, 8, 23        3.4e38    2^-149                  masters, moments, norms, sums
     BF16    bfloat16       1, 8, 7         3.4e38    2^-133                  compute weights, activations, gradients
     E4M3    float8_e4m3fn  1, 4, 3         448       2^-9                    FP8 activations, weights (and gradients)
-    E5M2    float8_e5m2    1, 5, 2         57344     2^-16                   FP8 gradients where range matters more than digits
+    E5M2    float8_e5m2    1, 5, 2         57344     2^-16                   FP8 gradients: range before digits
 
-E4M3 has no infinity and one NaN code per sign; E5M2 has both. What `.to(float8)` makes of a value out of range differs between
-devices and versions (NaN, infinity, or the largest value even for Inf), so every cast here clamps explicitly: finite values and
-infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf, therefore whoever casts also records the
-absolute maximum of what was there (see `scaling`), and a step that saw a non-finite one is dropped.
+E4M3 has no infinity and one NaN code per sign; E5M2 has both. What `.to(float8)` makes of a value out of range differs
+between devices and versions (NaN, infinity, or the largest value even for Inf), so every cast here clamps explicitly:
+finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf, therefore
+whoever casts also records the absolute maximum of what was there (see `scaling`), and a step that saw a non-finite one
+is dropped.
 
 Source of the formats: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
@@ -46,7 +47,8 @@ BY_NAME = {f.name: f for f in (FP32, BF16, E4M3, E5M2)}
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """FP8 of x * scale: the product in FP32, clamped to the format's range, rounded once to nearest even. NaN stays NaN.
+    """FP8 of x * scale: the product in FP32, clamped to the format's range, rounded once to nearest even. NaN stays
+    NaN.
 
     x: any shape, floating point. scale: FP32, broadcastable to x. Returns a tensor of x's shape in `fmt.dtype`.
     """
@@ -57,9 +59,9 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 def fp8_values(data: Tensor) -> Tensor:
     """The FP8 numbers as BF16, exactly (BF16 holds every E4M3 and E5M2 value), NaN and infinities included.
 
-    Integer arithmetic on the codes: several times faster on a CPU than `.to(bfloat16)`, and the same everywhere. E5M2 is the upper
-    byte of an FP16. An E4M3 code moved into a BF16's exponent and mantissa fields is the number times 2^-120; its NaN code then
-    has to be turned into BF16's by hand.
+    Integer arithmetic on the codes: several times faster on a CPU than `.to(bfloat16)`, and the same everywhere. E5M2
+    is the upper byte of an FP16. An E4M3 code moved into a BF16's exponent and mantissa fields is the number times
+    2^-120; its NaN code then has to be turned into BF16's by hand.
     """
     if data.dtype == torch.float8_e5m2:
         return data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16).to(torch.bfloat16)

@@ -1,11 +1,13 @@
-"""Ops that make the operands of GEMMs: norm -> operand, SwiGLU -> operand, permutation -> operand, each with its backward.
+"""Ops that make the operands of GEMMs: norm -> operand, SwiGLU -> operand, permutation -> operand, each with its
+backward.
 
-Quantising in the op that produces a tensor saves a pass over it, so these return what their `Feed` asks for: an `Operand` if a
-consumer computes in FP8, else a plain tensor. Without a feed they are plain ops. Here they are written in PyTorch; a backend with
-kernels of its own fuses the cast.
+Quantising in the op that produces a tensor saves a pass over it, so these return what their `Feed` asks for: an
+`Operand` if a consumer computes in FP8, else a plain tensor. Without a feed they are plain ops. Here they are written
+in PyTorch; a backend with kernels of its own fuses the cast.
 
-Their backward passes are written out, in FP32, and keep what costs least: the norm its input (the residual stream, which is there
-anyway) and one number a row; SwiGLU its input. T tokens, K experts a token, R = T K rows, D and F features.
+Their backward passes are written out, in FP32, and keep what costs least: the norm its input (the residual stream,
+which is there anyway) and one number a row; SwiGLU its input. T tokens, K experts a token, R = T K rows, D and F
+features.
 """
 
 import torch
@@ -22,7 +24,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, rstd)
         return (wide * rstd).mul_(gain).to(x.dtype)
 
@@ -31,9 +34,10 @@ class _RmsNorm(torch.autograd.Function):
         x, gain, rstd = ctx.saved_tensors
         normed = x.float() * rstd
         dy = grads[0].float()
-        dgain = (dy * normed).flatten(0, -2).sum(0).to(gain.dtype)
-        dy = dy * gain
-        dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)).mul_(rstd)
+        product = dy * normed
+        dgain = product.flatten(0, -2).sum(0).to(gain.dtype)
+        mean = (product @ gain.to(product.dtype)).div_(gain.shape[0])[..., None]
+        dx = (dy * gain).sub_(normed.mul_(mean)).mul_(rstd)
         return dx.to(x.dtype), dgain, None
 
 
@@ -53,15 +57,17 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         gate_up, row_weight = ctx.saved_tensors
         gate, up = (half.float() for half in gate_up.chunk(2, -1))
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
+        silu = F.silu(gate)
         dh = grads[0].float()
         dweight = None
         if row_weight is not None:
-            dweight = (dh * silu * up).sum(-1).to(row_weight.dtype)
+            dweight = (silu * up).mul_(dh).sum(-1).to(row_weight.dtype)
             dh = dh * row_weight[..., None]
-        dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat([dgate, dh * silu], -1).to(gate_up.dtype), dweight
+        out = torch.empty_like(gate_up)
+        dgate, dup = out.chunk(2, -1)
+        dgate.copy_(torch.ops.aten.silu_backward(up * dh, gate))
+        dup.copy_(silu.mul_(dh))
+        return out, dweight
 
 
 class _Gather(torch.autograd.Function):
@@ -134,8 +140,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float, feed: Feed | None = None) -> O
 def swiglu(gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None) -> Operand | Tensor:
     """silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first -> [..., F]; FP32 inside.
 
-    row_weight [...] FP32: multiplies each row. A router's weight applied here spares keeping the experts' outputs, and its gradient
-    falls out of SwiGLU's.
+    row_weight [...] FP32: multiplies each row. A router's weight applied here spares keeping the experts' outputs, and
+    its gradient falls out of SwiGLU's.
     """
     return deliver(_SwiGlu.apply(gate_up, row_weight), feed)
 
@@ -143,8 +149,8 @@ def swiglu(gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None 
 def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed | None = None) -> Operand | Tensor:
     """Rows of tokens in the experts' order: x [T, D], index [R] int64 (the token of each row) -> [R, D].
 
-    inverse [T, K] int64: the K rows of each token. An Operand travels as FP8 with its scales; a tensor is delivered as `feed` asks.
-    The gradient of a token is the FP32 sum over its rows.
+    inverse [T, K] int64: the K rows of each token. An Operand travels as FP8 with its scales; a tensor is delivered as
+    `feed` asks. The gradient of a token is the FP32 sum over its rows.
     """
     if not isinstance(x, Operand):
         return deliver(_Gather.apply(x, index, inverse), feed)
@@ -169,5 +175,6 @@ class _GatherEdge(torch.autograd.Function):
 
 
 def combine_rows(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of each token's rows, in `dtype`: rows [R, D] in the experts' order -> [T, D]. index, inverse as in `gather_rows`."""
+    """Sum of each token's rows, in `dtype`: rows [R, D] in the experts' order -> [T, D]. index, inverse as in
+    `gather_rows`."""
     return _Combine.apply(rows, index, inverse, dtype)

@@ -4,12 +4,12 @@
     dgrad  dx [R, K] = dy [R, N] w [N, K]
     wgrad  dw [N, K] = dy [R, N]^T x [R, K]
 
-The parameter is the FP32 master weight. What multiplies is the compute weight: BF16(master), or FP8 quantised from that BF16 (never
-from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It is made once
-after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
+The parameter is the FP32 master weight. What multiplies is the compute weight: BF16(master), or FP8 quantised from that
+BF16 (never from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It
+is made once after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
 
-x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is kept for the
-backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
+x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is
+kept for the backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from precision.scaling import Slot
 
 
 class _Gemms(torch.autograd.Function):
-    """All three GEMMs. carrier is x's autograd edge; x, x_inv its operand; weight the master parameter, w_* its operand."""
+    """All three GEMMs. carrier is x's autograd edge; x, x_inv its operand; weight the master parameter, w_* its
+    operand."""
 
     @staticmethod
     def forward(
@@ -74,7 +75,8 @@ class _Gemms(torch.autograd.Function):
 
 
 def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
-    """FP8 data and inverse scales of x [..., K] under an input slot; records its amax. Straight-through: no autograd edge."""
+    """FP8 data and inverse scales of x [..., K] under an input slot; records its amax. Straight-through: no autograd
+    edge."""
     assert slot.scale is not None and slot.amax is not None, "precision.bind(model, ...) has not been called"
     return get_backend(recipe.backend).quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe)
 
@@ -168,8 +170,8 @@ def gemm_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
 def refresh_weights(model: nn.Module, force: bool = False) -> None:
     """Bring the compute weights up to date with their masters: those whose master changed, or all with `force`.
 
-    A training step calls it once with force (amaxes are recorded afresh); a model calls it before each forward pass, when it costs
-    a comparison a layer.
+    A training step calls it once with force (amaxes are recorded afresh); a model calls it before each forward pass,
+    when it costs a comparison a layer.
     """
     for layer in gemm_layers(model):
         if force or layer.operand_version != layer.weight._version:

@@ -1,11 +1,13 @@
 """Operand: a tensor made ready for the GEMMs that read it.
 
-A norm's output feeds several GEMMs, some in FP8 and some in BF16 (`attn.q` and `attn.kv_a`), and must be quantised once, by the
-kernel that makes it. So what travels from a fused op to a `Linear` is not a tensor but an Operand: the FP8 data with its scale,
-and perhaps the BF16 tensor beside it. A `Feed` says, at construction, what the consumers of one tensor need.
+A norm's output feeds several GEMMs, some in FP8 and some in BF16 (`attn.q` and `attn.kv_a`), and must be quantised
+once, by the kernel that makes it. So what travels from a fused op to a `Linear` is not a tensor but an Operand: the FP8
+data with its scale, and perhaps the BF16 tensor beside it. A `Feed` says, at construction, what the consumers of one
+tensor need.
 
-Autograd sees one edge, the `carrier`: the BF16 tensor itself where somebody reads it, else a stand-in of its shape that owns no
-memory. Consumers return the gradient of the *unquantised* tensor to it (straight-through, as every FP8 recipe does).
+Autograd sees one edge, the `carrier`: the BF16 tensor itself where somebody reads it, else a stand-in of its shape that
+owns no memory. Consumers return the gradient of the *unquantised* tensor to it (straight-through, as every FP8 recipe
+does).
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 class Operand:
     """x [..., features] as GEMMs want it.
 
-    carrier: autograd edge of x's shape; holds x's values only if `kept`. data: FP8 of x * scale, same shape. scale_inv: FP32, what
-    data is multiplied by to read it: [] per tensor, [..., 1] per row, [..., ceil(features / 128)] per block.
+    carrier: autograd edge of x's shape; holds x's values only if `kept`. data: FP8 of x * scale, same shape. scale_inv:
+    FP32, what data is multiplied by to read it: [] per tensor, [..., 1] per row, [..., ceil(features / 128)] per block.
     """
 
     carrier: Tensor
@@ -37,7 +39,9 @@ class Operand:
     @property
     def tensor(self) -> Tensor:
         """The plain tensor beside the FP8 data; exists if the Feed has a consumer that reads it."""
-        assert self.kept, "this Operand carries FP8 only: its Feed was made without tensor=True and without a BF16 consumer"
+        assert self.kept, (
+            "this Operand carries FP8 only: its Feed was made without tensor=True and without a BF16 consumer"
+        )
         return self.carrier
 
     @property
@@ -49,8 +53,8 @@ class Operand:
 class Feed:
     """What the consumers of one tensor need of it: FP8 in which slot, the plain tensor, or both.
 
-    Consumers in FP8 come to share one arena row and one quantisation. `tensor=True` says that someone besides them (a router)
-    reads the plain tensor.
+    Consumers in FP8 come to share one arena row and one quantisation. `tensor=True` says that someone besides them (a
+    router) reads the plain tensor.
     """
 
     def __init__(self, *consumers: "Linear | GroupedLinear", tensor: bool = False):

@@ -1,8 +1,9 @@
 """THE table: op -> precision. The only place where a precision is decided.
 
-`PrecisionConfig` says it by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row by name and
-gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no layer asks "if fp8".
-`finish()` then checks that every rule hit something. The plan is printed by a dry run and kept in the run folder.
+`PrecisionConfig` says it by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row
+by name and gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no
+layer asks "if fp8". `finish()` then checks that every rule hit something. The plan is printed by a dry run and kept in
+the run folder.
 
 A row has three GEMMs, for y = x w^T:
 
@@ -10,7 +11,8 @@ A row has three GEMMs, for y = x w^T:
     dgrad  dx = dy w        dy in `grad` format, w as above
     wgrad  dw = dy^T x      dy as above, x as it was `saved`
 
-all with FP32 accumulation. Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
+all with FP32 accumulation. Results are in the residual stream's format (the router's in FP32), weight gradients go into
+FP32 sums.
 """
 
 import fnmatch
@@ -35,7 +37,8 @@ FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' 
 
 @dataclass(frozen=True)
 class GemmRecipe:
-    """What a layer computes with; the same object for equal layers, so that equal blocks compile once (it holds no names).
+    """What a layer computes with; the same object for equal layers, so that equal blocks compile once (it holds no
+    names).
 
     input, grad: formats of the operands of the forward and of the gradient. saved: format of x kept for backward.
     output: format of y and dx.
@@ -107,7 +110,9 @@ class Plan:
         self._recipes: dict[tuple[Precision, Format], GemmRecipe] = {}
         for op in TRAINER_OPS:
             if self._table(op, op) is not Precision.fp32:
-                raise ValueError(f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32")
+                raise ValueError(
+                    f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32"
+                )
             self.tensors[op] = TensorRow(op, op, FP32, "table")
 
     @property
@@ -128,8 +133,9 @@ class Plan:
             for label, size in (("in", in_features), ("out", out_features)):
                 if size % FP8_MULTIPLE:
                     raise ValueError(
-                        f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are no multiple of "
-                        f"{FP8_MULTIPLE}; change the model's size or add precision.rules.exceptions={{match: '{name}'}}"
+                        f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are "
+                        f"no multiple of {FP8_MULTIPLE}; change the model's size, or add "
+                        f"precision.rules.exceptions={{match: '{name}'}}"
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
         row = GemmRow(name, op, in_features, out_features, groups, rows_per_token, self._recipe(precision, output), why)
@@ -180,7 +186,11 @@ class Plan:
     def blocks_fp8_share(self) -> float:
         """The same for the GEMMs inside blocks, without the head."""
         rows = [row for row in self.gemms.values() if row.op != "lm_head"]
-        return sum(r.flops_per_token for r in rows if r.recipe.is_fp8) / sum(r.flops_per_token for r in rows) if rows else 0.0
+        return (
+            sum(r.flops_per_token for r in rows if r.recipe.is_fp8) / sum(r.flops_per_token for r in rows)
+            if rows
+            else 0.0
+        )
 
     def to_text(self) -> str:
         """The plan as a table, equal rows of consecutive blocks on one line."""
@@ -258,12 +268,16 @@ def _check_scaling(scaling: ScalingConfig) -> None:
         )
     if scaling.granularity is Granularity.row and not scaling.power_of_two:
         raise ValueError(
-            f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, which is "
-            f"exact for powers of two only; set {where}.power_of_two=true"
+            f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
+            f"which is exact for powers of two only; set {where}.power_of_two=true"
         )
     if scaling.history < 1:
-        raise ValueError(f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more")
+        raise ValueError(
+            f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more"
+        )
     if not 0 <= scaling.margin <= 8:
         raise ValueError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
     if scaling.forward is not Fp8Format.e4m3:
-        raise ValueError(f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3")
+        raise ValueError(
+            f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3"
+        )

@@ -18,7 +18,8 @@ def plan_text(plan: "Plan") -> str:
     if any(row.recipe.is_fp8 for row in plan.gemms.values()):
         history = f", history {scaling.history}" if plan.delayed else ""
         rounding = ", power-of-two scales" if scaling.power_of_two else ""
-        lines.append(f"fp8 scaling: {scaling.method.value}, per {scaling.granularity.value}{history}, margin {scaling.margin}{rounding}")
+        kind = f"{scaling.method.value}, per {scaling.granularity.value}"
+        lines.append(f"fp8 scaling: {kind}{history}, margin {scaling.margin}{rounding}")
     lines.append(f"gemm flops in fp8: {plan.fp8_share:.1%} of the model, {plan.blocks_fp8_share:.1%} of its blocks")
     gemms = _merge((row.name, _gemm_cells(row)) for row in plan.gemms.values())
     head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "result", "backend", "decided by")

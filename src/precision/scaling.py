@@ -4,13 +4,13 @@ An FP8 tensor is stored as x8 = saturate(x * scale) and read as x8 * (1 / scale)
 
     scale = FORMAT_MAX / (amax * 2^margin)          amax: the largest absolute value           (arXiv 2209.05433)
 
-*Current* scaling takes amax from the tensor itself. *Delayed* scaling takes the maximum of the last H committed steps, so that the
-scale is known before the tensor is made and the cast needs one pass. Both record the amax of every step.
+*Current* scaling takes amax from the tensor itself. *Delayed* scaling takes the maximum of the last H committed steps,
+so that the scale is known before the tensor is made and the cast needs one pass. Both record the amax of every step.
 
-The arena keeps all of it in three buffers with one row a tensor: `amax [N]` of the step in progress, `history [N, H]` and
-`scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the arena inside a
-compiled block would lose writes and compile every block anew.) So a step's update is one fused operation for the model, dropping
-a step is not writing, and the checkpoint is plain tensors.
+The arena keeps all of it in three buffers with one row a tensor: `amax [N]` of the step in progress, `history [N, H]`
+and `scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the
+arena inside a compiled block would lose writes and compile every block anew.) So a step's update is one fused operation
+for the model, dropping a step is not writing, and the checkpoint is plain tensors.
 
 Rules that keep one bad step from poisoning later ones:
 - `commit(ok)` writes nothing when ok is false, and a non-finite amax makes ok false: it never enters the history;
@@ -76,7 +76,8 @@ def record_amax(row: Tensor, amax: Tensor) -> None:
 def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingConfig, delayed: bool) -> Tensor:
     """Scale of one tensor in this step, 0-d or [count].
 
-    delayed: the arena's scale, or the tensor's own where it has no history. current: its own, noted in the arena for the logs.
+    delayed: the arena's scale, or the tensor's own where it has no history. current: its own, noted in the arena for
+    the logs.
     """
     own = scale_from_amax(amax, limit, scaling.margin, scaling.power_of_two)
     if delayed:
@@ -88,14 +89,17 @@ def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingCo
 class ScalingArena:
     """All scaling state of a model on one device. See the module docstring.
 
-    names: N row names, in the order of the forward pass as far as modules tell it. amax [N], scale [N], history [N, H]: FP32.
+    names: N row names, in the order of the forward pass as far as modules tell it. amax [N], scale [N], history [N, H]:
+    FP32.
     """
 
     def __init__(self, slots: Iterable[Slot], scaling: ScalingConfig, delayed: bool, device: torch.device | str):
         unique = list({id(s): s for s in slots}.values())
         self.names = [name for slot in unique for name in slot.names]
         if len(set(self.names)) != len(self.names):
-            raise ValueError("two tensors share a name in the scaling arena; give every GEMM of the plan a name of its own")
+            raise ValueError(
+                "two tensors share a name in the scaling arena; give every GEMM of the plan a name of its own"
+            )
         self._scaling, self.delayed = scaling, delayed
         limits = [slot.format.max if slot.format else 0.0 for slot in unique for _ in slot.names]
         self.limit = torch.tensor(limits, dtype=torch.float32, device=device)
@@ -108,7 +112,7 @@ class ScalingArena:
         start = 0
         for slot in unique:
             stop = start + len(slot.names)
-            # .data: a version counter of its own for each view, or one layer's write would invalidate what another saved
+            # .data: a version counter for each view, or one layer's write would invalidate what another saved
             rows = slice(start, stop) if slot.stacked else start
             slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
             start = stop
@@ -122,7 +126,8 @@ class ScalingArena:
         return torch.isfinite(self.amax).all()
 
     def commit(self, ok: Tensor) -> None:
-        """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else nothing."""
+        """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else
+        nothing."""
         if not self.delayed or not self.names:
             return
         pushed = torch.cat([self.amax[:, None], self.history[:, :-1]], dim=1)
@@ -146,12 +151,13 @@ class ScalingArena:
     def load_state_dict(self, state: dict[str, Tensor | list[str]]) -> list[str]:
         """Take over the rows that go by the same name; returns the names that found none and start without history.
 
-        With the same rows and history length everything is restored bit for bit. A run may resume with another recipe: then its
-        rows are taken as far as they mean the same, and with current scaling there is nothing to take.
+        With the same rows and history length everything is restored bit for bit. A run may resume with another recipe:
+        then its rows are taken as far as they mean the same, and with current scaling there is nothing to take.
         """
         names, history = state["names"], state["history"]
         assert isinstance(names, list) and isinstance(history, Tensor)
-        self.history.zero_(), self.scale.zero_()
+        self.history.zero_()
+        self.scale.zero_()
         if not self.delayed:
             return []
         row_of = {name: i for i, name in enumerate(names)} if history.shape[1] else {}

@@ -1,8 +1,9 @@
 """Watch: which sublayer went bad first.
 
-An identity at the end of a sublayer that records the absolute maximum of the tensor in the forward pass and of its gradient in the
-backward pass, in arena rows of its own. In every recipe, BF16 included, the rows tell after a dropped step where the first
-non-finite number appeared, without running anything again; the cost is one read of the tensor each way.
+An identity at the end of a sublayer that records the absolute maximum of the tensor in the forward pass and of its
+gradient in the backward pass, in arena rows of its own. In every recipe, BF16 included, the rows tell after a dropped
+step where the first non-finite number appeared, without running anything again; the cost is one read of the tensor each
+way.
 """
 
 import torch
@@ -25,7 +26,8 @@ class _Watch(torch.autograd.Function):
 
 
 class Watch(nn.Module):
-    """Identity that records amax(x) as row NAME and the amax of x's gradient as row NAME:grad. Without an arena: identity."""
+    """Identity that records amax(x) as row NAME and the amax of x's gradient as row NAME:grad. Without an arena:
+    identity."""
 
     def __init__(self, name: str):
         super().__init__()

@@ -2,9 +2,11 @@
 
 Nothing here asks the plan what it meant to do. What is observed:
 
-- every GEMM, at the backend's door: the dtypes of operands and result, the shapes and values of the scales, and which layer it was (by
+- every GEMM, at the backend's door: the dtypes of operands and result, the shapes and values of the scales, and which
+layer it was (by
   the address of its weight). A sample of rows is multiplied again in float64: FP32 accumulation passes, BF16 would not;
-- everything else below autograd, as PyTorch dispatches it inside the module of that name: the `rsqrt` of a norm, the attention
+- everything else below autograd, as PyTorch dispatches it inside the module of that name: the `rsqrt` of a norm, the
+attention
   kernel, the permutation to the experts, the sum over a token's experts;
 - parameters, gradients and moments, after the step.
 
@@ -68,7 +70,9 @@ class _Gemms(ReferenceBackend):
     def __init__(self, model: nn.Module, arena: ScalingArena, seen: Seen):
         names = {layer: name for name, layer in model.named_modules() if isinstance(layer, Linear | GroupedLinear)}
         self._by_address = {
-            layer.operand.data.data_ptr(): (names[layer], layer) for layer in gemm_layers(model) if layer.operand is not None
+            layer.operand.data.data_ptr(): (names[layer], layer)
+            for layer in gemm_layers(model)
+            if layer.operand is not None
         }
         self._rows = {name: i for i, name in enumerate(arena.names)}
         self._arena, self._seen, self.latest = arena, seen, ""
@@ -81,7 +85,9 @@ class _Gemms(ReferenceBackend):
         for part, tensor in (("input", x), ("weight", weight.data), ("output", y)):
             self._seen.note(f"{self.latest}/{part}", tensor.dtype)
         self._note_scales(x_inv, weight.scale_inv, layer.input_slot)
-        self._note_sums(y, x, x_inv, weight.data.mT, None if weight.scale_inv is None else _wide(weight.scale_inv).mT, offsets)
+        self._note_sums(
+            y, x, x_inv, weight.data.mT, None if weight.scale_inv is None else _wide(weight.scale_inv).mT, offsets
+        )
         return y
 
     def dgrad(
@@ -129,7 +135,9 @@ class _Gemms(ReferenceBackend):
         """Multiply some rows again in float64; a [R, K], w [(G,) K, N] as they enter the product."""
         for r in range(0, a.shape[0], max(1, a.shape[0] // SAMPLE)):
             group = 0 if offsets is None else int(torch.searchsorted(offsets, offsets.new_tensor(r), right=True))
-            matrix = _exact(w if offsets is None else w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group])
+            matrix = _exact(
+                w if offsets is None else w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group]
+            )
             row = _exact(a[r], a_inv if a_inv is None or a_inv.dim() == 0 else a_inv[r])
             want, size = row @ matrix, row.abs() @ matrix.abs()
             rounding = 2.0**-7 if y.dtype == torch.bfloat16 else 0.0  # of the result, twice where a scale multiplies it
@@ -191,7 +199,9 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-def audit(model: DeepSeek, plan: Plan, arena: ScalingArena, optimizer: Optimizer, batches: list[Tensor]) -> list[Finding]:
+def audit(
+    model: DeepSeek, plan: Plan, arena: ScalingArena, optimizer: Optimizer, batches: list[Tensor]
+) -> list[Finding]:
     """Train on each of `batches` [B, S+1]; every row of the plan beside what was seen at it in the last step."""
     seen = Seen()
     for tokens in batches:

@@ -1,11 +1,12 @@
 """Assemble a run: the order in which its parts come into being, and what of them survives.
 
-Everything that can refuse (config, data, plan, GPU) comes before the run folder, so that a mistake leaves nothing behind. Parameters
-are made on the meta device and materialised once; weights come from the seed, from `run.init_from`, or from the checkpoint that the
-run resumes from.
+Everything that can refuse (config, data, plan, GPU) comes before the run folder, so that a mistake leaves nothing
+behind. Parameters are made on the meta device and materialised once; weights come from the seed, from `run.init_from`,
+or from the checkpoint that the run resumes from.
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from precision import Plan, ScalingArena, bind
 from trainer.checkpoint import Checkpointer, read
 from trainer.config import Config, Device, Switch
 from trainer.data import Loader, Prepared, prepare
+from trainer.data.bars import prepare_with_bars
 from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import parallelize
@@ -25,30 +27,57 @@ from trainer.sinks import Sinks
 
 
 @dataclass
-class Parts:
-    """The parts of a run."""
+class Engine:
+    """What a training step works on."""
 
     device: torch.device
-    data: Prepared
     plan: Plan
     model: DeepSeek
     arena: ScalingArena
     optimizer: Optimizer
     guard: StepGuard
-    loader: Loader
     injector: Injector | None
-    run: RunDir
-    checkpointer: Checkpointer
-    sinks: Sinks
-    config: Config
 
     def state(self) -> dict:
-        """Everything that must survive: tensors and JSON values, nested."""
+        """What a step changes: tensors and JSON values, nested."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "arena": self.arena.state_dict(),
             "guard": self.guard.state_dict(),
+        }
+
+    def load_state(self, state: dict) -> list[str]:
+        """Take over a saved state. Returns the arena rows that begin without a history."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
+        return self.arena.load_state_dict(state["arena"])
+
+
+@dataclass
+class Parts:
+    """The parts of a run."""
+
+    config: Config
+    engine: Engine
+    data: Prepared
+    loader: Loader
+    run: RunDir
+    checkpointer: Checkpointer
+    sinks: Sinks
+
+    def close(self, error: BaseException | None) -> None:
+        """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
+        with ExitStack() as last:
+            last.callback(self.run.close)
+            last.callback(self.sinks.close, error)
+            self.checkpointer.close()
+
+    def state(self) -> dict:
+        """Everything that must survive."""
+        return {
+            **self.engine.state(),
             "loader": self.loader.state_dict(),
             "sinks": self.sinks.state_dict(),
             "rng": {"cpu": torch.get_rng_state()},
@@ -61,13 +90,10 @@ class Parts:
     def restore(self, path: Path) -> None:
         """Take over a checkpoint of this run."""
         state, meta = read(path)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.guard.load_state_dict(state["guard"])
+        fresh = self.engine.load_state(state)
         self.loader.load_state_dict(state["loader"])
         self.sinks.load_state_dict(state["sinks"])
         torch.set_rng_state(state["rng"]["cpu"])
-        fresh = self.arena.load_state_dict(state["arena"])
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
@@ -77,33 +103,41 @@ class Parts:
 
 def build(config: Config, overrides: list[str]) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
-    device = pick_device(config.trainer.device)
+    t, notes = config.trainer, []
+    engine = build_engine(config, pick_device(t.device))
+    if config.run.init_from is not None:
+        _init_from(engine.model, Path(config.run.init_from), notes)
+    prepare_data = prepare_with_bars if config.logging.console.enabled else prepare
+    data = prepare_data(config.data, config.model.vocab_size)
+    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    with ExitStack() as on_error:
+        run = RunDir.open(
+            config, overrides, engine.plan.to_text(), lambda meta, path: _check_same(meta, _identity(config), path)
+        )
+        on_error.callback(run.close)
+        run.notes.extend(notes)
+        sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps))
+        checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
+        parts = Parts(config, engine, data, loader, run, checkpointer, sinks)
+        if run.resumed_from is not None:
+            parts.restore(run.resumed_from)
+        on_error.pop_all()
+    return parts
+
+
+def build_engine(config: Config, device: torch.device) -> Engine:
+    """Model, arena, optimizer and guard of a config on a device, at step 0."""
     torch.manual_seed(config.trainer.seed)
     plan, model = build_model(config, device)
-    compiled = config.compile.enabled is Switch.true or (config.compile.enabled is Switch.auto and device.type == "cuda")
-    data = prepare(config.data, config.model.vocab_size)
-    t = config.trainer
-    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
-    notes: list[Note] = []
-    if config.run.init_from is not None:
-        _init_from(model, Path(config.run.init_from), notes)
-
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = Optimizer(model, model.no_decay(), config.optim, t.max_steps, device)
+    optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device)
     guard = StepGuard(arena, optimizer.names, config.recovery.max_consecutive_skips)
+    compiled = config.compile.enabled is Switch.true or (
+        config.compile.enabled is Switch.auto and device.type == "cuda"
+    )
     parallelize(model, config.recompute, compiled)
-
-    run = RunDir.open(config, overrides, plan.to_text(), lambda meta, path: _check_same(meta, _identity(config), path))
-    run.notes.extend(notes)
-    sinks = Sinks(config.logging, run, t.max_steps)
-    checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
-    parts = Parts(
-        device, data, plan, model, arena, optimizer, guard, loader, injector, run, checkpointer, sinks, config
-    )  # fmt: skip
-    if run.resumed_from is not None:
-        parts.restore(run.resumed_from)
-    return parts
+    return Engine(device, plan, model, arena, optimizer, guard, injector)
 
 
 def build_model(config: Config, device: torch.device) -> tuple[Plan, DeepSeek]:
@@ -120,7 +154,9 @@ def pick_device(choice: Device) -> torch.device:
     """The device to train on. ValueError if a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     if choice is Device.cuda and not available:
-        raise ValueError("trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch")
+        raise ValueError(
+            "trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch"
+        )
     return torch.device("cuda" if available and choice is not Device.cpu else "cpu")
 
 
@@ -141,8 +177,8 @@ def _check_same(theirs: dict, ours: dict, path: Path) -> None:
             was = theirs[section].get(key, value)
             if was != value:
                 raise ValueError(
-                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or start a new run "
-                    f"from its weights with run.init_from={path}"
+                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "
+                    f"start a new run from its weights with run.init_from={path}"
                 )
 
 
@@ -160,7 +196,8 @@ def _init_from(model: DeepSeek, path: Path, notes: list[Note]) -> None:
         if other is None or other.shape != tensor.shape:
             theirs = "no such tensor" if other is None else list(other.shape)
             raise ValueError(
-                f"run.init_from={path}: {name} is {list(tensor.shape)} in this model, there: {theirs}; use that run's model.*"
+                f"run.init_from={path}: {name} is {list(tensor.shape)} in this model, there: {theirs}; "
+                "use that run's model.*"
             )
     model.load_state_dict({name: state["model"][name] for name in ours})
     note("resume", 0, f"weights from {checkpoint}")

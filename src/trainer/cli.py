@@ -10,7 +10,9 @@ and keeps its traceback.
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
 
+import inspect
 import linecache
+import os
 import re
 import sys
 import tempfile
@@ -18,7 +20,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import hydra
 import yaml
@@ -42,6 +43,7 @@ class Job:
 
 def compose(configs: Path, name: str = "train") -> list[Job]:
     """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
@@ -54,6 +56,8 @@ def compose(configs: Path, name: str = "train") -> list[Job]:
     with tempfile.TemporaryDirectory() as scratch:
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect)()
+    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
+        raise SystemExit(OK)
     if any(sweeps):
         _name_runs(jobs)
     return jobs
@@ -88,13 +92,13 @@ def guarded(main: Callable[[], None]) -> int:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         return _say(f"error: {explain(error, sys.argv[1:])}", REFUSED)
     except ValueError as error:
-        if not _on_purpose(error.__traceback__):
+        if not _on_purpose(error, main):
             raise
         return _say(f"error: {error}", REFUSED)
     except (OSError, RuntimeError) as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
             return _say("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
-        if isinstance(error, RuntimeError) and not _on_purpose(error.__traceback__):
+        if isinstance(error, RuntimeError) and not _on_purpose(error, main):
             raise
         return _say(f"error: {error}", FAILED)
     return OK
@@ -105,11 +109,12 @@ def _say(message: str, code: int) -> int:
     return code
 
 
-def _on_purpose(trace: TracebackType | None) -> bool:
-    """Whether an exception comes from a raise statement of this project, not from within a library or an expression."""
-    frame = traceback.extract_tb(trace)[-1]
-    source = linecache.getline(frame.filename, frame.lineno or 0)
-    return Path(frame.filename).resolve().is_relative_to(OWN_CODE) and source.lstrip().startswith("raise")
+def _on_purpose(error: Exception, main: Callable[[], None]) -> bool:
+    """Whether an error comes from a raise statement of ours (src/, or main's file), not from a library or a bug."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    source = Path(frame.filename).resolve()
+    ours = source.is_relative_to(OWN_CODE) or source == Path(inspect.getfile(main)).resolve()
+    return ours and linecache.getline(frame.filename, frame.lineno or 0).lstrip().startswith("raise")
 
 
 def explain(error: Exception, arguments: list[str]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from models.config import ModelConfig
@@ -272,7 +272,7 @@ class Config:
 RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+recpe=fp8_jit` means it
 
 
-def load(composed: dict[str, Any]) -> Config:
+def load(composed: DictConfig | dict[str, Any]) -> Config:
     """The config in a composed tree (plain, or OmegaConf's).
 
     ValueError with key, value and fix, in one line, for whatever does not fit the schema.

@@ -1,8 +1,8 @@
 """Faults on demand: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf}`.
 
-For trying out recovery on a real run. In the chosen step's first microbatch one number is replaced: in the loss, in an activation or
-its gradient at the end of the middle block's first sublayer, or in a compute weight of that block (not in the master: the next step
-quantises it afresh).
+For trying out recovery on a real run. In the chosen step's first microbatch one number is replaced: in the loss, in an
+activation or its gradient at the end of the middle block's first sublayer, or in a compute weight of that block (not in
+the master: the next step quantises it afresh).
 """
 
 import torch

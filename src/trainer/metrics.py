@@ -1,7 +1,7 @@
 """Metrics of a step: gathered on the device, copied once at the logging interval.
 
-Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_second`, ...). What is computed on the device arrives as
-0-d tensors and leaves in one copy; what the host knows (time, memory) is added here.
+Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_second`, ...). What is computed on the
+device arrives as 0-d tensors and leaves in one copy; what the host knows (time, memory) is added here.
 """
 
 import resource
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precision import ScalingArena
 
-# Dense BF16 peak in FLOP/s, data sheets (without sparsity). The denominator of perf/mfu is this number in every precision.
+# Dense BF16 peak in FLOP/s, from data sheets, without sparsity: the denominator of perf/mfu in every precision.
 BF16_PEAK = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
 
 

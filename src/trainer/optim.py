@@ -1,8 +1,9 @@
 """AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
 
-A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the fused AdamW as `found_inf`,
-which leaves parameters, moments and step counts as they were when it is 1, and the schedule reads the number of *committed* steps,
-a tensor. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the fused AdamW as
+`found_inf`, which leaves parameters, moments and step counts as they were when it is 1, and the schedule reads the
+number of *committed* steps, a tensor. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the
+router.
 """
 
 import math
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 
 from trainer.config import OptimConfig, Schedule
 
+# What torch.nn.utils.clip_grad_norm_ is made of, here in two steps: the verdict on a step needs every single norm.
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+
 
 class LearningRate:
     """Learning rate as a function of committed steps.
 
-    It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last `decay_fraction` of the run:
-    on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a fraction of 1 starts it after the warm-up).
+    It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last
+    `decay_fraction` of the run: on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a
+    fraction of 1 starts it after the warm-up).
     """
 
     def __init__(self, config: OptimConfig, max_steps: int):
@@ -50,7 +55,11 @@ class Optimizer:
         ]
         self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=self._lr, betas=tuple(config.betas), eps=config.eps, fused=True
+            [g for g in groups if g["params"]],
+            lr=self._lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            fused=True,
         )
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
@@ -65,18 +74,19 @@ class Optimizer:
         """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
         zero = self._lr.new_zeros(())
         present = [p.grad for p in self._named.values() if p.grad is not None]
-        norms = iter(torch._foreach_norm(present)) if present else iter(())
+        norms = iter(foreach_norm(present)) if present else iter(())
         return torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()])
 
     def parameter_norm(self) -> Tensor:
         """L2 norm of all master weights, 0-d FP32."""
-        return torch.stack(torch._foreach_norm(list(self._named.values()))).norm().detach()
+        return torch.stack(foreach_norm(list(self._named.values()))).norm().detach()
 
     def clip(self, norm: Tensor) -> None:
-        """Scale all gradients so that their global norm is at most `clip` (null: leave them); `norm` is what it is now."""
+        """Scale all gradients so that their global norm is at most `clip` (null: leave them); `norm` is what it is
+        now."""
         if self._clip is not None:
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([p.grad for p in self._named.values() if p.grad is not None], factor)
+            foreach_mul_([p.grad for p in self._named.values() if p.grad is not None], factor)
 
     def step(self, ok: Tensor, committed: Tensor) -> Tensor:
         """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d."""

@@ -1,13 +1,13 @@
 """Commit or drop: a step whose loss, gradients or amaxes are not finite changes nothing.
 
-`ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (The amaxes have to be in it: a saturating
-cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.) Whatever a step changes is
-selected by that flag: masters, moments and step counts (`found_inf`), amax histories, router biases, the count of committed steps.
-A multiplication by 0 or 1 would not do: 0 * NaN is NaN.
+`ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (The amaxes have to be in it:
+a saturating cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.)
+Whatever a step changes is selected by that flag: masters, moments and step counts (`found_inf`), amax histories, router
+biases, the count of committed steps. A multiplication by 0 or 1 would not do: 0 * NaN is NaN.
 
-Where it went bad first is found on the device too, as an index into one list in the order of a step: forward rows of the arena,
-the loss, backward rows from the last to the first, gradients by parameter. So a good step costs no synchronisation; the host
-reads flag and index when it likes.
+Where it went bad first is found on the device too, as an index into one list in the order of a step: forward rows of
+the arena, the loss, backward rows from the last to the first, gradients by parameter. So a good step costs no
+synchronisation; the host reads flag and index when it likes.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class TrainingStopped(RuntimeError):
 
 @dataclass
 class Verdict:
-    """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into `StepGuard.places`)."""
+    """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
+    `StepGuard.places`)."""
 
     step: int
     ok: Tensor
@@ -76,9 +77,10 @@ class StepGuard:
         consecutive = int(self.consecutive)
         if consecutive > self._max_consecutive:
             raise TrainingStopped(
-                f"{consecutive} steps in a row were not finite, up to step {step} (recovery.max_consecutive_skips="
-                f"{self._max_consecutive}); first bad place of the last one: {last_place or 'unknown'}. Look at events.jsonl for "
-                "where each began; then try a lower optim.lr, recipe=bf16 on resume, or precision.rules for that module"
+                f"{consecutive} {'step' if consecutive == 1 else 'steps'} in a row not finite, up to step {step} "
+                f"(recovery.max_consecutive_skips={self._max_consecutive}); the last one first at {last_place or '?'}. "
+                "Look at events.jsonl for where each began; then try a lower optim.lr, "
+                "recipe=bf16 on resume, or precision.rules for that module"
             )
 
     def state_dict(self) -> dict[str, int]:

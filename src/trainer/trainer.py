@@ -1,6 +1,6 @@
 """The trainer: one loop, in the order in which things happen.
 
-`Trainer(config)` assembles a run, `train()` runs it, `train_step()` is one step of it:
+`Trainer(config)` assembles a run, `Trainer.train()` runs it, `train_step()` is one step of it:
 
     1  tokens from the loader, one cursor for the whole run
     2  microbatches: forward, backward, gradients summed in FP32
@@ -8,8 +8,8 @@
     4  masters, moments, learning rate, router biases and amax histories commit or drop together, on the device
     5  at intervals: metrics, evaluation, a checkpoint
 
-`step` counts attempts: it names checkpoints and drives cadence and `max_steps`. `guard.committed` counts the steps that changed
-something and drives the learning rate. The data moves on in either case.
+`step` counts attempts: it names checkpoints and drives cadence and `max_steps`. `guard.committed` counts the steps that
+changed something and drives the learning rate. The data moves on in either case.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from models import Losses
 from models.flops import flops_per_token
 from models.loss import cross_entropy
 from precision import begin_step
-from trainer.build import Parts, build
+from trainer.build import Engine, Parts, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
 from trainer.metrics import Throughput, copy_scalars, fp8_metrics, load_metrics, peak_memory_gib
@@ -51,104 +51,89 @@ class Trainer:
         self.parts: Parts = build(config, overrides or [])
         self.step = self.parts.run.first_step
         self._verdicts: list[Verdict] = []
+        self._metrics: dict[str, Tensor] = {}
         per_token = flops_per_token(config.model, config.trainer.sequence_length)
-        self._throughput = Throughput(per_token, self.parts.device)
+        self._throughput = Throughput(per_token, self.parts.engine.device)
         self._tokens_per_step = config.trainer.global_batch_size * config.trainer.sequence_length
 
     def train(self) -> Summary:
         """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns what came of it."""
-        config, parts = self.config, self.parts
-        validation_loss = None
-        with parts.sinks, StopSignals() as stop:
-            while self.step < config.trainer.max_steps and not stop.received:
-                self.step += 1
-                self.train_step(parts.loader.next())
-                self._throughput.step(self._tokens_per_step)
-                parts.sinks.progress(self.step)
-                last = self.step == config.trainer.max_steps or bool(stop.received)
-                if last or self.step % config.logging.every == 0:
-                    self._log()
-                with self._throughput.paused():
-                    if self.step == config.trainer.max_steps or _due(self.step, config.eval.every):
-                        validation_loss = self.evaluate()
-                    if last or _due(self.step, config.checkpoint.every):
-                        self._save()
-            return self._finish(stop, validation_loss)
+        config, parts, error = self.config, self.parts, None
+        validation_loss, max_steps = None, config.trainer.max_steps
+        try:
+            with StopSignals() as stop:
+                while self.step < max_steps and not stop.received:
+                    self.step += 1
+                    self._step(parts.loader.next())
+                    self._throughput.step(self._tokens_per_step)
+                    parts.sinks.progress(self.step)
+                    last = self.step == max_steps or stop.received is not None
+                    if last or self.step % config.logging.every == 0:
+                        self._log()
+                    with self._throughput.paused():
+                        if self.step == max_steps or _due(self.step, config.eval.every):
+                            validation_loss = self.evaluate(whole=self.step == max_steps)
+                        if last or _due(self.step, config.checkpoint.every):
+                            parts.save(self.step)
+                return self._finish(stop, validation_loss)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            parts.close(error)
 
-    def train_step(self, tokens: Tensor) -> Verdict:
-        """One step on tokens [B, S+1]: everything it changes, or nothing."""
-        p = self.parts
-        begin_step(p.model, p.arena)
-        microbatches = tokens.to(p.device).split(self.config.trainer.microbatch_size)
-        seen: list[Losses] = []
-        for i, microbatch in enumerate(microbatches):
-            if p.injector is not None:
-                p.injector.before(self.step, i)
-            losses = p.model(microbatch)
-            total = losses.total if p.injector is None else p.injector.loss(losses.total)
-            (total / len(microbatches)).backward()
-            seen.append(losses.detached(total))
-
-        norms = p.optimizer.grad_norms()
-        norm = norms.norm()
-        verdict = p.guard.judge(self.step, torch.stack([s.total for s in seen]), norms)
-        p.optimizer.clip(norm)
-        lr = p.optimizer.step(verdict.ok, p.guard.committed)
-        load = torch.stack([s.load for s in seen]).sum(0)
-        p.model.update_router_bias(load, verdict.ok)
-        p.arena.commit(verdict.ok)
-        p.guard.count(verdict)
-        p.optimizer.zero_grad()
-
-        mean = {key: torch.stack([getattr(s, key) for s in seen]).mean() for key in ("total", "lm", "mtp", "balance")}
-        self._last = {f"loss/{key}": value for key, value in mean.items()}
-        self._last |= {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}
-        self._verdicts.append(verdict)
-        if p.device.type == "cpu":  # nothing to wait for: say at once what the host would otherwise learn at the next log
+    def _step(self, tokens: Tensor) -> None:
+        engine = self.parts.engine
+        result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
+        self._metrics = result.metrics
+        self._verdicts.append(result.verdict)
+        if (
+            engine.device.type == "cpu"
+        ):  # nothing to wait for: say at once what the host would otherwise learn at the next log
             self._review()
-        return verdict
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean language-model loss over the validation windows, nats per token; logged as `loss/validation`."""
-        p, config = self.parts, self.config
-        size, count = config.trainer.microbatch_size, config.eval.batches or None
-        p.model.eval()
+    def evaluate(self, whole: bool) -> float:
+        """Mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
+
+        whole: over all of them, else over `eval.batches` microbatches spread evenly over the files.
+        """
+        p, e, config = self.parts, self.parts.engine, self.config
+        size, count = config.trainer.microbatch_size, None if whole else config.eval.batches or None
+        e.model.eval()
         total, weight = 0.0, 0
         for tokens in validation_batches(p.data.validation, config.trainer.sequence_length, size, count):
-            tokens = tokens.to(p.device)
-            total += float(cross_entropy(p.model.logits(p.model.hidden(tokens[:, :-1])), tokens[:, 1:])) * len(tokens)
+            tokens = tokens.to(e.device)
+            total += float(cross_entropy(e.model.logits(e.model.hidden(tokens[:, :-1])), tokens[:, 1:])) * len(tokens)
             weight += len(tokens)
-        p.model.train()
+        e.model.train()
         loss = total / weight
         p.sinks.metrics({"step": self.step, "loss/validation": loss})
         return loss
 
     def _review(self) -> None:
-        """Read the verdicts of the steps since the last review; report dropped ones, stop if there are too many in a row."""
+        """Read the verdicts of the steps since the last review; report dropped ones, stop if there are too many in a
+        row."""
         verdicts, self._verdicts = self._verdicts, []
         dropped = torch.stack([~v.ok for v in verdicts]).tolist() if verdicts else []
         place = None
         for verdict in (v for v, bad in zip(verdicts, dropped, strict=True) if bad):
-            place = self.parts.guard.places[int(verdict.place)]
+            place = self.parts.engine.guard.places[int(verdict.place)]
             message = f"step {verdict.step} is not finite, first at {place}; nothing of it was kept"
             module, _, direction = place.partition(" ")
             self.parts.sinks.event("nonfinite", verdict.step, message, module=module, where=direction.strip("()"))
         if any(dropped):
-            self.parts.guard.check_progress(self.step, place)
+            self.parts.engine.guard.check_progress(self.step, place)
 
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
-        p = self.parts
-        device = {**self._last, "optim/param_norm": p.optimizer.parameter_norm(), **fp8_metrics(p.arena)}
-        values = copy_scalars(device | {"recovery/skipped_steps": p.guard.skipped})
+        p, e = self.parts, self.parts.engine
+        device = {**self._metrics, "optim/param_norm": e.optimizer.parameter_norm(), **fp8_metrics(e.arena)}
+        values = copy_scalars(device | {"recovery/skipped_steps": e.guard.skipped})
         values["recovery/skipped_steps"] = int(values["recovery/skipped_steps"])
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
-        p.sinks.metrics(tokens | values | self._throughput.read() | {"memory/peak_gib": peak_memory_gib(p.device)})
-
-    def _save(self) -> None:
-        self.parts.save(self.step)
+        p.sinks.metrics(tokens | values | self._throughput.read() | {"memory/peak_gib": peak_memory_gib(e.device)})
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""
@@ -157,16 +142,60 @@ class Trainer:
         if stop.received:
             p.sinks.event("signal", self.step, f"stopped by {stop.received} after step {self.step}; saved")
             raise TrainingStopped(
-                f"stopped by {stop.received} after step {self.step}, saved; go on with run.name={p.run.path.name} run.resume=auto"
+                f"stopped by {stop.received} after step {self.step}, saved; "
+                f"go on with run.name={p.run.path.name} run.resume=auto"
             )
         if validation_loss is None:  # a finished run that was resumed
-            validation_loss = self.evaluate()
+            validation_loss = self.evaluate(whole=True)
         summary = Summary(
-            p.run.path, self.step, validation_loss, bigram_loss(p.data.train, p.data.validation), self._throughput.average,
-            peak_memory_gib(p.device), int(p.guard.skipped),
-        )  # fmt: skip
+            folder=p.run.path,
+            step=self.step,
+            validation_loss=validation_loss,
+            bigram_loss=bigram_loss(p.data.train, p.data.validation),
+            tokens_per_second=self._throughput.average,
+            peak_memory_gib=peak_memory_gib(p.engine.device),
+            skipped_steps=int(p.engine.guard.skipped),
+        )
         p.sinks.summary(summary)
         return summary
+
+
+@dataclass
+class StepResult:
+    """Outcome of one step, all on the device: the verdict, and metrics as 0-d tensors by key."""
+
+    verdict: Verdict
+    metrics: dict[str, Tensor]
+
+
+def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
+    """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
+    begin_step(e.model, e.arena)
+    microbatches = tokens.to(e.device).split(microbatch_size)
+    seen: list[Losses] = []
+    for i, microbatch in enumerate(microbatches):
+        if e.injector is not None:
+            e.injector.before(step, i)
+        losses = e.model(microbatch)
+        total = losses.total if e.injector is None else e.injector.loss(losses.total)
+        (total / len(microbatches)).backward()
+        seen.append(losses.detached(total))
+
+    norms = e.optimizer.grad_norms()
+    norm = norms.norm()
+    verdict = e.guard.judge(step, torch.stack([losses.total for losses in seen]), norms)
+    e.optimizer.clip(norm)
+    lr = e.optimizer.step(verdict.ok, e.guard.committed)
+    load = torch.stack([losses.load for losses in seen]).sum(0)
+    e.model.update_router_bias(load, verdict.ok)
+    e.arena.commit(verdict.ok)
+    e.guard.count(verdict)
+    e.optimizer.zero_grad()
+
+    metrics = {
+        f"loss/{k}": torch.stack([getattr(s, k) for s in seen]).mean() for k in ("total", "lm", "mtp", "balance")
+    }
+    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)})
 
 
 def _due(step: int, every: int) -> bool:

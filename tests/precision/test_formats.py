@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from precision.formats import BF16, BY_NAME, E4M3, E5M2, Format, fp8_values, saturating_cast
 
-anything = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-38, 3.4e38, math.inf, -math.inf, math.nan, 448.0, 464.0, 57344.0])
+anything = st.floats(width=32) | st.sampled_from(
+    [0.0, -0.0, 1e-45, -1e-38, 3.4e38, math.inf, -math.inf, math.nan, 448.0, 464.0, 57344.0]
+)
 scales = st.floats(2.0**-100, 2.0**100, width=32)
 
 

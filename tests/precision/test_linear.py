@@ -1,7 +1,7 @@
 """Linear and GroupedLinear compute what their plan row says: the three GEMMs against an oracle in float64.
 
-The oracle quantises by its own arithmetic and multiplies in float64, so what may differ is FP32 accumulation and the rounding of
-results to BF16.
+The oracle quantises by its own arithmetic and multiplies in float64, so what may differ is FP32 accumulation and the
+rounding of results to BF16.
 """
 
 from collections.abc import Callable
@@ -135,7 +135,9 @@ def test_grouped_gemms_with_uneven_and_empty_experts(recipe: Recipe, name: str, 
         rows = slice(start, start := start + size)
         w = layer.weight[g].detach() if name == "fp32" else layer.weight[g].detach().bfloat16()
         want = operands(x.detach()[rows], w, dy[rows], config, name, (x.detach(), dy))
-        for what, got, factors in zip(("y", "dx", "dw"), (y[rows], x.grad[rows], layer.weight.grad[g]), want, strict=True):
+        for what, got, factors in zip(
+            ("y", "dx", "dw"), (y[rows], x.grad[rows], layer.weight.grad[g]), want, strict=True
+        ):
             if got.numel():
                 check(got.detach(), factors, name, f"{what} of expert {g}")
     if arena.num_scaled:

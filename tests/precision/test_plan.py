@@ -80,7 +80,10 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
         (lambda c: setattr(c.table.grad, "reduce", Precision.bf16), r"precision\.table\.grad\.reduce=bf16"),
         (lambda c: setattr(c.table, "residual", Precision.fp8), r"precision\.table\.residual=fp8"),
         (lambda c: setattr(c.table.moe, "router", Precision.fp8), r"precision\.table\.moe\.router=fp8"),
-        (lambda c: setattr(c.rules, "exceptions", [RulesException("nothing.*")]), r"match: nothing\.\* matches nothing"),
+        (
+            lambda c: setattr(c.rules, "exceptions", [RulesException("nothing.*")]),
+            r"match: nothing\.\* matches nothing",
+        ),
         (lambda c: setattr(c.rules, "exceptions", [RulesException()]), r"an entry has no match"),
         (lambda c: setattr(c.rules, "first_blocks", 4), r"precision\.rules\.first_blocks=4: the model has 3 blocks"),
         (
@@ -89,7 +92,10 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
             ),
             r"layers\.1\.attn\.q is decided twice, by match: \*\.q \(bf16\) and match: layers\.1\.\* \(fp32\)",
         ),
-        (lambda c: setattr(c.table, "lm_head", Precision.fp8), r"lm_head \[64 -> 100\] cannot run in FP8.*out features"),
+        (
+            lambda c: setattr(c.table, "lm_head", Precision.fp8),
+            r"lm_head \[64 -> 100\] cannot run in FP8.*out features",
+        ),
         (lambda c: setattr(c.scaling, "history", 0), r"precision\.scaling\.history=0"),
         (lambda c: setattr(c.scaling, "margin", -1), r"precision\.scaling\.margin=-1"),
     ],
@@ -124,6 +130,18 @@ def test_text_merges_equal_blocks(recipe: Recipe) -> None:
     text = resolve(recipe("fp8_delayed", rules__first_blocks=1)).to_text()
     assert "fp8 scaling: delayed, per tensor, history 16, margin 0" in text
     line = next(line for line in text.splitlines() if line.startswith("layers.1-2.attn.q "))
-    assert line.split() == ["layers.1-2.attn.q", "attn.q", "64", "->", "96", "e4m3", "e5m2", "e4m3", "bf16", "reference", "table"]
+    assert line.split() == [
+        "layers.1-2.attn.q",
+        "attn.q",
+        "64",
+        "->",
+        "96",
+        "e4m3",
+        "e5m2",
+        "e4m3",
+        "bf16",
+        "reference",
+        "table",
+    ]
     assert any(line.startswith("layers.0.attn.q ") and "first_blocks: 1" in line for line in text.splitlines())
     assert max(map(len, text.splitlines())) < 140

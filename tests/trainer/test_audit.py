@@ -18,8 +18,8 @@ from trainer.optim import Optimizer
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "precision"
 MODEL = ModelConfig(
-    hidden_size=128, num_layers=2, num_heads=2, kv_lora_rank=64, q_lora_rank=64, intermediate_size=160, moe_intermediate_size=48,
-    num_experts=4, vocab_size=64,
+    hidden_size=128, num_layers=2, num_heads=2, kv_lora_rank=64, q_lora_rank=64, intermediate_size=160,
+    moe_intermediate_size=48, num_experts=4, vocab_size=64,
 )  # fmt: skip
 OPTIM = OptimConfig(1e-3, [0.9, 0.95], 1e-8, 0.1, 1.0, Moments.fp32, Schedule.wsd, 1, 0.2, 0.1)
 Change = Callable[[DeepSeek], object]
@@ -71,7 +71,7 @@ def test_a_layer_in_another_precision_is_noticed() -> None:
 def test_sums_in_bf16_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = ReferenceBackend.forward
 
-    def sloppy(self: ReferenceBackend, x, x_inv, weight, offsets, recipe):  # noqa: ANN001
+    def sloppy(self: ReferenceBackend, x, x_inv, weight, offsets, recipe):
         if offsets is not None or x_inv is not None:
             return exact(self, x, x_inv, weight, offsets, recipe)
         total = torch.zeros(len(x), len(weight.data), dtype=x.dtype)

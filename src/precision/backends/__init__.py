@@ -1,7 +1,7 @@
 """Who computes a GEMM. One interface; the plan says which backend serves an op.
 
-A backend is an object with these methods (shapes: R rows, K in features, N out features, G groups; offsets [G] int32 are the
-cumulative ends of each group's rows, None for a plain linear):
+A backend is an object with these methods (shapes: R rows, K in features, N out features, G groups; offsets [G] int32
+are the cumulative ends of each group's rows, None for a plain linear):
 
     quantize(x [..., K], scale_row, amax, fmt, recipe) -> data, scale_inv
     quantize_weight(w [N, K] | [G, N, K], scale_row, amax, fmt, recipe) -> WeightOperand
@@ -9,7 +9,8 @@ cumulative ends of each group's rows, None for a plain linear):
     dgrad(dy, dy_inv, weight, offsets, recipe)     -> dx [R, K]     = dy w
     wgrad(dy_exact, dy, dy_inv, x, x_inv, offsets, groups, recipe) -> dw [N, K] | [G, N, K] = dy^T x
 
-`scale_inv` None marks an operand that is not quantised. `reference` is the definition of right; others are tested against it.
+`scale_inv` None marks an operand that is not quantised. `reference` is the definition of right; others are tested
+against it.
 """
 
 from collections.abc import Iterator

@@ -1,24 +1,26 @@
 """The reference backend: plain PyTorch, any device. What it computes is what every other backend must compute.
 
-Quantise with a saturating cast, read the FP8 numbers back, multiply with FP32 accumulation. FP8 numbers are exact in BF16 and so
-are their products in FP32, so the multiplication runs on BF16 tensors without loss, four times as fast as on FP32 ones.
+Quantise with a saturating cast, read the FP8 numbers back, multiply with FP32 accumulation. FP8 numbers are exact in
+BF16 and so are their products in FP32, so the multiplication runs on BF16 tensors without loss, four times as fast as
+on FP32 ones.
 
 What shares a scale, and where the scale is applied (y [R, N] = x [R, K] w [N, K]^T):
 
     granularity   x, dy            w                  GEMM
-    tensor        one              one (per expert)   on the FP8 numbers; the product of both scales multiplies the result
+    tensor        one              one (per expert)   on the FP8 numbers; both scales multiply the result
     row           one a row        one a row, w^T too on the FP8 numbers; row and column scales multiply the result
-    block         1 x 128 of K     128 x 128          on the dequantised numbers: exact in BF16 with power-of-two scales, else FP32
+    block         1 x 128 of K     128 x 128          on dequantised numbers: BF16 with powers of two (exact), else FP32
 
-The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: as they are. row: both are cast
-again under the largest of their scales (powers of two: exact but for underflow). block: cast again in 128 x 1 tiles, x from its FP8
-numbers, because that is what was kept and what may have travelled, dy from the exact gradient, which is at hand (DeepSeek-V3
-report, 3.3.2; grouped: tiles restart in each expert). The input gradient sums over N: row scales of w would vary along
-it, so `row` keeps a second cast of w with one scale a column.
+The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: as they are. row:
+both are cast again under the largest of their scales (powers of two: exact but for underflow). block: cast again in 128
+x 1 tiles, x from its FP8 numbers, because that is what was kept and what may have travelled, dy from the exact
+gradient, which is at hand (DeepSeek-V3 report, 3.3.2; grouped: tiles restart in each expert). The input gradient sums
+over N: row scales of w would vary along it, so `row` keeps a second cast of w with one scale a column.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,11 +35,13 @@ if TYPE_CHECKING:
     from precision.plan import GemmRecipe
 
 BLOCK = 128
+grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 
 class WeightOperand(NamedTuple):
     """A weight ready for its GEMMs. data [(G,) N, K]; scale_inv None if not quantised, else [], [G], [(G,) N, 1] or
-    [(G,) ceil(N/128), ceil(K/128)]. The *_t pair is the copy that the input gradient reads where it needs scales of its own ([(G,) 1, K])."""
+    [(G,) ceil(N/128), ceil(K/128)]. The *_t pair is the copy that the input gradient reads where it needs scales of its
+    own ([(G,) 1, K])."""
 
     data: Tensor
     scale_inv: Tensor | None = None
@@ -50,7 +54,9 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def quantize(self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
+    def quantize(
+        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
         """FP8 data of x's shape and its inverse scales; records the amax."""
         amax = absolute_max(x)
         record_amax(amax_row, amax)
@@ -150,11 +156,17 @@ class ReferenceBackend:
         if offsets is None:
             factor = a_inv * (w_inv.view(1, -1) if w_inv.dim() else w_inv)
         else:
-            group = torch.searchsorted(offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True)
-            factor = a_inv * w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)].view(a.shape[0], -1)
+            group = torch.searchsorted(
+                offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True
+            )
+            factor = a_inv * w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)].view(
+                a.shape[0], -1
+            )
         if recipe.scaling.power_of_two and out == product.dtype:
             return product.mul_(factor.to(out))  # exact
-        return product.to(torch.float32).mul_(factor).to(out)  # BF16 times a 0-d FP32 would round the factor to BF16 first
+        return (
+            product.to(torch.float32).mul_(factor).to(out)
+        )  # BF16 times a 0-d FP32 would round the factor to BF16 first
 
 
 def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Tensor:
@@ -163,7 +175,7 @@ def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Te
         return a @ (w.t() if transpose else w)
     w = w.transpose(-2, -1) if transpose else w
     if a.dtype == torch.bfloat16 and a.shape[0] > 0:
-        return torch._grouped_mm(a, w, offs=offsets)
+        return grouped_mm(a, w, offs=offsets)
     ends = [0, *offsets.tolist()]
     return torch.cat([a[start:stop] @ m for start, stop, m in zip(ends, ends[1:], w.unbind(), strict=False)])
 
@@ -173,9 +185,9 @@ def _matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     if offsets is None:
         return a.t() @ b
     if a.dtype == torch.bfloat16 and a.shape[0] > 0:
-        return torch._grouped_mm(a.t(), b, offs=offsets)
+        return grouped_mm(a.t(), b, offs=offsets)
     ends = [0, *offsets.tolist()]
-    return torch.stack([a[start:stop].t() @ b[start:stop] for start, stop in zip(ends, ends[1:], strict=False)])
+    return torch.stack([a[start:stop].t() @ b[start:stop] for start, stop in pairwise(ends)])
 
 
 def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -188,7 +200,8 @@ def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _tile(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[..., R, C] -> [..., ceil(R/rows), rows, ceil(C/columns), columns], padded with zeros. rows=1 tiles any leading shape."""
+    """[..., R, C] -> [..., ceil(R/rows), rows, ceil(C/columns), columns], padded with zeros. rows=1 tiles any leading
+    shape."""
     x = x.unsqueeze(-2) if rows == 1 else x
     pad = -x.shape[-1] % columns, -x.shape[-2] % rows
     x = F.pad(x, (0, pad[0], 0, pad[1])) if any(pad) else x
@@ -204,7 +217,8 @@ def _untile(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
-    """The numbers that row- or block-scaled FP8 data stand for: BF16 where that is exact (power-of-two scales), else FP32.
+    """The numbers that row- or block-scaled FP8 data stand for: BF16 where that is exact (power-of-two scales), else
+    FP32.
 
     rows: rows of a block, 1 for activations and gradients, 128 for weights.
     """
@@ -224,7 +238,8 @@ def _recast_under_largest(x: Tensor, scale_inv: Tensor, like: Tensor) -> Tensor:
 
 
 def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
-    """Index [R] of the 128-row tile each row lies in, tiles restarting with each group, and an upper bound of their number."""
+    """Index [R] of the 128-row tile each row lies in, tiles restarting with each group, and an upper bound of their
+    number."""
     row = torch.arange(rows, device=device)
     if offsets is None:
         return row // BLOCK, -(-rows // BLOCK)
@@ -237,7 +252,8 @@ def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple
 
 
 def _cast_in_row_tiles(x: Tensor, tile: tuple[Tensor, int], fmt: Format, recipe: GemmRecipe) -> Tensor:
-    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back: BF16 with power-of-two scales, else FP32."""
+    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back: BF16 with power-of-two scales, else
+    FP32."""
     scaling = recipe.scaling
     index, count = tile
     amax = x.new_zeros(count, x.shape[1], dtype=torch.float32)

@@ -1,7 +1,8 @@
 """Recompute and compile each block of the model, in this order, in place.
 
-Recomputation (`torch.utils.checkpoint`) keeps a block's input only and runs its forward pass again in the backward pass; amaxes are
-maxima and router loads are outputs, so nothing is counted twice. Compilation is per block: equal blocks share one graph.
+Recomputation (`torch.utils.checkpoint`) keeps a block's input only and runs its forward pass again in the backward
+pass; amaxes are maxima and router loads are outputs, so nothing is counted twice. Compilation is per block: equal
+blocks share one graph.
 """
 
 from functools import partial

@@ -1,0 +1,109 @@
+"""The learning rate's shape, clipping, and that a step happens as a whole or not at all."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import Moments, OptimConfig, Schedule
+from trainer.optim import LearningRate, Optimizer
+
+CONFIG = OptimConfig(
+    lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, clip=1.0, moments=Moments.fp32, schedule=Schedule.wsd,
+    warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.1,
+)  # fmt: skip
+
+
+def rate(config: OptimConfig, committed: int, max_steps: int = 100) -> float:
+    return LearningRate(config, max_steps).at(torch.tensor(committed)).item()
+
+
+def test_wsd_rises_stays_and_falls_in_a_straight_line() -> None:
+    assert [rate(CONFIG, c) for c in (0, 4, 9)] == pytest.approx([0.01, 0.05, 0.1])
+    assert [rate(CONFIG, c) for c in (10, 50, 79)] == pytest.approx([0.1] * 3)
+    assert rate(CONFIG, 89) == pytest.approx(0.1 * (1 - 0.5 * 0.9))
+    assert [rate(CONFIG, c) for c in (99, 150)] == pytest.approx([0.01, 0.01])
+
+
+def test_cosine_starts_after_the_warm_up() -> None:
+    config = replace(CONFIG, schedule=Schedule.cosine, decay_fraction=1.0)
+    for committed in (9, 30, 60, 99):
+        fallen = 0.5 * (1 - math.cos(math.pi * max(committed - 9, 0) / 90))
+        assert rate(config, committed) == pytest.approx(0.1 * (1 - 0.9 * fallen), rel=1e-4)
+
+
+def test_no_warm_up_and_no_decay_is_constant() -> None:
+    config = replace(CONFIG, warmup_steps=0, decay_fraction=0.0)
+    assert [rate(config, c) for c in (0, 50, 98)] == pytest.approx([0.1] * 3)
+
+
+def model_and_optimizer(config: OptimConfig = CONFIG) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+    return model, Optimizer(model, {"0.bias"}, config, 100, torch.device("cpu"))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+
+
+def test_a_step_equals_plain_adamw() -> None:
+    config = replace(CONFIG, warmup_steps=0, clip=None)
+    model, optimizer = model_and_optimizer(config)
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(
+        [
+            {"params": [twin[0].weight, twin[1].weight], "weight_decay": 0.1},  # type: ignore[index]
+            {"params": [twin[0].bias], "weight_decay": 0.0},  # type: ignore[index]
+        ],
+        lr=0.1, betas=(0.9, 0.95),
+    )  # fmt: skip
+    for committed in range(3):
+        for m in (model, twin):
+            backward(m)
+        optimizer.step(torch.tensor(True), torch.tensor(committed))
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_dropped_step_changes_no_bit() -> None:
+    model, optimizer = model_and_optimizer()
+    backward(model)
+    optimizer.step(torch.tensor(True), torch.tensor(0))
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    norm = optimizer.grad_norms().norm()
+    optimizer.clip(norm)
+    optimizer.step(torch.tensor(False), torch.tensor(1))
+    after = dict(model.state_dict()), optimizer.state_dict()
+    assert all(torch.equal(after[0][name], tensor) for name, tensor in before[0].items())
+    assert all(torch.equal(after[1][n][k], t) for n, state in before[1].items() for k, t in state.items())
+
+
+def test_clipping_takes_the_global_norm() -> None:
+    model, optimizer = model_and_optimizer()
+    backward(model)
+    norm = optimizer.grad_norms().norm()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(norm, expected)
+    optimizer.clip(norm)
+    torch.testing.assert_close(optimizer.grad_norms().norm(), torch.tensor(1.0))
+    optimizer.clip(torch.tensor(0.5))
+    torch.testing.assert_close(optimizer.grad_norms().norm(), torch.tensor(1.0))  # a small norm is left alone
+
+
+def test_state_goes_round() -> None:
+    model, optimizer = model_and_optimizer()
+    backward(model)
+    optimizer.step(torch.tensor(True), torch.tensor(0))
+    _, other = model_and_optimizer()
+    other.load_state_dict(optimizer.state_dict())
+    for name, state in optimizer.state_dict().items():
+        assert all(torch.equal(other.state_dict()[name][key], tensor) for key, tensor in state.items())

@@ -1,0 +1,245 @@
+"""Whole runs: they learn, log, drop bad steps bit for bit, resume bit for bit, and change precision on the way."""
+
+import copy
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import Config
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+Configs = Callable[..., Config]
+Small = Callable[..., list[str]]
+ROOT = Path(__file__).parents[2]
+RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
+BITWISE = ("loss/", "optim/", "moe/", "fp8/")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def bitwise(run: Path) -> list[dict]:
+    """The metrics that must not depend on what happened to the process."""
+    return [
+        {k: v for k, v in line.items() if k == "step" or k.startswith(BITWISE)} for line in lines(run / "metrics.jsonl")
+    ]
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All that a dropped step must leave alone."""
+    p = trainer.parts.engine
+    tensors = {f"model.{k}": v for k, v in p.model.state_dict().items()}
+    tensors |= {f"optimizer.{n}.{k}": v for n, s in p.optimizer.state_dict().items() for k, v in s.items()}
+    return tensors | {"history": p.arena.history, "committed": p.guard.committed}
+
+
+def train(config: Config) -> tuple[Trainer, Path]:
+    trainer = Trainer(config)
+    summary = trainer.train()
+    return trainer, summary.folder
+
+
+def stopped_after(config: Config, steps: int) -> Path:
+    """A run that ends after some steps, as by a signal."""
+    trainer = Trainer(config)
+    step, calls = trainer._step, iter(range(1, 1000))
+
+    def counted(tokens: torch.Tensor):
+        if next(calls) == steps:
+            signal.raise_signal(signal.SIGTERM)
+        return step(tokens)
+
+    trainer._step = counted  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match=rf"SIGTERM after step {steps}, saved.*run\.resume=auto"):
+        trainer.train()
+    return trainer.parts.run.path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) -> None:
+    cfg = config(f"+recipe={recipe}", "trainer.max_steps=30", "optim.lr=1e-2", "eval.every=15")
+    trainer, run = train(cfg)
+    metrics = [line for line in lines(run / "metrics.jsonl") if "loss/lm" in line]
+    assert abs(metrics[0]["loss/lm"] - math.log(320)) < 0.1
+    assert metrics[-1]["loss/lm"] < metrics[0]["loss/lm"] - 1
+    wanted = {
+        "step",
+        "tokens",
+        "loss/total",
+        "loss/lm",
+        "loss/mtp",
+        "loss/balance",
+        "optim/grad_norm",
+        "optim/param_norm",
+    }
+    wanted |= {"optim/lr", "perf/tokens_per_second", "perf/step_seconds", "perf/tflops_per_gpu", "memory/peak_gib"}
+    wanted |= {"recovery/skipped_steps", "moe/load_max_over_mean"} | ({"fp8/scale_min"} if recipe != "bf16" else set())
+    assert wanted <= set(metrics[-1])
+    assert metrics[-1]["loss/total"] == pytest.approx(
+        metrics[-1]["loss/lm"] + 0.3 * metrics[-1]["loss/mtp"] + metrics[-1]["loss/balance"], rel=1e-5
+    )
+    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line] == [15, 30]
+    for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
+        assert (run / name).stat().st_size >= 0
+    assert (run / "precision_plan.txt").read_text() == trainer.parts.engine.plan.to_text()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
+    assert int(trainer.parts.engine.guard.committed) == 30
+
+
+def test_microbatches_make_one_gradient(config: Configs) -> None:
+    runs = [train(config("precision=fp32", f"trainer.microbatch_size={size}"))[1] for size in (4, 2, 1)]
+    whole, *split = [
+        [line["loss/total"] for line in lines(run / "metrics.jsonl") if "loss/total" in line] for run in runs
+    ]
+    for losses in split:
+        assert losses == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+def test_recomputation_changes_no_bit(config: Configs, recipe: str) -> None:
+    runs = [train(config(f"+recipe={recipe}", f"recompute={kind}"))[1] for kind in ("none", "full")]
+    assert bitwise(runs[0]) == bitwise(runs[1])
+
+
+PLACES = {
+    "loss": ("loss", "forward"),
+    "activation": ("layers.1.attn", "forward"),
+    "gradient": ("layers.1.attn", "backward"),
+    "weight": ("layers.1.moe", "forward"),
+}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
+def test_a_bad_step_changes_nothing_and_is_told(config: Configs, recipe: str, where: str, value: str) -> None:
+    cfg = config(
+        f"+recipe={recipe}", f"debug.inject={{step: 3, where: {where}, value: {value}}}", "trainer.max_steps=4"
+    )
+    trainer = Trainer(cfg)
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    original = trainer._step
+
+    def snapshot(tokens: torch.Tensor):
+        kept[trainer.step - 1] = copy.deepcopy(everything(trainer))
+        return original(tokens)
+
+    trainer._step = snapshot  # type: ignore[method-assign]
+    summary = trainer.train()
+    kept[4] = everything(trainer)
+    changed = [name for name, tensor in kept[2].items() if not torch.equal(tensor, kept[3][name])]
+    assert changed == []
+    assert any(not torch.equal(tensor, kept[4][name]) for name, tensor in kept[3].items()), "the next step counts again"
+    assert summary.skipped_steps == 1 and math.isfinite(summary.validation_loss)
+    (event,) = [line for line in lines(summary.folder / "events.jsonl") if line["kind"] == "nonfinite"]
+    assert event["step"] == 3
+    module, direction = PLACES[where]
+    assert event["module"].startswith(module) and event["where"] == direction, event
+    assert lines(summary.folder / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 1
+
+
+def test_too_many_bad_steps_stop_the_run(config: Configs) -> None:
+    cfg = config("debug.inject={step: 2, where: loss, value: nan}", "recovery.max_consecutive_skips=0")
+    with pytest.raises(
+        TrainingStopped, match=r"1 step in a row .*max_consecutive_skips=0.*loss.*events\.jsonl"
+    ) as stop:
+        train(cfg)
+    assert "\n" not in str(stop.value)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+def test_a_stopped_run_goes_on_bit_for_bit(config: Configs, recipe: str) -> None:
+    common = (
+        f"+recipe={recipe}",
+        "run.resume=auto",
+        "eval.every=2",
+        "debug.inject={step: 2, where: gradient, value: nan}",
+    )
+    _, whole = train(config(*common, "run.name=whole"))
+    run = stopped_after(config(*common, "run.name=stopped"), 3)
+    train(config(*common, "run.name=stopped"))
+    assert bitwise(run) == bitwise(whole)
+    assert any(line["kind"] == "resume" for line in lines(run / "events.jsonl"))
+
+
+def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, overrides: Small) -> None:
+    """SIGKILL at random moments, started again until it is done."""
+    common = ["+recipe=fp8_delayed", "run.resume=auto", "trainer.max_steps=60", "checkpoint.every=3", "eval.every=7"]
+    _, whole = train(config(*common, "run.name=whole"))
+    command = [sys.executable, str(ROOT / "train.py"), *overrides(*common, "run.name=killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed, run = 0, whole.parent / "killed"
+    while killed < 3:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        seen = len(list((run / "checkpoints").glob("step_*"))) if run.exists() else 0
+        newest = max((p.name for p in (run / "checkpoints").glob("step_*")), default="") if seen else ""
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            latest = max((p.name for p in (run / "checkpoints").glob("step_*")), default="")
+            if latest > newest:
+                time.sleep(random.uniform(0, 0.3))
+                break
+            time.sleep(0.01)
+        process.kill()
+        output = process.communicate()[0].decode()
+        assert process.returncode in (0, -signal.SIGKILL), output
+        killed += 1
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert bitwise(run) == bitwise(whole)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) -> None:
+    common = ("run.name=run", "run.resume=auto", "checkpoint.every=2")
+    run = stopped_after(config(*common), 5)
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    assert newest.name == "step_00000005"
+    file = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-10])
+    trainer, _ = train(config(*common))
+    assert trainer.parts.run.first_step == 4
+    assert any(file.name in line["message"] for line in lines(run / "events.jsonl"))
+
+
+def test_a_run_may_go_on_in_another_precision(config: Configs) -> None:
+    run = stopped_after(config("+recipe=fp8_delayed", "run.name=run", "run.resume=auto"), 3)
+    _, same = train(config("+recipe=bf16", "run.name=run", "run.resume=auto"))
+    assert same == run
+    messages = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "resume"]
+    assert any("fp8_delayed -> bf16" in message for message in messages)
+    assert "bf16" in (run / "precision_plan.txt").read_text().splitlines()[0]
+
+
+def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
+    run = stopped_after(config("run.name=run", "run.resume=auto"), 2)
+    before = sorted(run.rglob("*"))
+    for change, message in (
+        ("model.num_mtp_layers=2", r"model\.num_mtp_layers=2: .* was trained with 1"),
+        ("trainer.seed=9", r"trainer\.seed=9"),
+        ("trainer.sequence_length=16", r"trainer\.sequence_length=16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(config("run.name=run", "run.resume=auto", change))
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
+    trainer, run = train(config("+recipe=bf16"))
+    other = Trainer(config("+recipe=fp8_jit", f"run.init_from={run}"))
+    ours, theirs = other.parts.engine.model.state_dict(), trainer.parts.engine.model.state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert other.step == 0 and int(other.parts.engine.guard.committed) == 0
+    other.parts.close(None)
+    with pytest.raises(ValueError, match=r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"):
+        Trainer(config(f"run.init_from={run}", "model.hidden_size=32"))
