@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
-
 from trainer.cli import compose, guarded, refuse_many_processes
 
 

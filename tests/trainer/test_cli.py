@@ -1,0 +1,237 @@
+"""The command line: each mistake ends in one clear line and leaves nothing behind; bugs keep their traceback."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import trainer.trainer
+from trainer.cli import guarded
+from trainer.config import Config
+from trainer.recovery import TrainingStopped
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    """train.py as a module."""
+    spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Recorder:
+    """Stands in for the Trainer: notes what it was given."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Config, list[str]]] = []
+
+    def __call__(self, config: Config, overrides: list[str]) -> "Recorder":
+        self.runs.append((config, overrides))
+        return self
+
+    def train(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(trainer.trainer, "Trainer", recorder)
+    return recorder
+
+
+Call = Callable[..., int]
+
+
+@pytest.fixture
+def call(program: ModuleType, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """python train.py ARGUMENTS in an empty folder, in this process; its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        return program.main()
+
+    return run
+
+
+MISTAKES = {
+    # a key that does not exist, however it is added
+    "model.dimm=3": "model.dimm=3: there is no such key; did you mean model.",
+    "+model.dimm=3": "model.dimm=3: there is no such key; did you mean model.",
+    "++model.dimm=3": "model.dimm=3: there is no such key; did you mean model.",
+    "-m model.dimm=3,4": "model.dimm=3,4: there is no such key; did you mean model.",
+    "model.num_expert=3": "did you mean model.num_experts?",
+    "~optim.lrr": "~optim.lrr: there is no such key to take away",
+    "~optim.lr": "optim.lr: has no value; it must be a number",
+    "hydra.foo=3": "hydra.foo=3: Hydra has no such setting",
+    "precision.scaling.history=3": "write ++precision.scaling.history=3",
+    "+optim.lr=3": "+optim.lr=3: the key exists already; write it without +",
+    # a choice that does not exist, or is chosen the wrong way
+    "+recipe=fp8_delayd": "recipe=fp8_delayd: there is no such recipe; did you mean fp8_delayed?",
+    "-m +recipe=bf16,fp8_delayd": "there is no such recipe; did you mean fp8_delayed?",
+    "recipe=bf16": "write +recipe=bf16",
+    "+recpe=bf16": "did you mean +recipe=bf16?",
+    "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice",
+    "model=deepseek_tny": "did you mean deepseek_tiny?",
+    "+model=deepseek_300m": "model is chosen twice",
+    # a wrong type or value
+    "optim.lr=fast": "optim.lr=fast: must be a number",
+    "-m optim.lr=1e-3,fast": "optim.lr=fast: must be a number",
+    "trainer.max_steps=1.5": "trainer.max_steps=1.5: must be a whole number",
+    "optim.schedule=WSD": "must be one of wsd, cosine",
+    "model.num_experts_per_token=9": "model.num_experts_per_token=9: there are 8 experts",
+    "trainer.microbatch_size=5": "trainer.microbatch_size=5: it does not divide trainer.global_batch_size=",
+    "model.moe_intermediate_size=100 +recipe=fp8_jit": "cannot run in FP8",
+    "++precision.rules.last_blocks=9": "precision.rules.last_blocks=9: the model has 4 blocks",
+    # what Hydra cannot read
+    "fp8_delayed": "fp8_delayed: cannot be read as KEY=VALUE",
+    "run.name=(": "run.name=(: cannot be read as KEY=VALUE",
+    "optim.lr=1e-3,1e-4": "several values; add -m",
+    "run.name=${nothing}": "run.name: Interpolation key 'nothing' not found",
+    "--config-name=nope": "Cannot find primary config 'nope'",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_ends_in_one_line_and_leaves_nothing_behind(
+    arguments: str, call: Call, recorder: Recorder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert call(*arguments.split()) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("octet: error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert MISTAKES[arguments] in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == [] and recorder.runs == []
+
+
+def test_the_trainer_gets_the_config_and_what_the_user_gave(call: Call, recorder: Recorder):
+    assert call("+recipe=fp8_jit", "optim.lr=0.25", "debug.inject={step: 2, where: loss, value: inf}") == 0
+    ((config, overrides),) = recorder.runs
+    assert config.precision.name == "fp8_jit" and config.optim.lr == 0.25
+    assert config.debug.inject is not None and config.debug.inject.value == float("inf")
+    assert overrides == ["+recipe=fp8_jit", "optim.lr=0.25", "debug.inject={step: 2, where: loss, value: inf}"]
+
+
+def test_a_sweep_trains_one_after_the_other_and_writes_nothing_itself(call: Call, recorder: Recorder, tmp_path: Path):
+    assert call("-m", "+recipe=bf16,fp8_delayed", "optim.lr=0.5") == 0
+    assert [config.precision.name for config, _ in recorder.runs] == ["bf16", "fp8_delayed"]
+    assert [overrides for _, overrides in recorder.runs] == [
+        ["+recipe=bf16", "optim.lr=0.5"],
+        ["+recipe=fp8_delayed", "optim.lr=0.5"],
+    ]
+    assert [config.run.name for config, _ in recorder.runs] == [None, None]  # named by time and recipe, later
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_runs_of_a_named_sweep_get_names_of_their_own(call: Call, recorder: Recorder):
+    assert call("-m", "+recipe=bf16,fp8_jit", "optim.lr=1e-3,0.5", "run.name=x", "trainer.seed=3") == 0
+    assert [config.run.name for config, _ in recorder.runs] == [
+        "x_0_recipe-bf16_lr-0.001",
+        "x_1_recipe-bf16_lr-0.5",
+        "x_2_recipe-fp8_jit_lr-0.001",
+        "x_3_recipe-fp8_jit_lr-0.5",
+    ]
+
+
+def test_a_dry_run_prints_and_trains_nothing(
+    call: Call, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert call("-m", "+recipe=bf16,fp8_delayed", "dry_run=true") == 0
+    out = capsys.readouterr().out
+    assert "precision plan: bf16" in out and "precision plan: fp8_delayed" in out
+    assert "gemm flops in fp8: 0.0%" in out and "parameters" in out and "flops" in out and "activations" in out
+    assert recorder.runs == [] and list(tmp_path.iterdir()) == []
+
+
+def test_many_processes_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert call("+recipe=bf16") == 2
+    assert capsys.readouterr().err.startswith("octet: error: WORLD_SIZE=8: training runs in one process; ")
+
+
+def refuse() -> None:
+    raise ValueError("optim.lr=9: too\n  large; lower it")
+
+
+def fail() -> None:
+    raise TrainingStopped("3 steps in a row were not finite")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def run_out_of_disk() -> None:
+    raise OSError(28, "No space left on device", "runs/x")
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "says"),
+    [
+        (refuse, 2, "octet: error: optim.lr=9: too large; lower it\n"),
+        (fail, 1, "octet: error: 3 steps in a row were not finite\n"),
+        (interrupt, 130, "octet: interrupted\n"),
+        (run_out_of_disk, 1, "octet: error: [Errno 28] No space left on device: 'runs/x'\n"),
+    ],
+)
+def test_what_is_raised_on_purpose_is_one_line(
+    main: Callable[[], None], code: int, says: str, capsys: pytest.CaptureFixture[str]
+):
+    assert guarded(main) == code
+    assert capsys.readouterr().err == says
+
+
+@pytest.mark.parametrize(
+    ("bug", "error"),
+    [
+        (lambda: int("x"), ValueError),  # not raised by us: a mistake in an expression
+        (lambda: {}["x"], KeyError),
+        (lambda: os.path.commonpath([]), ValueError),  # raised by a library
+        (lambda: subprocess.run([], check=True), (IndexError, ValueError)),
+    ],
+)
+def test_a_bug_keeps_its_traceback(bug: Callable[[], object], error: type[Exception]):
+    def main() -> None:
+        bug()
+
+    with pytest.raises(error):
+        guarded(main)
+
+
+def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
+    command = [sys.executable, str(ROOT / "train.py"), "+model.dimm=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("octet: error: model.dimm=3: ") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["--help"],
+            ["python train.py +recipe=fp8_delayed", "recipe: bf16, fp8_block, fp8_delayed, fp8_jit", "max_steps"],
+        ),
+        (["--cfg", "job", "+recipe=fp8_jit"], ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
+    ],
+)
+def test_help_and_cfg_are_quick_they_import_no_torch(arguments: list[str], says: list[str], tmp_path: Path):
+    code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, str(ROOT / "train.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("code 0 False\n") and done.stderr == ""
+    assert all(text in done.stdout for text in says)
+    assert list(tmp_path.iterdir()) == []

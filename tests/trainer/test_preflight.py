@@ -1,0 +1,110 @@
+"""Preflight: keys that do not fit each other are refused by name, and the forecast is what a run takes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from precision import bind
+from precision.linear import gemm_layers
+from trainer.build import build_model
+from trainer.config import Config, load
+from trainer.preflight import check, forecast_memory, report
+
+Make = Callable[..., Config]
+PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
+CONFIGS = Path(__file__).parents[2] / "configs"
+BY_ROW = ["precision=fp8_jit", "precision.scaling.granularity=row", "precision.scaling.power_of_two=true"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "trainer.microbatch_size=3",
+            "trainer.microbatch_size=3: it does not divide trainer.global_batch_size=4; set 2",
+        ),
+        (
+            "trainer.microbatch_size=8",
+            "trainer.microbatch_size=8: it does not divide trainer.global_batch_size=4; set 4",
+        ),
+        ("trainer.microbatch_size=0", "trainer.microbatch_size=0: out of range; set 1 or more"),
+        ("trainer.max_steps=0", "trainer.max_steps=0: out of range; set 1 or more"),
+        ("trainer.seed=-1", "trainer.seed=-1: out of range; set 0 or more"),
+        ("trainer.sequence_length=8192", "set at most 4096"),
+        (
+            "trainer.sequence_length=1",
+            "trainer.sequence_length=1: model.num_mtp_layers=1 predicts so many tokens further",
+        ),
+        ("logging.every=0", "logging.every=0: out of range; set 1 or more"),
+        ("eval.every=-5", "eval.every=-5: out of range; set 0 or more"),
+        ("eval.batches=0", "eval.batches=0: out of range; set 1 or more, or null"),
+        ("checkpoint.keep=-1", "checkpoint.keep=-1: out of range"),
+        ("recovery.max_consecutive_skips=-1", "recovery.max_consecutive_skips=-1: out of range"),
+        ("optim.lr=0", "optim.lr=0.0: out of range; set a number above 0"),
+        ("optim.lr=nan", "optim.lr=nan: out of range"),
+        ("optim.clip=0", "optim.clip=0.0: out of range; set a number above 0, or null not to clip"),
+        ("optim.weight_decay=nan", "optim.weight_decay=nan: out of range"),
+        ("optim.decay_fraction=1.5", "optim.decay_fraction=1.5: it is a share; set 0 to 1"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: AdamW has two"),
+        ("optim.betas=[0.9,1]", "optim.betas=[0.9, 1.0]: AdamW has two, from 0 to below 1"),
+        ("debug.inject={step:7,where:loss,value:nan}", "debug.inject.step=7: there is no such step; set 1 to"),
+        ("debug.inject={step:1,where:loss,value:0}", "debug.inject.value=0.0: a fault is not finite; set nan or inf"),
+        ("model.num_experts_per_token=5", "model.num_experts_per_token=5: there are 4 experts"),
+        ("data.validation_fraction=0", "data.validation_fraction=0"),
+        ("data.path=/does/not/exist", "data.path=/does/not/exist: there is no such folder"),
+    ],
+)
+def test_keys_that_do_not_fit_each_other_are_refused_in_one_line(config: Make, override: str, says: str):
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        check(config(override))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_dimension_that_fp8_cannot_have_is_refused_but_bf16_takes_it(config: Make):
+    odd = "model.moe_intermediate_size=36"
+    check(config(odd))
+    with pytest.raises(ValueError, match=r"^layers\.1\.moe\..* cannot run in FP8: .* no multiple of 16; "):
+        check(config(odd, "precision=fp8_delayed"))
+
+
+@pytest.mark.parametrize("precision", [[f"precision={name}"] for name in PRECISIONS] + [BY_ROW], ids=str)
+def test_the_forecast_of_weights_is_what_a_bound_model_holds(config: Make, precision: list[str]):
+    made = config(*precision)
+    plan, model = build_model(made, torch.device("cpu"))
+    bind(model, plan, torch.device("cpu"))
+    masters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    operands = [layer.operand for layer in gemm_layers(model) if layer.operand is not None]
+    parts = [part for operand in operands for part in (operand.data, operand.data_t) if part is not None]
+    copies = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parts}
+    forecast = forecast_memory(made, check(made))
+    assert forecast["parameters"] == forecast["gradients"] == sum(masters.values())
+    assert forecast["optimizer"] == 2 * sum(masters.values())
+    assert forecast["compute weights"] == sum(size for at, size in copies.items() if at not in masters)
+
+
+def test_recomputation_and_smaller_microbatches_take_less(config: Make):
+    def activations(*overrides: str) -> float:
+        made = config("model.num_layers=6", *overrides)
+        return forecast_memory(made, check(made))["activations"]
+
+    assert activations("recompute=full") < 0.7 * activations()
+    assert activations("trainer.microbatch_size=1") == pytest.approx(activations() / 2)
+
+
+def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=["+recipe=fp8_delayed", "model=deepseek_v3"]))
+    text = report(config, check(config))
+    experts = r"^layers\.3-60\.moe\.experts\.gate_up +moe\.experts +7168 -> 4096 x 256 +e4m3 +e5m2"
+    assert re.search(experts, text, re.MULTILINE)
+    assert re.search(r"^gemm flops in fp8: 92\.\d% of the model", text, re.MULTILINE)
+    assert "parameters   682.64 G total, 37.31 G active" in text  # 671 G and MTP's 11.6 G
+    assert re.search(r"^flops +\d+\.\d+ G a token", text, re.MULTILINE)
+    memory = {line[2:18].strip(): float(line[18:]) for line in text.splitlines()[-6:]}
+    assert list(memory) == ["parameters", "gradients", "optimizer", "compute weights", "activations", "total"]
+    assert memory["parameters"] == pytest.approx(682.64e9 * 4 / 2**30, rel=1e-4)
+    assert memory["total"] == pytest.approx(sum(memory.values()) / 2, rel=1e-6)
