@@ -117,15 +117,14 @@ class LiveScreen:
     def __init__(self, console: Console, first_step: int, max_steps: int) -> None:
         self._max_steps = max_steps
         self._progress = Progress(
-            BarColumn(bar_width=None, style="grey30", complete_style="cyan", finished_style="green"),
+            BarColumn(bar_width=30, style="grey30", complete_style="cyan", finished_style="green"),
             TextColumn("[bold]{task.completed}[/]/{task.total}"),
             TextColumn("{task.fields[now]}"),
             TimeRemainingColumn(),
             TextColumn("left", style="dim"),
             console=console,
             refresh_per_second=4,
-            transient=True,
-            expand=True,
+            transient=True,  # shorter than the terminal is wide: the ^C that it echoes must not begin a new line
         )
         self._task = self._progress.add_task("", total=max_steps, completed=first_step, now="starting")
         stderr = sys.stderr
