@@ -1,1 +1,1 @@
-"""Training: config, data, the loop, what survives a crash, what is logged. Uses `models` and `precision`; nothing uses it."""
+"""Training: config, data, the loop, what survives a crash, what is logged. Stands on `models` and `precision`."""
