@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from precision import ScalingArena
+from precision import ScalingArena, gemm_layers
 
 # Dense BF16 peak in FLOP/s, from data sheets, without sparsity: the denominator of perf/mfu in every precision.
 BF16_PEAK = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -33,6 +33,14 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
+    """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each step.)"""
+    kept = [*model.parameters(), *model.buffers()]
+    kept += [t for layer in gemm_layers(model) if layer.operand is not None for t in layer.operand if t is not None]
+    kept += [t for state in optimizer_state.values() for t in state.values()]
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in kept}.values())
 
 
 def copy_scalars(tensors: dict[str, Tensor]) -> dict[str, float]:

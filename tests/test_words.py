@@ -1,0 +1,72 @@
+"""README and docs are true: every command in them runs, every file they name exists, the README stays short."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/precision.md"]
+SMALL = {
+    "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
+    "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
+    "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
+    "trainer.sequence_length": "32", "eval.every": "0", "checkpoint.every": "0", "trainer.device": "cpu",
+}  # fmt: skip
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page's code blocks that start a program, without their comments."""
+    lines = [line[4:] for line in (ROOT / page).read_text().splitlines() if line.startswith("    ")]
+    return [line.split("  #")[0].strip() for line in lines if line.startswith(("python ", "make "))]
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The command for a small model and few steps, unless it says otherwise itself or does not train."""
+    given = {word.split("=")[0] for word in words}
+    if "dry_run=true" in words or any(word.startswith("model=") for word in words):
+        return words
+    extra = [f"{key}={value}" for key, value in SMALL.items() if key not in given]
+    if words[0].startswith("scripts/") and "train" not in words[0]:
+        extra = [word for word in extra if word.startswith(("model.", "trainer."))]
+    return [*words, *extra]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The repository as a user has it, with a place of its own for what commands write."""
+    for name in ("train.py", "configs", "scripts", "docs", "src", "Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_run(page: str, checkout: Path) -> None:
+    ran = 0
+    for command in commands(page):
+        program, *words = shlex.split(command)
+        if program == "make":  # what they do is what this test is part of; that they exist is all that is left to check
+            line = ["make", "-n", *words]
+        else:
+            line = [sys.executable, *smaller(words)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        ran += 1
+    assert ran >= 5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = re.findall(r"\b(?:src|configs|docs|scripts|tests)/[\w/.-]*\w", text)
+    missing = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
+    assert missing == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
