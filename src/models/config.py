@@ -60,7 +60,7 @@ class ModelConfig:
     """Width of a head's value."""
     intermediate_size: int = 768
     """Width of the dense feed-forward layers."""
-    moe_intermediate_size: int = 256
+    moe_intermediate_size: int = 128
     """Width of one expert."""
     num_experts: int = 8
     """Routed experts of a block."""
@@ -96,7 +96,7 @@ class ModelConfig:
     """Longest sequence the model is meant for."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square in the norms of the residual stream."""
-    init_std: float = 0.02
+    init_std: float = 0.016
     """Standard deviation of the initial weights."""
 
     @property

@@ -13,7 +13,7 @@ from models.loss import IGNORED, cross_entropy, targets_ahead
 def test_equals_pytorch_with_its_gradient(
     dtype: torch.dtype, slice_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "_SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(loss, "_SLICE_ELEMENTS", {"cpu": slice_elements})
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(3, 7, 50, generator=generator) * 4).to(dtype).requires_grad_()
     target = torch.randint(0, 50, (3, 7), generator=generator)
@@ -30,6 +30,14 @@ def test_a_nan_logit_makes_a_nan_loss() -> None:
     logits = torch.zeros(1, 3, 8)
     logits[0, 1, 2] = float("nan")
     assert cross_entropy(logits, torch.zeros(1, 3, dtype=torch.int64)).isnan()
+
+
+def test_backward_runs_once() -> None:
+    logits = torch.zeros(1, 3, 8, requires_grad=True)
+    value = cross_entropy(logits, torch.zeros(1, 3, dtype=torch.int64))
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
 
 
 def test_targets_end_with_the_sequence() -> None:
