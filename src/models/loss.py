@@ -41,7 +41,7 @@ class Losses(NamedTuple):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See the module docstring. Backward scales the kept dz in place, so it runs once (autograd refuses a second time)."""
+    """See the module docstring. Backward scales the kept dz in place: autograd refuses to run it a second time."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
