@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from models.layers import FFN, RMSNorm
 from models.mla import MLA
 from models.moe import MoE
-from precision import Plan
+from precision import Plan, Watch
 
 
 class Block(nn.Module):
     """What both kinds share: norms, attention, and the watches that tell which sublayer went bad first."""
 
-    def __init__(self, plan: Plan, name: str, kind: str, attn: MLA, hidden_size: int, eps: float):
+    def __init__(self, plan: Plan, name: str, attn: MLA, hidden_size: int, eps: float):
         super().__init__()
         self.attn_norm = RMSNorm(plan, f"{name}.attn_norm", hidden_size, eps)
         self.attn = attn
         self.attn_watch = plan.watch(f"{name}.attn")
         self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
-        self.ffn_watch = plan.watch(f"{name}.{kind}")
+        self.ffn_watch: Watch
 
     def attend(self, h_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
         """The first sublayer with its residual."""
@@ -39,8 +39,9 @@ class DenseBlock(Block):
     """A block with a dense feed-forward layer."""
 
     def __init__(self, plan: Plan, name: str, attn: MLA, ffn: FFN, hidden_size: int, eps: float):
-        super().__init__(plan, name, "ffn", attn, hidden_size, eps)
+        super().__init__(plan, name, attn, hidden_size, eps)
         self.ffn = ffn
+        self.ffn_watch = plan.watch(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
 
     def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
@@ -54,8 +55,9 @@ class MoEBlock(Block):
     """A block with experts."""
 
     def __init__(self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float):
-        super().__init__(plan, name, "moe", attn, hidden_size, eps)
+        super().__init__(plan, name, attn, hidden_size, eps)
         self.moe = moe
+        self.ffn_watch = plan.watch(f"{name}.moe")
 
     def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""

@@ -42,7 +42,7 @@ class ModelConfig:
     """Entries of embedding and head."""
     hidden_size: int = 256
     """Width of the residual stream."""
-    num_layers: int = 4
+    num_layers: int = 3
     """Blocks of the main model, dense ones included, MTP's not."""
     num_dense_layers: int = 1
     """Blocks at the start that have a dense feed-forward layer instead of experts."""

@@ -18,6 +18,7 @@ from trainer.checkpoint import Checkpointer, read
 from trainer.config import Config, Device, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
+from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import parallelize
@@ -137,6 +138,7 @@ def build_engine(config: Config, device: torch.device) -> Engine:
         config.compile.enabled is Switch.auto and device.type == "cuda"
     )
     parallelize(model, config.recompute, compiled)
+    tune_host(device)
     return Engine(device, plan, model, arena, optimizer, guard, injector)
 
 

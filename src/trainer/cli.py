@@ -100,7 +100,7 @@ def guarded(main: Callable[[], None]) -> int:
             return _say("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
         if isinstance(error, RuntimeError) and not _on_purpose(error, main):
             raise
-        return _say(f"error: {error}", FAILED)
+        return _say(f"error: {error}", getattr(error, "exit_code", FAILED))
     return OK
 
 

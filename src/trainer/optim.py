@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
 
 # What torch.nn.utils.clip_grad_norm_ is made of, here in two steps: the verdict on a step needs every single norm.
@@ -63,11 +64,12 @@ class Optimizer:
         )
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
+        moments = BY_NAME[config.moments.value].dtype
         for p in self._named.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
+                "exp_avg": torch.zeros_like(p, dtype=moments),
+                "exp_avg_sq": torch.zeros_like(p, dtype=moments),
             }
 
     def grad_norms(self) -> Tensor:

@@ -21,7 +21,11 @@ GRAD_SUFFIX = ":grad"
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why and what to look at."""
+    """Training cannot go on, or was told to stop; the message says why and what to do. exit_code: of the process."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass

@@ -12,6 +12,7 @@
 changed something and drives the learning rate. The data moves on in either case.
 """
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class Trainer:
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None
-                    if last or self.step % config.logging.every == 0:
+                    if last or self.step == 1 or self.step % config.logging.every == 0:
                         self._log()
                     with self._throughput.paused():
                         if self.step == max_steps or _due(self.step, config.eval.every):
@@ -143,7 +144,8 @@ class Trainer:
             p.sinks.event("signal", self.step, f"stopped by {stop.received} after step {self.step}; saved")
             raise TrainingStopped(
                 f"stopped by {stop.received} after step {self.step}, saved; "
-                f"go on with run.name={p.run.path.name} run.resume=auto"
+                f"go on with run.name={p.run.path.name} run.resume=auto",
+                exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed
             validation_loss = self.evaluate(whole=True)

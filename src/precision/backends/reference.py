@@ -20,13 +20,13 @@ over N: row scales of w would vary along it, so `row` keeps a second cast of w w
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.backends import grouped
 from precision.config import Granularity
 from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from precision.plan import GemmRecipe
 
 BLOCK = 128
-grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 
 class WeightOperand(NamedTuple):
@@ -171,23 +170,13 @@ class ReferenceBackend:
 
 def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Tensor:
     """a [R, K] times w [N, K]^T or w [K, N]; w [G, ...] and offsets: each group's rows with its own matrix."""
-    if offsets is None:
-        return a @ (w.t() if transpose else w)
-    w = w.transpose(-2, -1) if transpose else w
-    if a.dtype == torch.bfloat16 and a.shape[0] > 0:
-        return grouped_mm(a, w, offs=offsets)
-    ends = [0, *offsets.tolist()]
-    return torch.cat([a[start:stop] @ m for start, stop, m in zip(ends, ends[1:], w.unbind(), strict=False)])
+    w = w.mT if transpose else w
+    return a @ w if offsets is None else grouped.matmul(a, w, offsets)
 
 
 def _matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     """a [R, N]^T times b [R, K], summed over rows; with offsets one product for each group's rows."""
-    if offsets is None:
-        return a.t() @ b
-    if a.dtype == torch.bfloat16 and a.shape[0] > 0:
-        return grouped_mm(a.t(), b, offs=offsets)
-    ends = [0, *offsets.tolist()]
-    return torch.stack([a[start:stop].t() @ b[start:stop] for start, stop in pairwise(ends)])
+    return a.t() @ b if offsets is None else grouped.matmul_over_rows(a, b, offsets)
 
 
 def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
