@@ -49,10 +49,8 @@ def test_commands_run(page: str, checkout: Path) -> None:
     ran = 0
     for command in commands(page):
         program, *words = shlex.split(command)
-        if program == "make":  # what they do is what this test is part of; that they exist is all that is left to check
-            line = ["make", "-n", *words]
-        else:
-            line = [sys.executable, *smaller(words)]
+        # make: what its targets do is what this test is part of; that they exist is all that is left to check
+        line = ["make", "-n", *words] if program == "make" else [sys.executable, *smaller(words)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

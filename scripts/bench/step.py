@@ -3,10 +3,10 @@
     python scripts/bench/step.py fp8_delayed                         deepseek_tiny, against bf16
     python scripts/bench/step.py fp8_block --against fp8_jit --steps 20 model=deepseek_300m trainer.microbatch_size=2
 
-Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quantisation of the weights, everything `train_step` does, on
-the same random tokens. Printed for each: median tokens per second, spread (10th to 90th percentile), memory (state that stays, and the
-peak of a step above it), share of the blocks' GEMM FLOPs in FP8; then the ratio of the medians, and what loading a batch of the
-configured data costs against a step.
+Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quantisation of the weights, everything
+`train_step` does, on the same random tokens. Printed for each: median tokens per second, spread (10th to 90th
+percentile), memory (state that stays, and the peak of a step above it), share of the blocks' GEMM FLOPs in FP8; then
+the ratio of the medians, and what loading a batch of the configured data costs against a step.
 """
 
 import argparse
@@ -51,7 +51,9 @@ def run() -> None:
     for contestant in contestants:
         print(contestant.report())
     a, b = (statistics.median(contestant.seconds) for contestant in contestants)
-    print(f"{arguments.recipe} takes {a / b:.2f} times the step of {arguments.against} ({b / a:.2f} times its tokens/s)")
+    print(
+        f"{arguments.recipe} takes {a / b:.2f} times the step of {arguments.against} ({b / a:.2f} times its tokens/s)"
+    )
     load = loading_seconds(config)
     print(f"loading a batch: {load * 1e3:.2f} ms, {load / b:.2%} of a step of {arguments.against}")
 
@@ -78,7 +80,7 @@ class Contestant:
         self.engine = build_engine(self.config, pick_device(self.config.trainer.device))
         self.state = state_bytes(self.engine.model, self.engine.optimizer.state_dict())
 
-    def step(self, number: int, tokens, timed: bool) -> None:  # noqa: ANN001
+    def step(self, number: int, tokens, timed: bool) -> None:
         """One step; its time and peak memory count if `timed`."""
         import torch
 
@@ -103,10 +105,12 @@ class Contestant:
         tokens = self.config.trainer.global_batch_size * self.config.trainer.sequence_length
         deciles = statistics.quantiles(self.seconds, n=10)
         median = statistics.median(self.seconds)
+        share = self.engine.plan.blocks_fp8_share
         return (
-            f"{self.recipe:<12} {tokens / median:10,.0f} tokens/s ({tokens / deciles[-1]:,.0f} to {tokens / deciles[0]:,.0f}), "
-            f"step {median * 1e3:.0f} ms, state {self.state / 2**20:,.0f} MiB, step's peak above it {self.peak / 2**20:,.0f} MiB, "
-            f"{self.engine.plan.blocks_fp8_share:.0%} of the blocks' GEMM FLOPs in FP8"
+            f"{self.recipe:<12} {tokens / median:10,.0f} tokens/s "
+            f"({tokens / deciles[-1]:,.0f} to {tokens / deciles[0]:,.0f}), step {median * 1e3:.0f} ms, "
+            f"state {self.state / 2**20:,.0f} MiB, step's peak above it {self.peak / 2**20:,.0f} MiB, "
+            f"{share:.0%} of the blocks' GEMM FLOPs in FP8"
         )
 
 
@@ -132,7 +136,7 @@ def status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def loading_seconds(config) -> float:  # noqa: ANN001
+def loading_seconds(config) -> float:
     """Median time of one batch from the loader."""
     from trainer.data import Loader
     from trainer.data.bars import prepare_with_bars

@@ -13,9 +13,9 @@ _KEEP = 1 << 30  # bytes
 def tune_host(device: torch.device) -> None:
     """Settings for speed that change no result. Call it when the long-lived objects exist.
 
-    Python's collector need not look again at modules and models that stay (it took 4 % of a step). On a CPU under glibc, freed
-    memory stays with the process: each step's large buffers would else go back to the kernel and be zeroed anew (a quarter of
-    the time of a step of deepseek_tiny).
+    Python's collector need not look again at modules and models that stay (it took 4 % of a step). On a CPU under
+    glibc, freed memory stays with the process: each step's large buffers would else go back to the kernel and be zeroed
+    anew (a quarter of the time of a step of deepseek_tiny).
     """
     gc.collect()
     gc.freeze()

@@ -36,7 +36,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
-    """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each step.)"""
+    """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each
+    step.)"""
     kept = [*model.parameters(), *model.buffers()]
     kept += [t for layer in gemm_layers(model) if layer.operand is not None for t in layer.operand if t is not None]
     kept += [t for state in optimizer_state.values() for t in state.values()]

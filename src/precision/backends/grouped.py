@@ -1,8 +1,8 @@
 """Grouped matrix products of the reference backend: each group's rows with a matrix of its own.
 
-On a GPU, torch's grouped GEMM, with offsets that stay on the device. On a CPU that one multiplies group by group, and oneDNN
-generates code for each new number of rows, which costs more than the product itself: so there, groups are multiplied in slices of
-few different sizes. These are opaque operators, so that compiled graphs compute the same bits.
+On a GPU, torch's grouped GEMM, with offsets that stay on the device. On a CPU that one multiplies group by group, and
+oneDNN generates code for each new number of rows, which costs more than the product itself: so there, groups are
+multiplied in slices of few different sizes. These are opaque operators, so that compiled graphs compute the same bits.
 
 R rows, G groups; offsets [G] int32: where each group's rows end, the last is R.
 """
