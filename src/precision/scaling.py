@@ -62,11 +62,6 @@ class Slot:
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
 
-    def record(self, amax: Tensor) -> None:
-        """Raise the step's amax to at least `amax`; NaN sticks."""
-        assert self.amax is not None, "precision.bind(model, ...) has not been called"
-        record_amax(self.amax, amax)
-
 
 def record_amax(row: Tensor, amax: Tensor) -> None:
     """Raise an arena row (a view) to at least `amax`; NaN sticks."""
@@ -133,16 +128,6 @@ class ScalingArena:
         pushed = torch.cat([self.amax[:, None], self.history[:, :-1]], dim=1)
         self.history.copy_(torch.where(ok, pushed, self.history))
         self._update_scale()
-
-    def first_nonfinite(self) -> str | None:
-        """Name of the first row of the step whose amax is not finite: the earliest forward, else the latest backward.
-
-        Copies from the device: call it for a step that was dropped.
-        """
-        bad = [name for name, finite in zip(self.names, torch.isfinite(self.amax).tolist(), strict=True) if not finite]
-        forward = [name for name in bad if not name.endswith(":grad")]
-        backward = [name for name in bad if name.endswith(":grad")]
-        return forward[0] if forward else backward[-1] if backward else None
 
     def state_dict(self) -> dict[str, Tensor | list[str]]:
         """For the checkpoint: the histories, and the names that say what their rows are. Scales follow from them."""

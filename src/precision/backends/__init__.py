@@ -7,7 +7,7 @@ are the cumulative ends of each group's rows, None for a plain linear):
     quantize_weight(w [N, K] | [G, N, K], scale_row, amax, fmt, recipe) -> WeightOperand
     forward(x, x_inv, weight, offsets, recipe)     -> y  [R, N]     = x w^T
     dgrad(dy, dy_inv, weight, offsets, recipe)     -> dx [R, K]     = dy w
-    wgrad(dy_exact, dy, dy_inv, x, x_inv, offsets, groups, recipe) -> dw [N, K] | [G, N, K] = dy^T x
+    wgrad(dy_exact, dy, dy_inv, x, x_inv, offsets, recipe) -> dw [N, K] | [G, N, K] = dy^T x
 
 `scale_inv` None marks an operand that is not quantised. `reference` is the definition of right; others are tested
 against it.
