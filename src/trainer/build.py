@@ -23,7 +23,7 @@ from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import parallelize
 from trainer.recovery import StepGuard
-from trainer.rundir import Note, RunDir, find_checkpoint
+from trainer.rundir import Note, RunDir, check_place, find_checkpoint
 from trainer.sinks import Sinks
 
 
@@ -104,6 +104,7 @@ class Parts:
 
 def build(config: Config, overrides: list[str]) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
+    check_place(config.run)
     t, notes = config.trainer, []
     engine = build_engine(config, pick_device(t.device))
     if config.run.init_from is not None:

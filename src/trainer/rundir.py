@@ -47,7 +47,7 @@ from trainer.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.config import Config, RunConfig
 
 Check = Callable[[dict[str, Any], Path], None]
 """Called with (meta, path) of the checkpoint to go on from; raises ValueError if this config cannot go on from it."""
@@ -174,6 +174,12 @@ class RunDir:
             if path.exists() and path.read_text() != text:
                 path.rename(_unused(path.with_stem(f"{path.stem}.before_step_{step:08d}")))
             _replace(path, text.encode())
+
+
+def check_place(run: "RunConfig") -> None:
+    """What `RunDir.open` would refuse because of the folder alone, before anything takes time. Writes nothing."""
+    if run.name is not None or run.resume != "never":  # an unnamed new run gets a folder that nobody has
+        _locate(Path(run.dir), run.name, run.resume, "")
 
 
 def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:

@@ -243,3 +243,14 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
     other.parts.close(None)
     with pytest.raises(ValueError, match=r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"):
         Trainer(config(f"run.init_from={run}", "model.hidden_size=32"))
+
+
+def test_a_place_that_is_refused_is_refused_before_data_is_prepared(config: Configs, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"run\.resume=auto: which run"):
+        Trainer(config("run.resume=auto", f"data.cache_dir={cache}"))
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "config.yaml").touch()
+    with pytest.raises(ValueError, match=r"run\.name=taken: .* exists"):
+        Trainer(config("run.name=taken", f"data.cache_dir={cache}"))
+    assert not cache.exists()
