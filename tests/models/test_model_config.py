@@ -47,7 +47,7 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({**SOFTMAX, "num_expert_groups": 2}, "num_expert_groups=2: softmax has no groups; set 1, or model.router_sco"),
         ({**SOFTMAX, "router_bias_update_rate": 0.1}, "router_bias_update_rate=0.1: softmax has no bias"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: RoPE rotates pairs; set an even number"),
-        ({"num_dense_layers": 5}, "num_dense_layers=5: there are 4 blocks; set at most"),
+        ({"num_dense_layers": 5}, "num_dense_layers=5: there are 3 blocks; set at most"),
         ({"num_layers": 0}, "num_layers=0: out of range; set at least 1"),
         ({"num_expert_groups": 0}, "num_expert_groups=0: out of range; set at least 1"),
         ({"num_shared_experts": 0}, "num_shared_experts=0: out of range; set at least 1"),

@@ -92,7 +92,7 @@ MISTAKES = {
     "model.num_experts_per_token=9": "model.num_experts_per_token=9: there are 8 experts",
     "trainer.microbatch_size=5": "trainer.microbatch_size=5: it does not divide trainer.global_batch_size=",
     "model.moe_intermediate_size=100 +recipe=fp8_jit": "cannot run in FP8",
-    "++precision.rules.last_blocks=9": "precision.rules.last_blocks=9: the model has 4 blocks",
+    "++precision.rules.last_blocks=9": "precision.rules.last_blocks=9: the model has 3 blocks",
     # what Hydra cannot read
     "fp8_delayed": "fp8_delayed: cannot be read as KEY=VALUE",
     "run.name=(": "run.name=(: cannot be read as KEY=VALUE",
