@@ -17,6 +17,7 @@ def tune_host(device: torch.device) -> None:
     glibc, freed memory stays with the process: each step's large buffers would else go back to the kernel and be zeroed
     anew (a quarter of the time of a step of deepseek_tiny).
     """
+    gc.unfreeze()  # what an earlier run in this process left is garbage by now
     gc.collect()
     gc.freeze()
     if device.type == "cpu" and sys.platform == "linux":
