@@ -44,6 +44,8 @@ class BackendChoice(Enum):
 
     auto = "auto"
     reference = "reference"
+    cuda = "cuda"
+    transformer_engine = "transformer_engine"
 
 
 @dataclass

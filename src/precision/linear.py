@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from precision.backends import get_backend
-from precision.backends.reference import WeightOperand
+from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.operand import Operand
 from precision.plan import GemmRecipe, GemmRow
 from precision.scaling import Slot
@@ -61,16 +60,16 @@ class _Gemms(torch.autograd.Function):
         backend = get_backend(recipe.backend)
         exact = grads[0].reshape(-1, grads[0].shape[-1])
         if recipe.is_fp8:
-            dy, dy_inv = backend.quantize(exact, ctx.grad_scale, ctx.grad_amax, recipe.grad, recipe)
+            dy = backend.quantize_grad(exact, ctx.grad_scale, ctx.grad_amax, recipe)
         else:
-            exact = dy = exact.to(recipe.grad.dtype)
-            dy_inv = None
+            exact = exact.to(recipe.grad.dtype)
+            dy = GradOperand(exact, exact)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = backend.dgrad(dy, dy_inv, WeightOperand(w, w_inv, w_t, w_t_inv), offsets, recipe)
+            dx = backend.dgrad(dy, WeightOperand(w, w_inv, w_t, w_t_inv), offsets, recipe)
             dx = dx.to(ctx.carrier_dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = backend.wgrad(exact, dy, dy_inv, x, x_inv, offsets, recipe).to(ctx.weight_dtype)
+            dw = backend.wgrad(dy, x, x_inv, offsets, recipe).to(ctx.weight_dtype)
         return dx, dw, *(None,) * 10
 
 
@@ -107,20 +106,17 @@ class _GemmLayer(nn.Module):
     @torch.no_grad()
     def refresh_weight(self) -> None:
         """Make the compute weight from the master, in place where it exists, and record its amax."""
-        exact = self.weight.detach().to(torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype)
+        master = self.weight.detach()
+        out = self.operand if self.operand is not None and self.operand.data.device == master.device else None
         if self.weight_slot is not None:
             scale, amax = self.weight_slot.scale, self.weight_slot.amax
             assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
             backend = get_backend(self.recipe.backend)
-            fresh = backend.quantize_weight(exact, scale, amax, self.recipe.input, self.recipe)
+            self.operand = backend.quantize_weight(master, scale, amax, self.recipe.input, self.recipe, out)
+        elif out is None or out.data.data_ptr() == master.data_ptr():
+            self.operand = WeightOperand(master.to(self.recipe.input.dtype))
         else:
-            fresh = WeightOperand(exact)
-        if self.operand is None or self.operand.data.device != fresh.data.device:
-            self.operand = fresh
-        else:
-            for old, new in zip(self.operand, fresh, strict=True):
-                if old is not None and new is not None and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+            out.data.copy_(master)
         self.operand_version = self.weight._version
 
     def _gemms(self, x: Tensor | Operand, offsets: Tensor | None) -> Tensor:

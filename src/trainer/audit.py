@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import DeepSeek
 from precision import GemmRow, Plan, ScalingArena, begin_step, gemm_layers
-from precision.backends import replaced
-from precision.backends.reference import BLOCK, ReferenceBackend, WeightOperand
+from precision.backends import GradOperand, WeightOperand, replaced
+from precision.backends.reference import BLOCK, ReferenceBackend
 from precision.formats import BY_NAME
 from precision.linear import GroupedLinear, Linear
 from precision.plan import GemmRecipe
@@ -90,30 +90,21 @@ class _Gemms(ReferenceBackend):
         )
         return y
 
-    def dgrad(
-        self, dy: Tensor, dy_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
-    ) -> Tensor:
-        dx = super().dgrad(dy, dy_inv, weight, offsets, recipe)
+    def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
+        dx = super().dgrad(dy, weight, offsets, recipe)
         self.latest, layer = self._by_address[weight.data.data_ptr()]
-        self._seen.note(f"{self.latest}/grad", dy.dtype)
-        self._note_scales(dy_inv, weight.scale_inv, layer.grad_slot)
+        self._seen.note(f"{self.latest}/grad", dy.data.dtype)
+        self._note_scales(dy.scale_inv, weight.scale_inv, layer.grad_slot)
         w, w_inv = (weight.data, weight.scale_inv) if weight.data_t is None else (weight.data_t, weight.scale_inv_t)
-        self._note_sums(dx, dy, dy_inv, w, None if w_inv is None else _wide(w_inv), offsets)
+        self._note_sums(dx, dy.data, dy.scale_inv, w, None if w_inv is None else _wide(w_inv), offsets)
         return dx
 
     def wgrad(
-        self,
-        dy_exact: Tensor,
-        dy: Tensor,
-        dy_inv: Tensor | None,
-        x: Tensor,
-        x_inv: Tensor | None,
-        offsets: Tensor | None,
-        recipe: GemmRecipe,
+        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        self._seen.note(f"{self.latest}/grad", dy.dtype)
+        self._seen.note(f"{self.latest}/grad", dy.data.dtype)
         self._seen.note(f"{self.latest}/saved", x.dtype)
-        return super().wgrad(dy_exact, dy, dy_inv, x, x_inv, offsets, recipe)
+        return super().wgrad(dy, x, x_inv, offsets, recipe)
 
     def _note_scales(self, inv: Tensor | None, w_inv: Tensor | None, slot: Slot | None) -> None:
         """How the left operand is scaled, told from its scales and its weight's."""

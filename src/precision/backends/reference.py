@@ -20,13 +20,14 @@ over N: row scales of w would vary along it, so `row` keeps a second cast of w w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from precision.backends import grouped
+from precision.backends.interface import GradOperand, WeightOperand
 from precision.config import Granularity
 from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
@@ -35,17 +36,6 @@ if TYPE_CHECKING:
     from precision.plan import GemmRecipe
 
 BLOCK = 128
-
-
-class WeightOperand(NamedTuple):
-    """A weight ready for its GEMMs. data [(G,) N, K]; scale_inv None if not quantised, else [], [G], [(G,) N, 1] or
-    [(G,) ceil(N/128), ceil(K/128)]. The *_t pair is the copy that the input gradient reads where it needs scales of its
-    own ([(G,) 1, K])."""
-
-    data: Tensor
-    scale_inv: Tensor | None = None
-    data_t: Tensor | None = None
-    scale_inv_t: Tensor | None = None
 
 
 class ReferenceBackend:
@@ -71,10 +61,31 @@ class ReferenceBackend:
         scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
         return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], -1)
 
+    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
+        """dy [R, N] in FP8; wgrad makes what it needs of `exact` and `data`."""
+        return GradOperand(dy, *self.quantize(dy, scale_row, amax_row, recipe.grad, recipe))
+
     def quantize_weight(
+        self,
+        master: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        out: WeightOperand | None,
+    ) -> WeightOperand:
+        """FP8 of BF16(master) [N, K], or of a stack [G, N, K] with scales of its own for each expert."""
+        fresh = self._quantize_weight(master.to(torch.bfloat16), scale_row, amax_row, fmt, recipe)
+        if out is None:
+            return fresh
+        for old, new in zip(out, fresh, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)
+        return out
+
+    def _quantize_weight(
         self, w: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> WeightOperand:
-        """FP8 of a compute weight [N, K], or of a stack [G, N, K] with scales of its own for each expert."""
         scaling = recipe.scaling
         amax = _amax_along(w, (-2, -1)).view(scale_row.shape)
         record_amax(amax_row, amax)
@@ -98,39 +109,33 @@ class ReferenceBackend:
         """y [R, N] in recipe.output's dtype."""
         return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=True)
 
-    def dgrad(
-        self, dy: Tensor, dy_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
-    ) -> Tensor:
+    def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
         """dx [R, K] in recipe.output's dtype."""
         if weight.data_t is not None:
-            return self._nt(dy, dy_inv, weight.data_t, weight.scale_inv_t, offsets, recipe, transpose=False)
-        return self._nt(dy, dy_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
+            return self._nt(dy.data, dy.scale_inv, weight.data_t, weight.scale_inv_t, offsets, recipe, transpose=False)
+        return self._nt(dy.data, dy.scale_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
 
     def wgrad(
-        self,
-        dy_exact: Tensor,
-        dy: Tensor,
-        dy_inv: Tensor | None,
-        x: Tensor,
-        x_inv: Tensor | None,
-        offsets: Tensor | None,
-        recipe: GemmRecipe,
+        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
         """dw [N, K], or [G, N, K] for offsets [G]: BF16 (FP32 for FP32 operands), on its way into an FP32 sum."""
-        if dy_inv is None or x_inv is None:
-            return _matmul_over_rows(dy, x, offsets)
+        if dy.scale_inv is None or x_inv is None:
+            return _matmul_over_rows(dy.data, x, offsets)
         scaling = recipe.scaling
         if scaling.granularity is Granularity.tensor:
-            factor = (dy_inv * x_inv).to(torch.float32)
-            return _matmul_over_rows(fp8_values(dy), fp8_values(x), offsets).to(torch.float32).mul_(factor)
+            factor = (dy.scale_inv * x_inv).to(torch.float32)
+            return _matmul_over_rows(fp8_values(dy.data), fp8_values(x), offsets).to(torch.float32).mul_(factor)
         x_read = _dequantize(x, x_inv, 1, recipe)
         if scaling.granularity is Granularity.row:
-            dy_read = _dequantize(dy, dy_inv, 1, recipe)
-            read = [_recast_under_largest(t, inv, t8) for t, inv, t8 in ((dy_read, dy_inv, dy), (x_read, x_inv, x))]
+            dy_read = _dequantize(dy.data, dy.scale_inv, 1, recipe)
+            read = [
+                _recast_under_largest(t, inv, t8)
+                for t, inv, t8 in ((dy_read, dy.scale_inv, dy.data), (x_read, x_inv, x))
+            ]
             return _matmul_over_rows(read[0], read[1], offsets)
         tile = _row_tiles(x.shape[0], offsets, x.device)
         x_tiles = _cast_in_row_tiles(x_read, tile, recipe.input, recipe)
-        dy_tiles = _cast_in_row_tiles(dy_exact, tile, recipe.grad, recipe)
+        dy_tiles = _cast_in_row_tiles(dy.exact, tile, recipe.grad, recipe)
         return _matmul_over_rows(dy_tiles, x_tiles, offsets)
 
     def _nt(

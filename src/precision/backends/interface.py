@@ -1,0 +1,87 @@
+"""What a backend is: who computes a GEMM, and the operands that pass through its door.
+
+Shapes: R rows, K in features, N out features, G groups; offsets [G] int32 are the cumulative ends of each group's rows,
+None for a plain linear. `scale_inv` None marks an operand that is not quantised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from precision.formats import Format
+
+if TYPE_CHECKING:
+    from precision.plan import GemmRecipe
+
+
+class WeightOperand(NamedTuple):
+    """A weight ready for its GEMMs. data [(G,) N, K]; scale_inv None if not quantised, else [], [G], [(G,) N, 1] or
+    [(G,) ceil(N/128), ceil(K/128)].
+
+    The *_t pair is what the input gradient reads where it needs a copy of its own, of the same shape: because row
+    scales would vary along its sum ([(G,) 1, K] then), or because the tensor cores want the other order in memory.
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    data_t: Tensor | None = None
+    scale_inv_t: Tensor | None = None
+
+
+class GradOperand(NamedTuple):
+    """An output gradient dy [R, N] ready for its two GEMMs: data and scale_inv for dgrad; the *_t pair, if the backend
+    makes one, for wgrad, which sums over rows. exact: dy as it came, or in the format of a GEMM that is not quantised.
+    """
+
+    exact: Tensor
+    data: Tensor
+    scale_inv: Tensor | None = None
+    data_t: Tensor | None = None
+    scale_inv_t: Tensor | None = None
+
+
+class Backend(Protocol):
+    """Who serves the GEMMs of a plan row. `reference` is the definition of right; others are tested against it."""
+
+    name: str
+
+    def quantize(
+        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data of x's shape [..., K] and its inverse scales; records the amax."""
+        ...
+
+    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
+        """An output gradient [R, N] for both of its GEMMs; records the amax."""
+        ...
+
+    def quantize_weight(
+        self,
+        master: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        out: WeightOperand | None,
+    ) -> WeightOperand:
+        """FP8 of BF16(master) [N, K], or of a stack [G, N, K] with scales of its own for each expert; in the memory of
+        `out` if given."""
+        ...
+
+    def forward(
+        self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """y [R, N] = x w^T in recipe.output's dtype."""
+        ...
+
+    def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
+        """dx [R, K] = dy w in recipe.output's dtype."""
+        ...
+
+    def wgrad(
+        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """dw [N, K], or [G, N, K] for offsets [G], = dy^T x: FP32, or BF16 on its way into an FP32 sum."""
+        ...
