@@ -2,8 +2,9 @@
 
 A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the fused AdamW as
 `found_inf`, which leaves parameters, moments and step counts as they were when it is 1, and the schedule reads the
-number of *committed* steps, a tensor. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the
-router.
+number of *committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies as its
+`grad_scale` (both attributes are what torch.amp.GradScaler sets): no pass of its own over the gradients. Weight decay
+(decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
 """
 
 import math
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
 
-# What torch.nn.utils.clip_grad_norm_ is made of, here in two steps: the verdict on a step needs every single norm.
-foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+# What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 class LearningRate:
@@ -83,17 +84,15 @@ class Optimizer:
         """L2 norm of all master weights, 0-d FP32."""
         return torch.stack(foreach_norm(list(self._named.values()))).norm().detach()
 
-    def clip(self, norm: Tensor) -> None:
-        """Scale all gradients so that their global norm is at most `clip` (null: leave them); `norm` is what it is
-        now."""
-        if self._clip is not None:
-            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-            foreach_mul_([p.grad for p in self._named.values() if p.grad is not None], factor)
+    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
+        """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.
 
-    def step(self, ok: Tensor, committed: Tensor) -> Tensor:
-        """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d."""
+        norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
+        """
         self._lr.copy_(self.schedule.at(committed))
-        self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]  (what torch.amp.GradScaler sets, too)
+        self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        clipped = norm is not None and self._clip is not None
+        self._adamw.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0) if clipped else None  # type: ignore[attr-defined]
         self._adamw.step()
         return self._lr
 

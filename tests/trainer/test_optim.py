@@ -79,24 +79,42 @@ def test_a_dropped_step_changes_no_bit() -> None:
     before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, math.nan)
-    norm = optimizer.grad_norms().norm()
-    optimizer.clip(norm)
-    optimizer.step(torch.tensor(False), torch.tensor(1))
+    optimizer.step(torch.tensor(False), torch.tensor(1), optimizer.grad_norms().norm())
     after = dict(model.state_dict()), optimizer.state_dict()
     assert all(torch.equal(after[0][name], tensor) for name, tensor in before[0].items())
     assert all(torch.equal(after[1][n][k], t) for n, state in before[1].items() for k, t in state.items())
 
 
-def test_clipping_takes_the_global_norm() -> None:
+@pytest.mark.parametrize("times", [1e-3, 1.0, 1e3])
+def test_clipping_takes_the_global_norm(times: float) -> None:
+    """Against clip_grad_norm_ and an unclipped step: norms far below, near and far above the clip of 1."""
+    config = replace(CONFIG, eps=1.0)  # large: AdamW would else divide the gradients' size out again
+    model, optimizer = model_and_optimizer(config)
+    twin, plain = model_and_optimizer(replace(config, clip=None))
+    for committed in range(3):
+        for m in (model, twin):
+            (times * m(torch.ones(2, 4)).square().sum()).backward()
+        norm = optimizer.grad_norms().norm()
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        torch.testing.assert_close(norm, expected)
+        optimizer.step(torch.tensor(True), torch.tensor(committed), norm)
+        plain.step(torch.tensor(True), torch.tensor(committed))
+        optimizer.zero_grad()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for name, state in optimizer.state_dict().items():
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, plain.state_dict()[name][key])
+
+
+def test_a_small_norm_changes_no_bit() -> None:
     model, optimizer = model_and_optimizer()
-    backward(model)
-    norm = optimizer.grad_norms().norm()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    torch.testing.assert_close(norm, expected)
-    optimizer.clip(norm)
-    torch.testing.assert_close(optimizer.grad_norms().norm(), torch.tensor(1.0))
-    optimizer.clip(torch.tensor(0.5))
-    torch.testing.assert_close(optimizer.grad_norms().norm(), torch.tensor(1.0))  # a small norm is left alone
+    twin, plain = model_and_optimizer(replace(CONFIG, clip=None))
+    for m, o in ((model, optimizer), (twin, plain)):
+        backward(m)
+        o.step(torch.tensor(True), torch.tensor(0), torch.tensor(0.5))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_state_goes_round() -> None:
