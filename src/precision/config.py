@@ -190,6 +190,8 @@ class PrecisionConfig:
     """Name of the recipe, for the plan and the run folder."""
     backend: BackendChoice = BackendChoice.auto
     """Which implementation serves the GEMMs."""
+    never_slower: bool = False
+    """Leave an op in BF16 where the table of measured rates says that FP8 is slower on this GPU."""
     table: Table = field(default_factory=Table)
     """One decision an op."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)

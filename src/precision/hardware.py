@@ -1,0 +1,26 @@
+"""Which GPU computes: what the choice of backends depends on."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """name: as the driver gives it (`NVIDIA H200`). capability: major and minor, (9, 0) for Hopper."""
+
+    name: str
+    capability: tuple[int, int]
+
+    @property
+    def sm(self) -> str:
+        """The architecture as compilers write it: sm_90."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+def detect(device: torch.device | str) -> Gpu | None:
+    """The GPU behind a device; None for a CPU, and where torch sees no GPU."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

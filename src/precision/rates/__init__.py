@@ -1,0 +1,5 @@
+"""Measured rates: how long each backend takes for a GEMM on a GPU that somebody measured. See `rates.table`."""
+
+from precision.rates.table import Entry, RateTable, load_rates, record
+
+__all__ = ["Entry", "RateTable", "load_rates", "record"]

@@ -1,0 +1,106 @@
+"""The table behind `precision.backend=auto` and `precision.never_slower`: one YAML file a GPU, in this folder.
+
+    gpu: NVIDIA H200                 the name that torch.cuda.get_device_name() gives
+    command: null                    what measured the entries, and at which commit; null while there are none
+    commit: null
+    entries:
+      - {kind: linear, scaling: delayed/tensor, shape: [N, K, groups], rows: R, ms: {bf16: a, cuda: b, ...}}
+
+| key | what |
+| --- | --- |
+| `kind` | linear (one weight) or grouped (one a group of rows) |
+| `scaling` | method/granularity of `precision.scaling`: delayed/tensor, current/tensor, current/row, current/block |
+| `shape` | out features, in features, groups (1 for a linear) |
+| `rows` | rows of x in one call: tokens of a microbatch; for experts tokens times the number chosen |
+| `ms` | milliseconds of one forward and backward, casts counted in, by what ran: `bf16`, `cuda`, `transformer_engine` |
+
+Only entries of the same kind and scaling are compared. A shape that was not measured takes the nearest one that was:
+the least sum of |log ratio| over out features, in features, groups and rows (rows only where they are known). The first
+of equals wins.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(__file__).parent
+KINDS = ("linear", "grouped")
+SCALINGS = ("delayed/tensor", "current/tensor", "current/row", "current/block")
+RUNS = ("bf16", "cuda", "transformer_engine")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measured GEMM layer; see the module docstring. ms: milliseconds by what ran."""
+
+    kind: str
+    scaling: str
+    shape: tuple[int, int, int]
+    rows: int
+    ms: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("kind", self.kind, KINDS), ("scaling", self.scaling, SCALINGS)):
+            if value not in known:
+                raise ValueError(f"{key}={value}: no {key} of the rate table; use {', '.join(known)}")
+        if len(self.shape) != 3 or min(*self.shape, self.rows) < 1:
+            raise ValueError(f"shape={list(self.shape)}, rows={self.rows}: want [N, K, groups] and rows, 1 or more")
+        unknown = sorted(set(self.ms) - set(RUNS))
+        if unknown or not self.ms:
+            raise ValueError(f"ms={dict(self.ms)}: want milliseconds of {', '.join(RUNS)}, of one at least")
+        if not all(0 < value < math.inf for value in self.ms.values()):
+            raise ValueError(f"ms={dict(self.ms)}: a time is a number above 0")
+
+    def distance(self, shape: tuple[int, int, int], rows: int | None) -> float:
+        """How far a shape is from this one; 0: the same. rows None: not compared."""
+        pairs = [*zip(self.shape, shape, strict=True), *([(self.rows, rows)] if rows is not None else [])]
+        return sum(abs(math.log(a / b)) for a, b in pairs)
+
+
+class RateTable:
+    """The entries of one GPU."""
+
+    def __init__(self, entries: Collection[Entry]):
+        self._entries = list(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def nearest(
+        self, kind: str, scaling: str, shape: tuple[int, int, int], rows: int | None, runs: Collection[str]
+    ) -> Entry | None:
+        """The nearest entry of that kind and scaling that has a time for one of `runs`; None if there is none."""
+        same = [
+            entry
+            for entry in self._entries
+            if (entry.kind, entry.scaling) == (kind, scaling) and any(run in entry.ms for run in runs)
+        ]
+        return min(same, key=lambda entry: entry.distance(shape, rows), default=None)
+
+
+def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
+    """The table of a GPU by its name; without entries if nobody measured it. ValueError for a file that is wrong."""
+    for path in sorted(folder.glob("*.yaml")):
+        content = yaml.safe_load(path.read_text())
+        if content.get("gpu") == gpu:
+            return RateTable([_entry(raw, path) for raw in content["entries"]])
+    return RateTable([])
+
+
+def record(kind: str, scaling: str, shape: tuple[int, int, int], rows: int, ms: Mapping[str, float]) -> str:
+    """The line of a measurement, to be put under `entries`. Times are kept to four digits. ValueError if it is none."""
+    times = {run: float(f"{ms[run]:.4g}") for run in sorted(ms, key=lambda run: RUNS.index(run) if run in RUNS else 99)}
+    entry = Entry(kind, scaling, (shape[0], shape[1], shape[2]), rows, times)
+    words = ", ".join(f"{run}: {value}" for run, value in entry.ms.items())
+    n, k, groups = entry.shape
+    return f"  - {{kind: {kind}, scaling: {scaling}, shape: [{n}, {k}, {groups}], rows: {rows}, ms: {{{words}}}}}"
+
+
+def _entry(raw: dict, path: Path) -> Entry:
+    try:
+        return Entry(raw["kind"], raw["scaling"], tuple(raw["shape"]), raw["rows"], raw["ms"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path.name}: {raw}: {error}; correct the entry") from error
