@@ -1,0 +1,362 @@
+"""Casting into FP8, with the transposed copy that the weight gradient reads, and transposing what is FP8 already.
+
+The tensor cores want both factors of a product contiguous along the sum. The weight gradient dy^T x sums over rows, so
+it reads dy^T [N, R'] and x^T [K, R'], where R' is R rounded up to a multiple of 128 with zeros. dy is read once and
+written twice; x is transposed in the backward pass, from the FP8 numbers that were kept.
+
+What the transposed copy is scaled by must not vary along rows:
+
+    TENSOR  as it is: one scale
+    ROW     cast again under the largest scale of its rows (powers of two: exact but for underflow)
+    BLOCK   tiles of 128 rows x 1 column: dy from the exact numbers, x from its FP8 numbers
+
+Scales of 1 x 128 blocks are stored [C / 128, R] and those of 128 x 1 tiles [R' / 128, C]: contiguous along what a tile
+of a product reads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.kernels.common import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    Cast,
+    abs_bits,
+    amax_along,
+    as_bits,
+    as_bytes,
+    as_words,
+    byte,
+    inverse,
+    is_known,
+    padded_rows,
+    row_warps,
+    scale_of,
+    tensor_scale,
+    to_fp8,
+    unbyte,
+)
+
+
+@triton.jit
+def _tensor_kernel(
+    x, y, scale_row, own, amax, inv, n,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    AMAX_ONLY: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Elementwise cast under one scale; AMAX_ONLY: amax into `own`."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    if AMAX_ONLY:
+        if not is_known(scale_row, DELAYED):
+            tl.atomic_max(own, tl.max(abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)), 0))
+    else:
+        scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+        v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
+        tl.store(y + i, to_fp8(v * scale, F8, LIMIT), mask=i < n)
+        tl.atomic_max(amax, tl.max(abs_bits(v), 0))
+        if tl.program_id(0) == 0:
+            tl.store(inv, inverse(scale))
+
+
+@triton.jit
+def _tensor_transposed_kernel(
+    x, y, yt, scale_row, own, amax, inv, R, C, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """x [R, C] -> y [R, C] and y^T [C, 4 R4] (seen as words), zeros beyond R."""
+    r4 = tl.program_id(1) * (BR // 4) + tl.arange(0, BR // 4)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+    largest = tl.zeros((BR // 4, BC), tl.int32)
+    words = tl.zeros((BR // 4, BC), tl.int32)
+    for i in tl.static_range(4):
+        r = (r4 * 4 + i).to(tl.int64)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
+        largest = tl.maximum(largest, abs_bits(v))
+        words |= byte(to_fp8(v * scale, F8, LIMIT), i)
+    for i in tl.static_range(4):
+        r = (r4 * 4 + i).to(tl.int64)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=inside)
+    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+    tl.atomic_max(amax, tl.max(largest))
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inv, inverse(scale))
+
+
+@triton.jit
+def _rows_kernel(
+    x, y, amax, inv, R, C,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Whole rows in registers: amax and cast in one pass."""
+    r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+    c = tl.arange(0, BC)
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
+    top = amax_along(v, 1)
+    scale = scale_of(top, LIMIT, HEADROOM, POW2)
+    tl.store(y + r[:, None] * C + c[None, :], to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
+    tl.store(inv + r, inverse(scale), mask=r < R)
+    tl.atomic_max(amax, tl.max(abs_bits(top)))
+
+
+@triton.jit
+def _block_part(x, r4, c, R, C, i: tl.constexpr):
+    r = (r4 * 4 + i).to(tl.int64)
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
+    return v, amax_along(v, 1)
+
+
+@triton.jit
+def _store_block_rows(
+    x8, scale, y, inv, r4, c, R, C, i: tl.constexpr
+):  # fmt: skip
+    r = (r4 * 4 + i).to(tl.int64)
+    tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
+    tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
+
+
+@triton.jit
+def column_tile(
+    v0, v1, v2, v3, yt, inv_t, r4, c, C, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Store the transposed copy of 128 rows under one scale a column; v_i [32, BC] holds rows 4 r4 + i."""
+    b01 = tl.maximum(tl.max(abs_bits(v0), 0), tl.max(abs_bits(v1), 0))
+    b23 = tl.maximum(tl.max(abs_bits(v2), 0), tl.max(abs_bits(v3), 0))
+    scale = scale_of(tl.maximum(b01, b23).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+    words = byte(to_fp8(v0 * scale[None, :], F8, LIMIT), 0) | byte(to_fp8(v1 * scale[None, :], F8, LIMIT), 1)
+    words |= byte(to_fp8(v2 * scale[None, :], F8, LIMIT), 2) | byte(to_fp8(v3 * scale[None, :], F8, LIMIT), 3)
+    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+    tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale), mask=c < C)
+
+
+@triton.jit
+def _blocks_kernel(
+    x, y, yt, ends, amax, inv, inv_t, R, C, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """A tile of 128 x 128: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1 column. AGAIN: y^T is cast from y's numbers,
+    else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist."""
+    busy = True
+    if GROUPS > 0:
+        busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
+    if busy:
+        r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
+        c = tl.program_id(0) * 128 + tl.arange(0, 128)
+        v0, a0 = _block_part(x, r4, c, R, C, 0)
+        v1, a1 = _block_part(x, r4, c, R, C, 1)
+        v2, a2 = _block_part(x, r4, c, R, C, 2)
+        v3, a3 = _block_part(x, r4, c, R, C, 3)
+        s0 = scale_of(a0, LIMIT, HEADROOM, POW2)
+        s1 = scale_of(a1, LIMIT, HEADROOM, POW2)
+        s2 = scale_of(a2, LIMIT, HEADROOM, POW2)
+        s3 = scale_of(a3, LIMIT, HEADROOM, POW2)
+        if ROWS or AGAIN:
+            q0 = to_fp8(v0 * s0[:, None], F8, LIMIT)
+            q1 = to_fp8(v1 * s1[:, None], F8, LIMIT)
+            q2 = to_fp8(v2 * s2[:, None], F8, LIMIT)
+            q3 = to_fp8(v3 * s3[:, None], F8, LIMIT)
+            if ROWS:
+                _store_block_rows(q0, s0, y, inv, r4, c, R, C, 0)
+                _store_block_rows(q1, s1, y, inv, r4, c, R, C, 1)
+                _store_block_rows(q2, s2, y, inv, r4, c, R, C, 2)
+                _store_block_rows(q3, s3, y, inv, r4, c, R, C, 3)
+            if AGAIN:
+                v0 = q0.to(tl.float32) * inverse(s0)[:, None]
+                v1 = q1.to(tl.float32) * inverse(s1)[:, None]
+                v2 = q2.to(tl.float32) * inverse(s2)[:, None]
+                v3 = q3.to(tl.float32) * inverse(s3)[:, None]
+        top = tl.maximum(tl.maximum(abs_bits(a0), abs_bits(a1)), tl.maximum(abs_bits(a2), abs_bits(a3)))
+        tl.atomic_max(amax, tl.max(top))
+        if TRANSPOSED:
+            column_tile(v0, v1, v2, v3, yt, inv_t, r4, c, C, R4, F8, LIMIT, HEADROOM, POW2)
+
+
+@triton.jit
+def _transpose_part(
+    x, token, inv, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """Rows 4 r4 + i of x in FP8, and the factor that turns them into what is cast again."""
+    r = r4 * 4 + i
+    if GATHER:
+        t = tl.load(token + r)
+        live = t >= 0
+    else:
+        t = r
+        live = r < T
+    t = t.to(tl.int64)
+    x8 = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
+    factor = tl.full(t.shape, 1.0, tl.float32)
+    if MODE == ROW:
+        factor = tl.load(inv + t, mask=live, other=1.0)
+    if MODE == BLOCK:
+        factor = tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
+    return x8, factor
+
+
+@triton.jit
+def _transpose_kernel(
+    x, y, yt, token, ends, inv, inv_rows, inv_t, T, C, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    MODE: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """yt[c, r] = x[token(r), c] in scales that do not vary along r; ROWS: y[r, c] = x[token(r), c], too. Tiles of 128 x
+    128 (64 x 128 columns x rows cost the same)."""
+    if GATHER:
+        busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
+    else:
+        busy = True
+    if busy:
+        r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
+        c = tl.program_id(0) * 128 + tl.arange(0, 128)
+        q0, f0 = _transpose_part(x, token, inv, r4, c, T, C, 0, GATHER, MODE)
+        q1, f1 = _transpose_part(x, token, inv, r4, c, T, C, 1, GATHER, MODE)
+        q2, f2 = _transpose_part(x, token, inv, r4, c, T, C, 2, GATHER, MODE)
+        q3, f3 = _transpose_part(x, token, inv, r4, c, T, C, 3, GATHER, MODE)
+        words = byte(q0, 0) | byte(q1, 1) | byte(q2, 2) | byte(q3, 3)
+        if ROWS:
+            for i in tl.static_range(4):
+                r = (r4 * 4 + i).to(tl.int64)
+                f = f0 if i == 0 else (f1 if i == 1 else (f2 if i == 2 else f3))
+                tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=(c < C)[None, :])
+                if MODE == ROW:
+                    if tl.program_id(0) == 0:
+                        tl.store(inv_rows + r, f)
+                if MODE == BLOCK:
+                    tl.store(inv_rows + tl.program_id(0).to(tl.int64) * (R4 * 4) + r, f)
+        if MODE != TENSOR:
+            v0 = q0.to(tl.float32) * f0[:, None]
+            v1 = q1.to(tl.float32) * f1[:, None]
+            v2 = q2.to(tl.float32) * f2[:, None]
+            v3 = q3.to(tl.float32) * f3[:, None]
+            if MODE == BLOCK:
+                column_tile(v0, v1, v2, v3, yt, inv_t, r4, c, C, R4, F8, LIMIT, HEADROOM, POW2)
+            else:
+                scale = inverse(tl.load(inv_t))
+                words = byte(to_fp8(v0 * scale, F8, LIMIT), 0) | byte(to_fp8(v1 * scale, F8, LIMIT), 1)
+                words |= byte(to_fp8(v2 * scale, F8, LIMIT), 2) | byte(to_fp8(v3 * scale, F8, LIMIT), 3)
+        if MODE != BLOCK:
+            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+
+
+def cast(
+    x: Tensor, scale_row: Tensor, amax: Tensor, how: Cast, transposed: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """x [R, C] BF16 or FP32, contiguous -> FP8 data [R, C] and inverse scales; with `transposed` also data_t [C, R'] and
+    its inverse scales. Raises the arena row `amax`.
+
+    Inverse scales: TENSOR 0-d; ROW [R, 1]; BLOCK [R, C / 128] (a view of [C / 128, R]) and [R' / 128, C].
+    """
+    R, C = x.shape
+    new = {"device": x.device, "dtype": torch.float32}
+    y = torch.empty(R, C, device=x.device, dtype=how.fmt.dtype)
+    Rt = padded_rows(R)
+    yt = torch.empty(C, Rt, device=x.device, dtype=how.fmt.dtype) if transposed else None
+    constants = how.constants
+    if how.mode == TENSOR.value:
+        own, inv = torch.zeros(1, device=x.device, dtype=torch.int32), torch.empty((), **new)
+        common = scale_row, own, as_bits(amax), inv
+        size = 8192
+        grid = (max(1, triton.cdiv(x.numel(), size)),)
+        _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=True, SIZE=size, num_warps=8)
+        if yt is None:
+            _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=False, SIZE=size, num_warps=8)
+        else:
+            grid = (triton.cdiv(C, 128), Rt // 128)
+            _tensor_transposed_kernel[grid](
+                x, as_bytes(y), as_words(yt), *common, R, C, Rt // 4, **constants, BR=128, BC=128, num_warps=8
+            )
+        return y, inv, yt, inv if transposed else None
+    if how.mode == ROW.value:
+        inv = torch.empty(R, 1, **new)
+        width = triton.next_power_of_2(C)
+        rows = max(1, 4096 // width)
+        _rows_kernel[(triton.cdiv(R, rows),)](
+            x, y, as_bits(amax), inv, R, C, **constants, BR=rows, BC=width, num_warps=row_warps(width)
+        )
+        if not transposed:
+            return y, inv, None, None
+        yt, inv_t = transpose(y, inv, how)
+        return y, inv, yt, inv_t
+    return cast_blocks(x, amax, how, rows=True, transposed=transposed)
+
+
+def cast_blocks(
+    x: Tensor, amax: Tensor, how: Cast, rows: bool, transposed: bool, again: bool = False, ends: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`cast` with BLOCK scales, `rows` and `transposed` as wanted. again: the transposed copy is cast from the FP8
+    numbers (activations), not from x. ends [E]: where the experts' rows end; rows beyond the last do not exist."""
+    R, C = x.shape
+    new = {"device": x.device, "dtype": torch.float32}
+    blocks, Rt = triton.cdiv(C, 128), padded_rows(R)
+    y = torch.empty(R if rows else 0, C, device=x.device, dtype=how.fmt.dtype)
+    yt = torch.empty(C if transposed else 0, Rt, device=x.device, dtype=how.fmt.dtype)
+    inv = torch.empty(blocks, R if rows else 0, **new)
+    inv_t = torch.empty(Rt // 128 if transposed else 0, C, **new)
+    _blocks_kernel[(blocks, Rt // 128)](
+        x, y, as_words(yt), ends if ends is not None else inv, as_bits(amax), inv, inv_t, R, C, Rt // 4,
+        **how.constants, GROUPS=0 if ends is None else ends.shape[0], ROWS=rows, TRANSPOSED=transposed, AGAIN=again,
+        num_warps=8,
+    )  # fmt: skip
+    return y, inv.t(), yt if transposed else None, inv_t if transposed else None
+
+
+def transpose(x8: Tensor, inv: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
+    """FP8 x8 [R, C] with inverse scales as from `cast` -> data_t [C, R'] and its inverse scales: 0-d, or [R' / 128, C]
+    for BLOCK."""
+    R, C = x8.shape
+    Rt = padded_rows(R)
+    yt = torch.empty(C, Rt, device=x8.device, dtype=x8.dtype)
+    inv_t = transposed_scales(inv, Rt, C, how)
+    _transpose_kernel[(triton.cdiv(C, 128), Rt // 128)](
+        x8, x8, as_words(yt), x8, x8, inv, inv, inv_t, R, C, Rt // 4,
+        **how.constants, MODE=how.mode, GROUPS=1, GATHER=False, ROWS=False, num_warps=8,
+    )  # fmt: skip
+    return yt, inv_t
+
+
+def gather_transposed(
+    x8: Tensor, inv: Tensor, token: Tensor, ends: Tensor, how: Cast, rows: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """The same for rows in the experts' order: x8 [T, C], token [R'] int32 (-1: padding), ends [E] int32 (multiples of
+    128) -> data [R', C] and its inverse scales (if `rows`), data_t [C, R'] and its inverse scales. Rows beyond the last
+    end are not written."""
+    (T, C), R = x8.shape, token.shape[0]
+    yt = torch.empty(C, R, device=x8.device, dtype=x8.dtype)
+    y = torch.empty(R, C, device=x8.device, dtype=x8.dtype) if rows else None
+    inv_t = transposed_scales(inv, R, C, how)
+    inv_rows = None if not rows else gathered_scales(inv, R, how)
+    _transpose_kernel[(triton.cdiv(C, 128), R // 128)](
+        x8, as_bytes(y) if y is not None else x8, as_words(yt), token, ends, inv,
+        inv_rows if inv_rows is not None else inv, inv_t, T, C, R // 4,
+        **how.constants, MODE=how.mode, GROUPS=ends.shape[0], GATHER=True, ROWS=rows, num_warps=8,
+    )  # fmt: skip
+    return y, inv_rows.t() if inv_rows is not None and how.mode == BLOCK.value else inv_rows, yt, inv_t
+
+
+def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor:
+    """Inverse scales of a transposed operand: known (TENSOR, ROW), or memory for them (BLOCK)."""
+    if how.mode == TENSOR.value:
+        return inv
+    if how.mode == ROW.value:
+        return inv.amax() if inv.numel() else inv.new_ones(())
+    return torch.empty(rows // 128, columns, device=inv.device, dtype=torch.float32)
+
+
+def gathered_scales(inv: Tensor, rows: int, how: Cast) -> Tensor:
+    """Memory for the inverse scales of gathered rows, as the kernels write them ([C / 128, R'] for BLOCK)."""
+    if how.mode == TENSOR.value:
+        return inv
+    shape = (rows, 1) if how.mode == ROW.value else (inv.shape[1], rows)
+    return torch.empty(shape, device=inv.device, dtype=torch.float32)
+

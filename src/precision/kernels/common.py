@@ -1,0 +1,199 @@
+"""What the kernels share: scales and casts as `precision.scaling` and `precision.formats` define them, and transposition.
+
+Scale of a tensor, by MODE:
+
+    TENSOR  one. Delayed: the arena's row; where that is 0 (no history), and always with current scaling, from the
+            tensor's own amax, which a first launch (AMAX_ONLY) has left in `own`. With a history that launch returns
+            at once, so the host need not know which case it is.
+    ROW     one a row, from the row itself, which is in registers: one pass
+    BLOCK   one for 128 values of a row (and for 128 rows of a column, where an operand is summed over rows)
+
+Amaxes are taken on the bits of |x| as integers: these sort like the numbers, and NaN is the largest, so that it
+survives a maximum. The GPU's conversion to FP8 saturates by itself and keeps NaN; the interpreter truncates, so there
+the number is rounded first.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.config import Granularity
+from precision.formats import BY_NAME, Format
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = tl.constexpr(not INTERPRETED)
+
+TENSOR = tl.constexpr(1)
+ROW = tl.constexpr(2)
+BLOCK = tl.constexpr(3)
+MODES = {Granularity.tensor: 1, Granularity.row: 2, Granularity.block: 3}
+TRITON_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one kind of tensor is cast: the compile-time half of a scaling recipe. mode: TENSOR, ROW or BLOCK."""
+
+    fmt: Format
+    mode: int
+    delayed: bool
+    margin: int
+    power_of_two: bool
+
+    @property
+    def text(self) -> str:
+        """One word, for the schemas of custom operators."""
+        return f"{self.fmt.name}:{self.mode}:{int(self.delayed)}:{self.margin}:{int(self.power_of_two)}"
+
+    @property
+    def constants(self) -> dict:
+        """Keyword arguments of the kernels."""
+        return {
+            "F8": TRITON_FP8[self.fmt.dtype],
+            "LIMIT": self.fmt.max,
+            "HEADROOM": 2.0**self.margin,
+            "POW2": self.power_of_two,
+            "DELAYED": self.delayed,
+        }
+
+    @staticmethod
+    def parse(text: str) -> "Cast":
+        """Inverse of `text`."""
+        name, mode, delayed, margin, power_of_two = text.split(":")
+        return Cast(BY_NAME[name], int(mode), delayed == "1", int(margin), power_of_two == "1")
+
+
+def as_bits(amax: Tensor) -> Tensor:
+    """An FP32 tensor of amaxes as the integers that the kernels take maxima of."""
+    return amax.view(torch.int32)
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """FP8 as bytes."""
+    return data.view(torch.uint8)
+
+
+def as_words(data: Tensor) -> Tensor:
+    """FP8 [..., 4 n] as 32-bit words [..., n]."""
+    return data.view(torch.int32)
+
+
+def row_warps(width: int) -> int:
+    """Warps of a kernel that holds whole rows of this width: at most 64 values a thread."""
+    return min(16, max(4, width // 2048))
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a transposed operand: the next multiple of 128, so that tiles and the tensor cores' layouts fit."""
+    return -(-rows // 128) * 128
+
+
+@triton.jit
+def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr):
+    """`scaling.scale_from_amax`."""
+    usable = (amax > 0) & (amax < float("inf"))
+    scale = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), tl.where(usable, amax, 1.0) * HEADROOM)
+    scale = tl.minimum(tl.maximum(tl.where(usable, scale, 1.0), 1.1754943508222875e-38), 8.507059173023462e37)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, correctly rounded."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def tensor_scale(scale_row, own, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr):
+    """`scaling.step_scale`: the arena's scale, or the tensor's own."""
+    scale = scale_of(tl.load(own).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+    if DELAYED:
+        known = tl.load(scale_row)
+        scale = tl.where(known > 0, known, scale)
+    return scale
+
+
+@triton.jit
+def is_known(scale_row, DELAYED: tl.constexpr):
+    """Whether the arena has a scale, so that no amax has to be taken first."""
+    if DELAYED:
+        return tl.load(scale_row) > 0
+    else:
+        return False
+
+
+@triton.jit
+def abs_bits(x):
+    """|x| FP32 as an integer."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def amax_along(x, axis: tl.constexpr):
+    """Largest |x| along an axis, FP32; NaN if there is one."""
+    return tl.max(abs_bits(x), axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bf16(x):
+    """x rounded to BF16, in FP32: what the plain ops hand on, and so what is quantised."""
+    if ON_GPU:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+        return tl.where(x != x, x, rounded)
+
+
+@triton.jit
+def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
+    """Saturating cast of FP32, to nearest even; NaN stays NaN."""
+    if ON_GPU:
+        return x.to(F8)
+    else:
+        MANTISSA: tl.constexpr = 3 if LIMIT == 448.0 else 2
+        clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT))
+        bits = clamped.to(tl.int32, bitcast=True)
+        CUT: tl.constexpr = 23 - MANTISSA
+        rounded = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) & ~((1 << CUT) - 1)
+        normal = rounded.to(tl.float32, bitcast=True)
+        # below the smallest normal number steps are equal: adding 1.5 * 2^23 of them rounds
+        SMALLEST: tl.constexpr = 2.0**-6 if LIMIT == 448.0 else 2.0**-14
+        MAGIC: tl.constexpr = 1.5 * 2.0**23 * SMALLEST / (1 << MANTISSA)
+        exact = tl.where(tl.abs(clamped) < SMALLEST, (clamped + MAGIC) - MAGIC, normal)
+        return tl.where(x != x, x, exact).to(F8)
+
+
+@triton.jit
+def byte(x8, i: tl.constexpr):
+    """An FP8 tile as byte i of 32-bit words. Four rows go into a word, so that transposing moves words: transposing FP8
+    tiles themselves gave wrong results on the GPU with Triton 3.6."""
+    return (x8.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * i)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def unbyte(words, i: tl.constexpr):
+    """Byte i of 32-bit words."""
+    return ((words.to(tl.uint32, bitcast=True) >> (8 * i)) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x) with two special-function instructions; within a few ulp."""
+    if ON_GPU:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [1.0 + tl.exp2(x * -1.4426950408889634)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))

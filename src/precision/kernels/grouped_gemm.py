@@ -1,0 +1,189 @@
+"""FP8 GEMMs over rows sorted by expert, and plain ones: persistent, loads by the tensor memory accelerator.
+
+    nt      y[r, n]    = sum over k of a[r, k] b[e(r), n, k]            forward and input gradient
+    wgrad   d[e, m, n] = sum over e's rows r of a[m, r] b[n, r]         weight gradient, of transposed operands
+
+Both factors are contiguous along the sum, which is what Hopper's FP8 tensor cores read. Rows of an expert start at
+multiples of 128, so no tile crosses a border, and offsets stay on the device. Products are summed in the tensor cores'
+own precision over the whole sum (about 14 bits; the sums here are short: a hidden width, or one expert's rows), with
+BLOCK scales in FP32 every 128.
+
+Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a column of y; BLOCK 1 x 128 of a with
+128 x 128 of b (nt), 128 x 1 of both (wgrad).
+
+Tiles of 128 x 256 x 128 in three stages were the fastest found; where only the other side is a multiple of 256, the
+product is transposed and written back transposed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from precision.kernels.common import BLOCK, INTERPRETED, ROW, TENSOR
+from precision.kernels.route import Route
+
+
+@triton.jit
+def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _nt_kernel(
+    a, b, c, scale_a, scale_b, tile_expert, ends, R, sb_e, sb_n, sb_k,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    if GROUPED:
+        m_tiles = tl.load(ends + E - 1) // BM
+    else:
+        m_tiles = (R + BM - 1) // BM
+    N_TILES: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), m_tiles * N_TILES, GRID, flatten=True):
+        m = tile // N_TILES
+        n = tile % N_TILES
+        e = 0
+        if GROUPED:
+            e = tl.load(tile_expert + m * BM // 128)
+        acc = tl.zeros((BM, BN), tl.float32)
+        r = m * BM + tl.arange(0, BM)
+        for k in range((K + BK - 1) // BK):
+            x = a.load([m * BM, k * BK])
+            y = b.load([e * N + n * BN, k * BK])
+            if MODE == BLOCK:
+                rows = tl.load(scale_a + k * R + r, mask=r < R, other=1.0)
+                acc += tl.dot(x, y.T) * (rows * tl.load(scale_b + e * sb_e + n * sb_n + k * sb_k))[:, None]
+            else:
+                acc = tl.dot(x, y.T, acc)
+        if MODE == TENSOR:
+            acc *= tl.load(scale_a) * tl.load(scale_b + e)
+        if MODE == ROW:
+            col = n * BN + tl.arange(0, BN)
+            rows = tl.load(scale_a + r, mask=r < R, other=1.0)
+            acc = acc * rows[:, None] * tl.load(scale_b + e * N + col, mask=col < N, other=1.0)[None, :]
+        c.store([m * BM, n * BN], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def _put(c, d, e, m, n, acc, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         TRANS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Store a tile of d[e] in quarters: a small staging buffer leaves shared memory to the pipeline."""
+    if not EVEN:
+        row = m * BM + tl.arange(0, BM)
+        col = n * BN + tl.arange(0, BN)
+        inside = (row < M)[:, None] & (col < N)[None, :]
+        if TRANS:
+            at = d + (e * N + col[None, :]).to(tl.int64) * M + row[:, None]
+        else:
+            at = d + (e * M + row[:, None]).to(tl.int64) * N + col[None, :]
+        tl.store(at, acc, mask=inside)
+    else:
+        Q: tl.constexpr = BN // 4
+        left, right = _halves(acc, BM, BN)
+        q0, q1 = _halves(left, BM, BN // 2)
+        q2, q3 = _halves(right, BM, BN // 2)
+        if TRANS:
+            at = e * N + n * BN
+            c.store([at, m * BM], q0.T)
+            c.store([at + Q, m * BM], q1.T)
+            c.store([at + 2 * Q, m * BM], q2.T)
+            c.store([at + 3 * Q, m * BM], q3.T)
+        else:
+            at = e * M + m * BM
+            c.store([at, n * BN], q0)
+            c.store([at, n * BN + Q], q1)
+            c.store([at, n * BN + 2 * Q], q2)
+            c.store([at, n * BN + 3 * Q], q3)
+
+
+@triton.jit
+def _wgrad_kernel(
+    a, b, c, d, scale_a, scale_b, starts, ends, R,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GRID: tl.constexpr, MODE: tl.constexpr, GROUPED: tl.constexpr, TRANS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    M_TILES: tl.constexpr = (M + BM - 1) // BM
+    N_TILES: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), E * M_TILES * N_TILES, GRID):
+        e = tile // (M_TILES * N_TILES)
+        m = tile % (M_TILES * N_TILES) // N_TILES
+        n = tile % N_TILES
+        first = 0
+        steps = (R + BK - 1) // BK
+        if GROUPED:
+            first = tl.load(starts + e)
+            steps = (tl.load(ends + e) - first) // BK
+        acc = tl.zeros((BM, BN), tl.float32)
+        row = m * BM + tl.arange(0, BM)
+        col = n * BN + tl.arange(0, BN)
+        for k in range(steps):
+            x = a.load([m * BM, first + k * BK])
+            y = b.load([n * BN, first + k * BK])
+            if MODE == BLOCK:
+                block = (first // BK + k).to(tl.int64)
+                left = tl.load(scale_a + block * M + row, mask=row < M, other=1.0)
+                right = tl.load(scale_b + block * N + col, mask=col < N, other=1.0)
+                acc += tl.dot(x, y.T) * left[:, None] * right[None, :]
+            else:
+                acc = tl.dot(x, y.T, acc)
+        if MODE != BLOCK:
+            acc *= tl.load(scale_a) * tl.load(scale_b)
+        _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
+
+
+def nt(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route | None, transposed: bool
+) -> Tensor:
+    """a [R, K] FP8, b [E, N, K] FP8 contiguous -> [R, N] BF16. Scales are inverse scales: TENSOR 0-d and [E] (or 0-d);
+    ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [(E,) N / 128, K / 128], or
+    [(E,) K / 128, N / 128] if `transposed`. to: the experts' rows; None: one product."""
+    (E, N, K), R = b.shape, a.shape[0]
+    BM, BK = 128, 128
+    BN = 256 if mode != BLOCK.value and N % 256 == 0 else 128
+    y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
+    if R == 0:
+        return y
+    strides = (0, 0, 0)
+    if mode == BLOCK.value:
+        blocks = scale_b.view(E, *scale_b.shape[-2:])
+        strides = blocks.stride(0), *((blocks.stride(2), blocks.stride(1)) if transposed else blocks.stride()[1:])
+    grid = _multiprocessors(a)
+    _nt_kernel[(grid,)](
+        TensorDescriptor.from_tensor(a, [BM, BK]),
+        TensorDescriptor.from_tensor(b.view(E * N, K), [BN, BK]),
+        TensorDescriptor.from_tensor(y, [BM, BN]),
+        scale_a, scale_b, to.tile_expert if to is not None else y, to.ends if to is not None else y, R, *strides,
+        E, N, K, BM, BN, BK, grid, mode, to is not None, num_stages=3 if BN == 256 else 4, num_warps=8,
+    )  # fmt: skip
+    return y
+
+
+def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route | None) -> Tensor:
+    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] FP32 ([1, M, N] without `to`). Inverse scales: 0-d (TENSOR, ROW), or
+    [R' / 128, M] and [R' / 128, N] (BLOCK)."""
+    M, N, R = a.shape[0], b.shape[0], a.shape[1]
+    E = 1 if to is None else to.starts.shape[0]
+    d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
+    BM, BK = 128, 128
+    trans = N % 256 != 0 and M % 256 == 0 and mode != BLOCK.value
+    if trans:
+        a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
+    BN = 256 if mode != BLOCK.value and N % 256 == 0 else 128
+    even = M % BM == 0 and N % BN == 0
+    grid = _multiprocessors(a)
+    flat = d.view(E * N, M) if trans else d.view(E * M, N)
+    box = [BN // 4, BM] if trans else [BM, BN // 4]
+    _wgrad_kernel[(grid,)](
+        TensorDescriptor.from_tensor(a, [BM, BK]),
+        TensorDescriptor.from_tensor(b, [BN, BK]),
+        TensorDescriptor.from_tensor(flat, box) if even else d,
+        d, scale_a, scale_b, to.starts if to is not None else d, to.ends if to is not None else d, R,
+        E, M, N, BM, BN, BK, grid, mode, to is not None, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
+    )  # fmt: skip
+    return d
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -1,0 +1,133 @@
+"""RMSNorm (arXiv 1910.07467) that casts, forward and backward; a row is held in registers.
+
+    forward   y = x rstd gain, rstd = 1 / sqrt(mean(x^2) + eps);  FP8 of BF16(y), and y itself if somebody reads it
+    backward  dx = rstd (g - n mean(g n)),  n = x rstd,  g = dy gain;   dgain = sum over rows of dy n
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.kernels.common import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    Cast,
+    abs_bits,
+    amax_along,
+    as_bf16,
+    as_bits,
+    inverse,
+    is_known,
+    row_warps,
+    scale_of,
+    tensor_scale,
+    to_fp8,
+)
+
+_STRIPS = 1056  # programs of the backward pass: eight a multiprocessor; each sums dgain over its rows
+
+
+@triton.jit
+def _forward_kernel(
+    x, gain, y, y8, rstd, scale_row, own, amax, inv, R, C, eps,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    MODE: tl.constexpr, AMAX_ONLY: tl.constexpr, PLAIN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    skip = False
+    if AMAX_ONLY:
+        skip = is_known(scale_row, DELAYED)
+    if not skip:
+        r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+        c = tl.arange(0, BC)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        i = r[:, None] * C + c[None, :]
+        v = tl.load(x + i, mask=inside, other=0).to(tl.float32)
+        one = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
+        v = as_bf16(v * one[:, None] * tl.load(gain + c, mask=c < C, other=0)[None, :])
+        if AMAX_ONLY:
+            tl.atomic_max(own, tl.max(abs_bits(v)))
+        else:
+            tl.store(rstd + r, one, mask=r < R)
+            if PLAIN:
+                tl.store(y + i, v.to(tl.bfloat16), mask=inside)
+            if MODE == TENSOR:
+                scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+                tl.store(y8 + i, to_fp8(v * scale, F8, LIMIT), mask=inside)
+                tl.atomic_max(amax, tl.max(abs_bits(v)))
+                if tl.program_id(0) == 0:
+                    tl.store(inv, inverse(scale))
+            if MODE == ROW:
+                top = amax_along(v, 1)
+                scale = scale_of(top, LIMIT, HEADROOM, POW2)
+                tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
+                tl.store(inv + r, inverse(scale), mask=r < R)
+                tl.atomic_max(amax, tl.max(abs_bits(top)))
+            if MODE == BLOCK:
+                blocks = tl.reshape(v, (BR * (BC // 128), 128))
+                top = amax_along(blocks, 1)
+                scale = scale_of(top, LIMIT, HEADROOM, POW2)
+                v = tl.reshape(blocks * scale[:, None], (BR, BC))
+                tl.store(y8 + i, to_fp8(v, F8, LIMIT), mask=inside)
+                b = tl.arange(0, BC // 128)
+                at = inv + b[None, :].to(tl.int64) * R + r[:, None]
+                mask = (b * 128 < C)[None, :] & (r < R)[:, None]
+                tl.store(at, tl.reshape(inverse(scale), (BR, BC // 128)), mask=mask)
+                tl.atomic_max(amax, tl.max(abs_bits(top)))
+
+
+@triton.jit
+def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, STRIPS, BC: tl.constexpr):
+    c = tl.arange(0, BC)
+    inside = c < C
+    g = tl.load(gain + c, mask=inside, other=0)
+    total = tl.zeros((BC,), tl.float32)
+    for r in range(tl.program_id(0), R, STRIPS):
+        i = tl.cast(r, tl.int64) * C + c
+        one = tl.load(rstd + r)
+        n = tl.load(x + i, mask=inside, other=0).to(tl.float32) * one
+        d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
+        total += d * n
+        d *= g
+        mean = tl.sum(d * n, 0) / C
+        tl.store(dx + i, ((d - n * mean) * one).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dgain + tl.program_id(0).to(tl.int64) * C + c, total, mask=inside)
+
+
+def rms_norm(
+    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: Cast | None, plain: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [R, C] BF16, gain [C] FP32 -> y [R, C] BF16 (empty unless `plain`), FP8 data and inverse scales as `cast` makes
+    them (empty without `how`), rstd [R] FP32."""
+    R, C = x.shape
+    new = {"device": x.device, "dtype": torch.float32}
+    y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
+    rstd, inv = torch.empty(R, **new), torch.empty(0, **new)
+    y8, own = y, as_bits(rstd)
+    mode, constants = 0, Cast.parse("e4m3:1:0:0:0").constants
+    BC = max(128, triton.next_power_of_2(C))
+    BR = max(1, 4096 // BC)
+    if how is not None:
+        mode, constants = how.mode, how.constants
+        y8 = torch.empty(R, C, device=x.device, dtype=how.fmt.dtype)
+        shape = {TENSOR.value: (), ROW.value: (R, 1), BLOCK.value: (triton.cdiv(C, 128), R)}[mode]
+        inv = torch.empty(shape, **new)
+        own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == TENSOR.value else own
+    for amax_only in (True, False) if mode == TENSOR.value else (False,):
+        _forward_kernel[(triton.cdiv(R, BR),)](
+            x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
+            **constants, MODE=mode, AMAX_ONLY=amax_only, PLAIN=plain, BR=BR, BC=BC, num_warps=row_warps(BC),
+        )  # fmt: skip
+    return y, y8 if mode else y.new_empty(0), inv.t() if mode == BLOCK.value else inv, rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dy, x [R, C] BF16, rstd [R] -> dx [R, C] in x's dtype, dgain [C] FP32."""
+    R, C = x.shape
+    strips = min(_STRIPS, max(R, 1))
+    dx = torch.empty_like(x)
+    partial = torch.empty(strips, C, device=x.device, dtype=torch.float32)
+    BC = triton.next_power_of_2(C)
+    _backward_kernel[(strips,)](dy, x, gain, rstd, dx, partial, R, C, strips, BC, num_warps=row_warps(BC))
+    return dx, partial.sum(0)

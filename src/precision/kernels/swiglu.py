@@ -1,0 +1,287 @@
+"""SwiGLU (arXiv 2002.05202) that casts, forward and backward, with a router's weight for each row.
+
+    forward   h = silu(g) u w                                                     [g, u] = the GEMM's two halves
+    backward  dg = dh w u s (1 + g (1 - s)),  du = dh w silu(g),  dw = sum of dh silu(g) u,   s = sigmoid(g)
+
+The backward pass makes what four products read: [dg, du] in FP8 for the input gradient, its transposed copy and h's for
+the weight gradients; h is computed again, so that only the GEMM's result has been kept. With ROW scales a row is in
+registers, and what has to be transposed is written as rows first; with BLOCK scales the pass hands BF16 to `cast`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.kernels.common import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    Cast,
+    abs_bits,
+    amax_along,
+    as_bf16,
+    as_bits,
+    as_bytes,
+    as_words,
+    byte,
+    inverse,
+    is_known,
+    padded_rows,
+    row_warps,
+    scale_of,
+    sigmoid,
+    tensor_scale,
+    to_fp8,
+    unbyte,
+)
+
+_PLAIN = Cast.parse("e4m3:1:0:0:0")  # compile-time values of kernels that do not cast
+
+
+@triton.jit
+def _activate(g, u, w):
+    return as_bf16(g * sigmoid(g) * u * w)
+
+
+@triton.jit
+def _gradients(dh, g, u, w):
+    """d gate, d up, h, and the addends of the weight's gradient."""
+    s = sigmoid(g)
+    silu = g * s
+    hu = silu * u
+    d = dh * w
+    return as_bf16(d * u * (s + silu * (1.0 - s))), as_bf16(d * silu), as_bf16(hu * w), dh * hu
+
+
+@triton.jit
+def _rows_left(ends, R, GROUPS: tl.constexpr):
+    if GROUPS > 0:
+        return tl.load(ends + GROUPS - 1)
+    else:
+        return R
+
+
+@triton.jit
+def _weights(weight, r, R, GROUPS: tl.constexpr):
+    if GROUPS > 0:
+        return tl.load(weight + r, mask=r < R, other=0.0)
+    else:
+        return tl.full(r.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _forward_kernel(
+    y, h, weight, ends, scale_row, own, amax, inv, R, F,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    MODE: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    skip = tl.program_id(1) * BR >= _rows_left(ends, R, GROUPS)
+    if AMAX_ONLY:
+        skip = skip | is_known(scale_row, DELAYED)
+    if not skip:
+        r = tl.program_id(1) * BR + tl.arange(0, BR)
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        inside = (r < R)[:, None] & (c < F)[None, :]
+        i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
+        w = _weights(weight, r, R, GROUPS)
+        g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
+        u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
+        v = _activate(g, u, w[:, None])
+        o = r[:, None].to(tl.int64) * F + c[None, :]
+        if AMAX_ONLY:
+            tl.atomic_max(own, tl.max(abs_bits(v)))
+        elif MODE == 0:
+            tl.store(h + o, v.to(tl.bfloat16), mask=inside)
+        elif MODE == TENSOR:
+            scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+            tl.store(h + o, to_fp8(v * scale, F8, LIMIT), mask=inside)
+            tl.atomic_max(amax, tl.max(abs_bits(v)))
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(inv, inverse(scale))
+                tl.store(inv + 1, scale)
+        else:  # the tile is as wide as what shares a scale
+            top = amax_along(v, 1)
+            scale = scale_of(top, LIMIT, HEADROOM, POW2)
+            tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
+            tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
+            tl.atomic_max(amax, tl.max(abs_bits(top)))
+
+
+@triton.jit
+def _backward_kernel(
+    dh, y, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One scale a tensor: [dg, du], its transposed copy and h's, in FP8. All loads come before all stores."""
+    skip = tl.program_id(1) * BR >= _rows_left(ends, R, GROUPS)
+    if AMAX_ONLY:
+        skip = skip | is_known(scale_row, DELAYED)
+    if not skip:
+        r4 = tl.program_id(1) * (BR // 4) + tl.arange(0, BR // 4)
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        wg = tl.zeros((BR // 4, BC), tl.int32)
+        wu = tl.zeros((BR // 4, BC), tl.int32)
+        wh = tl.zeros((BR // 4, BC), tl.int32)
+        largest = tl.zeros((BR // 4, BC), tl.int32)
+        sums = tl.zeros((BR // 4, 4), tl.float32)
+        j = tl.arange(0, 4)[None, :]
+        if not AMAX_ONLY:
+            scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+            scale_h = tl.load(h_scale)
+        for i in tl.static_range(4):
+            r = r4 * 4 + i
+            r64 = r[:, None].to(tl.int64)
+            inside = (r < R)[:, None] & (c < F)[None, :]
+            w = _weights(weight, r, R, GROUPS)
+            o = r64 * (2 * F) + c[None, :]
+            one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
+            g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
+            u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
+            dg, du, h, addend = _gradients(one, g, u, w[:, None])
+            largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
+            if not AMAX_ONLY:
+                if GROUPS > 0:
+                    sums += tl.where(j == i, tl.sum(addend, 1)[:, None], 0.0)
+                wg |= byte(to_fp8(dg * scale, F8, LIMIT), i)
+                wu |= byte(to_fp8(du * scale, F8, LIMIT), i)
+                wh |= byte(to_fp8(h * scale_h, H8, H_LIMIT), i)
+        if AMAX_ONLY:
+            tl.atomic_max(own, tl.max(largest))
+        else:
+            tl.atomic_max(amax, tl.max(largest))
+            if GROUPS > 0:
+                tl.store(dw + tl.program_id(0).to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(inv, inverse(scale))
+            for i in tl.static_range(4):
+                r = r4 * 4 + i
+                inside = (r < R)[:, None] & (c < F)[None, :]
+                o = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
+                tl.store(d + o, unbyte(wg, i), mask=inside)
+                tl.store(d + o + F, unbyte(wu, i), mask=inside)
+            t = c[:, None].to(tl.int64) * R4 + r4[None, :]
+            mask = (c < F)[:, None]
+            tl.store(dt + t, tl.trans(wg), mask=mask)
+            tl.store(dt + t + R4.to(tl.int64) * F, tl.trans(wu), mask=mask)
+            tl.store(ht + t, tl.trans(wh), mask=mask)
+
+
+@triton.jit
+def _backward_rows_kernel(
+    dh, y, d, h, dw, weight, ends, amax, inv, inv_h, R, F,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """A row a program. ROW: FP8 under the row's own scale; 0: BF16."""
+    r = tl.program_id(0)
+    if r < _rows_left(ends, R, GROUPS):
+        c = tl.arange(0, BC)
+        inside = c < F
+        o = r.to(tl.int64) * (2 * F) + c
+        w = 1.0
+        if GROUPS > 0:
+            w = tl.load(weight + r)
+        one = tl.load(dh + r.to(tl.int64) * F + c, mask=inside, other=0).to(tl.float32)
+        g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
+        u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
+        dg, du, hh, addend = _gradients(one, g, u, w)
+        if MODE == 0:
+            tl.store(d + o, dg.to(tl.bfloat16), mask=inside)
+            tl.store(d + o + F, du.to(tl.bfloat16), mask=inside)
+            tl.store(h + r.to(tl.int64) * F + c, hh.to(tl.bfloat16), mask=inside)
+        else:
+            top = tl.max(tl.maximum(abs_bits(dg), abs_bits(du)), 0)
+            scale = scale_of(top.to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+            tl.store(d + o, to_fp8(dg * scale, F8, LIMIT), mask=inside)
+            tl.store(d + o + F, to_fp8(du * scale, F8, LIMIT), mask=inside)
+            tl.store(h + r.to(tl.int64) * F + c, to_fp8(hh * inverse(tl.load(inv_h + r)), H8, H_LIMIT), mask=inside)
+            tl.store(inv + r, inverse(scale))
+            tl.atomic_max(amax, top)
+        if GROUPS > 0:
+            tl.store(dw + r, tl.sum(addend, 0))
+
+
+def swiglu(
+    y: Tensor, weight: Tensor | None, ends: Tensor | None, scale_row: Tensor, amax: Tensor, how: Cast | None
+) -> tuple[Tensor, Tensor]:
+    """y [R, 2F] BF16, weight [R] FP32 and ends [E] of the experts' rows (None: plain rows) -> h [R, F] and its inverse
+    scales: FP8 as `cast` makes them (TENSOR: [inverse scale, scale]), BF16 without `how`."""
+    R, F = y.shape[0], y.shape[1] // 2
+    mode = 0 if how is None else how.mode
+    constants = (how or _PLAIN).constants
+    h = torch.empty(R, F, device=y.device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
+    blocks = triton.cdiv(F, 128)
+    shape = {0: (0,), TENSOR.value: (2,), ROW.value: (R, 1), BLOCK.value: (blocks, R)}[mode]
+    # rows beyond the experts' last are not written; the largest scale must not see what lay there
+    inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
+    own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == TENSOR.value else as_bits(inv)
+    if mode == ROW.value:
+        BC = triton.next_power_of_2(F)
+        BR, warps = max(1, 4096 // BC), row_warps(BC)
+    else:
+        BR, BC, warps = 64, 128, 4
+    for amax_only in (True, False) if mode == TENSOR.value else (False,):
+        _forward_kernel[(triton.cdiv(F, BC), triton.cdiv(R, BR))](
+            y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F,
+            **constants, MODE=mode, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=warps,
+        )  # fmt: skip
+    return h, inv.t() if mode == BLOCK.value else inv
+
+
+def swiglu_backward_tensor(
+    dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, h_scale: Tensor, scale_row: Tensor, amax: Tensor,
+    how: Cast, how_h: Cast,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """TENSOR scales. dh [R, F], y [R, 2F] BF16; h_scale [2] as `swiglu` returned it -> d [R, 2F] and d_t [2F, R'] FP8,
+    h_t [F, R'] FP8, d's inverse scale (0-d), and the weights' gradients in parts [n, R] FP32."""
+    R, F = dh.shape
+    Rt, device = padded_rows(R), dh.device
+    d = torch.empty(R, 2 * F, device=device, dtype=how.fmt.dtype)
+    dt = torch.empty(2 * F, Rt, device=device, dtype=how.fmt.dtype)
+    ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
+    BR, BC = 64, 64
+    grid = triton.cdiv(F, BC), Rt // BR
+    dw = torch.empty(grid[0] if weight is not None else 0, R, device=device)
+    own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
+    for amax_only in (True, False):
+        _backward_kernel[grid](
+            dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
+            as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, **how.constants, H8=how_h.constants["F8"],
+            H_LIMIT=how_h.fmt.max, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=4,
+        )  # fmt: skip
+    return d, dt, ht, inv, dw
+
+
+def swiglu_backward_rows(
+    dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, inv_h: Tensor | None, amax: Tensor,
+    how: Cast | None, how_h: Cast | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """ROW scales, or BF16 without `how` -> d [R, 2F], h [R, F], d's inverse scales [R, 1] (empty for BF16), and the
+    weights' gradients [1, R] FP32. inv_h [R, 1]: h's inverse scales, as `swiglu` returned them."""
+    R, F = dh.shape
+    device = dh.device
+    d = torch.empty(R, 2 * F, device=device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
+    h = torch.empty(R, F, device=device, dtype=torch.bfloat16 if how_h is None else how_h.fmt.dtype)
+    # rows beyond the experts' last are not written; the largest scale must not see what lay there
+    inv = torch.zeros((0,) if how is None else (R, 1), device=device)
+    dw = torch.empty(1 if weight is not None else 0, R, device=device)
+    BC = triton.next_power_of_2(F)
+    casts = (how or _PLAIN).constants
+    _backward_rows_kernel[(max(R, 1),)](
+        dh, y, d, h, dw, _or(weight, y), _or(ends, y), as_bits(amax), inv, _or(inv_h, dw), R, F,
+        **casts, H8=(how_h or _PLAIN).constants["F8"], H_LIMIT=(how_h or _PLAIN).fmt.max,
+        MODE=0 if how is None else how.mode, GROUPS=_groups(ends), BC=BC, num_warps=row_warps(BC),
+    )  # fmt: skip
+    return d, h, inv, dw
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return other if tensor is None else tensor
+
+
+def _groups(ends: Tensor | None) -> int:
+    return 0 if ends is None else ends.shape[0]

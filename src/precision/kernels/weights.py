@@ -1,0 +1,152 @@
+"""Weights: FP32 master -> BF16 -> FP8, and the transposed copy that the input gradient reads, in one read of the master.
+
+A stack [G, N, K] has scales of its own for each group. TENSOR and BLOCK (128 x 128) copies hold the same numbers; ROW
+scales rows of w for the forward product and columns for the input gradient (both sum along the other axis), which takes
+a pass for the amaxes first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.kernels.common import (
+    BLOCK,
+    ROW,
+    TENSOR,
+    Cast,
+    abs_bits,
+    as_bf16,
+    as_bits,
+    as_bytes,
+    as_words,
+    byte,
+    inverse,
+    is_known,
+    scale_of,
+    tensor_scale,
+    to_fp8,
+    unbyte,
+)
+
+
+@triton.jit
+def _load_part(w, g, n4, k, N, K, i: tl.constexpr):
+    n = n4 * 4 + i
+    at = w + (g * N + n[:, None]) * K + k[None, :]
+    return as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0))
+
+
+@triton.jit
+def _amax_kernel(
+    w, scale_row, own, by_row, by_column, N, K, DELAYED: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """TENSOR: amax of each group into own[g], unless its scale is known. ROW: amaxes of rows and columns."""
+    g = tl.program_id(2).to(tl.int64)
+    skip = False
+    if MODE == TENSOR:
+        skip = is_known(scale_row + g, DELAYED)
+    if not skip:
+        n = tl.program_id(0) * 128 + tl.arange(0, 128)
+        k = tl.program_id(1) * 128 + tl.arange(0, 128)
+        at = w + (g * N + n[:, None]) * K + k[None, :]
+        bits = abs_bits(as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)))
+        if MODE == TENSOR:
+            tl.atomic_max(own + g, tl.max(bits))
+        else:
+            tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N)
+            tl.atomic_max(by_column + g * K + k, tl.max(bits, 0), mask=k < K)
+
+
+@triton.jit
+def _cast_kernel(
+    w, w8, wt, scale_row, own, amax, inv, inv_t, by_row, by_column, N, K,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    """A tile of 128 x 128; four parts of 32 rows each, so that words of four rows can be transposed."""
+    g = tl.program_id(2).to(tl.int64)
+    n4 = tl.program_id(0) * 32 + tl.arange(0, 32)
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    v0 = _load_part(w, g, n4, k, N, K, 0)
+    v1 = _load_part(w, g, n4, k, N, K, 1)
+    v2 = _load_part(w, g, n4, k, N, K, 2)
+    v3 = _load_part(w, g, n4, k, N, K, 3)
+    largest = tl.maximum(tl.maximum(abs_bits(v0), abs_bits(v1)), tl.maximum(abs_bits(v2), abs_bits(v3)))
+    top = tl.max(largest)
+    tl.atomic_max(amax + g, top)
+    if MODE == TENSOR:
+        scale = tensor_scale(scale_row + g, own + g, LIMIT, HEADROOM, POW2, DELAYED)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(inv + g, inverse(scale))
+        s0 = s1 = s2 = s3 = st = scale
+    elif MODE == BLOCK:
+        scale = scale_of(top.to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        at = (g * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(inv + at, inverse(scale))
+        s0 = s1 = s2 = s3 = st = scale
+    else:
+        rows = by_row + g * N + n4 * 4
+        s0 = scale_of(tl.load(rows, mask=n4 * 4 < N, other=0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        s1 = scale_of(tl.load(rows + 1, mask=n4 * 4 < N, other=0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        s2 = scale_of(tl.load(rows + 2, mask=n4 * 4 < N, other=0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        s3 = scale_of(tl.load(rows + 3, mask=n4 * 4 < N, other=0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+        columns = tl.load(by_column + g * K + k, mask=k < K, other=0).to(tl.float32, bitcast=True)
+        st = scale_of(columns, LIMIT, HEADROOM, POW2)
+        if tl.program_id(1) == 0:
+            to = inv + g * N + n4 * 4
+            tl.store(to, inverse(s0), mask=n4 * 4 < N)
+            tl.store(to + 1, inverse(s1), mask=n4 * 4 < N)
+            tl.store(to + 2, inverse(s2), mask=n4 * 4 < N)
+            tl.store(to + 3, inverse(s3), mask=n4 * 4 < N)
+        if tl.program_id(0) == 0:
+            tl.store(inv_t + g * K + k, inverse(st), mask=k < K)
+        s0, s1, s2, s3, st = s0[:, None], s1[:, None], s2[:, None], s3[:, None], st[None, :]
+    words = byte(to_fp8(v0 * s0, F8, LIMIT), 0) | byte(to_fp8(v1 * s1, F8, LIMIT), 1)
+    words |= byte(to_fp8(v2 * s2, F8, LIMIT), 2) | byte(to_fp8(v3 * s3, F8, LIMIT), 3)
+    for i in tl.static_range(4):
+        n = n4 * 4 + i
+        at = w8 + (g * N + n[:, None]) * K + k[None, :]
+        tl.store(at, unbyte(words, i), mask=(n < N)[:, None] & (k < K)[None, :])
+    if MODE == ROW:
+        words = byte(to_fp8(v0 * st, F8, LIMIT), 0) | byte(to_fp8(v1 * st, F8, LIMIT), 1)
+        words |= byte(to_fp8(v2 * st, F8, LIMIT), 2) | byte(to_fp8(v3 * st, F8, LIMIT), 3)
+    at = wt + (g * K + k[:, None]) * (N // 4) + n4[None, :]
+    tl.store(at, tl.trans(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+
+
+def cast_weight(
+    master: Tensor, scale_row: Tensor, amax: Tensor, how: Cast, out: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """master [N, K] or [G, N, K] FP32, N and K multiples of 16 -> data, inverse scales, the transposed copy [(G,) K, N]
+    and its inverse scales, in the memory of `out` if given.
+
+    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128].
+    """
+    *stack, N, K = master.shape
+    G, device = stack[0] if stack else 1, master.device
+    blocks = triton.cdiv(N, 128), triton.cdiv(K, 128)
+    if out is None:
+        new = {"device": device, "dtype": torch.float32}
+        shape = {TENSOR.value: (*stack,), ROW.value: (*stack, N, 1), BLOCK.value: (*stack, *blocks)}[how.mode]
+        inv = torch.empty(shape, **new)
+        inv_t = torch.empty((*stack, 1, K), **new) if how.mode == ROW.value else inv
+        w8 = torch.empty(master.shape, device=device, dtype=how.fmt.dtype)
+        out = w8, inv, torch.empty((*stack, K, N), device=device, dtype=how.fmt.dtype), inv_t
+    w8, inv, wt, inv_t = out
+    grid = (*blocks, G)
+    rows = columns = own = as_bits(amax)  # not read
+    if how.mode == TENSOR.value:
+        own = torch.zeros(G, device=device, dtype=torch.int32)
+    if how.mode == ROW.value:
+        amaxes = torch.zeros(G * (N + K), device=device, dtype=torch.int32)
+        rows, columns = amaxes[: G * N], amaxes[G * N :]
+    if how.mode != BLOCK.value:
+        _amax_kernel[grid](
+            master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8
+        )
+    _cast_kernel[grid](
+        master, as_bytes(w8), as_words(wt), scale_row, own, as_bits(amax), inv, inv_t, rows, columns, N, K,
+        **how.constants, MODE=how.mode, num_warps=8,
+    )  # fmt: skip
+    return out
