@@ -1,7 +1,7 @@
 """The model: embedding, blocks, final norm, head, and multi-token prediction behind it (DeepSeek-V3, arXiv 2412.19437).
 
-`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `logits` are its first two parts, for
-evaluation and generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to
+`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `loss` are its parts, for evaluation,
+`logits` is for generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to
 module paths.
 
 Build on the meta device, then `to_empty(device=...)`, `init_weights(seed)`, `precision.bind(...)`.
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from models.block import Block, DenseBlock, MoEBlock
 from models.config import ModelConfig
 from models.layers import FFN, Embedding, RMSNorm, rope_table, softmax_scale
-from models.loss import Losses, cross_entropy, targets_ahead
+from models.loss import Losses, targets_ahead
 from models.mla import MLA
 from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
-from precision import Linear, Plan, refresh_weights
+from precision import Linear, Plan, linear_cross_entropy, refresh_weights
 
 
 class DeepSeek(nn.Module):
@@ -66,13 +66,13 @@ class DeepSeek(nn.Module):
         embedded = self.embed(tokens)
         rope_2SP = self._rope(S, tokens.device)
         h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, S), rope_2SP)
-        lm = cross_entropy(self.logits(h_BSD), targets_ahead(tokens, 1))
+        lm = self.loss(h_BSD, targets_ahead(tokens, 1))
         mtp = torch.zeros_like(lm)
         for k, block in enumerate(self.mtp, start=1):
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, tokens_ahead(embedded, k, S))
             balance = balance + loss
             loads.append(load_E)
-            mtp = mtp + cross_entropy(self.logits(h_BSD), targets_ahead(tokens, k + 1)) / len(self.mtp)
+            mtp = mtp + self.loss(h_BSD, targets_ahead(tokens, k + 1)) / len(self.mtp)
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
 
@@ -84,6 +84,10 @@ class DeepSeek(nn.Module):
     def logits(self, h_BSD: Tensor) -> Tensor:
         """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
         return self.lm_head(h_BSD)
+
+    def loss(self, h_BSD: Tensor, target_BS: Tensor) -> Tensor:
+        """Mean cross entropy of `logits(h)`, nats, 0-d FP32; target [B, S] int64. Never makes all logits at once."""
+        return linear_cross_entropy(h_BSD, self.lm_head, target_BS)
 
     def iter_blocks(self) -> list[tuple[str, Block]]:
         """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""

@@ -3,7 +3,9 @@
 from precision.attention import attention_core
 from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
+from precision.cross_entropy import IGNORED
 from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
+from precision.head import linear_cross_entropy
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
 from precision.operand import Feed, Operand
 from precision.plan import GemmRow, Plan
@@ -11,6 +13,7 @@ from precision.scaling import ScalingArena
 from precision.watch import Watch
 
 __all__ = [
+    "IGNORED",
     "Feed",
     "GemmRow",
     "GroupedLinear",
@@ -26,6 +29,7 @@ __all__ = [
     "combine_rows",
     "gather_rows",
     "gemm_layers",
+    "linear_cross_entropy",
     "refresh_weights",
     "rms_norm",
     "swiglu",

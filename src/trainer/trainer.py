@@ -21,7 +21,6 @@ from torch import Tensor
 
 from models import Losses
 from models.flops import flops_per_token
-from models.loss import cross_entropy
 from precision import begin_step
 from trainer.build import Engine, Parts, build
 from trainer.config import Config
@@ -105,7 +104,7 @@ class Trainer:
         total, weight = 0.0, 0
         for tokens in validation_batches(p.data.validation, config.trainer.sequence_length, size, count):
             tokens = tokens.to(e.device)
-            total += float(cross_entropy(e.model.logits(e.model.hidden(tokens[:, :-1])), tokens[:, 1:])) * len(tokens)
+            total += float(e.model.loss(e.model.hidden(tokens[:, :-1]), tokens[:, 1:])) * len(tokens)
             weight += len(tokens)
         e.model.train()
         loss = total / weight

@@ -1,0 +1,94 @@
+"""Cross entropy over a large vocabulary.
+
+    loss = mean over valid t of  logsumexp(z_t) - z_t[y_t]           dz_t = (softmax(z_t) - onehot(y_t)) / valid
+
+All that a backward pass needs of the logits z [T, V] is dz, so it is computed with the loss and written where the
+logits were, in their own format: `cross_entropy_rows`, an operator of PyTorch's that graphs can hold. On a GPU it is a
+kernel (`precision.kernels.cross_entropy`); elsewhere its twin below, which converts slices of rows to FP32 in a small
+buffer that stays in a CPU's cache.
+
+`cross_entropy` is for logits that exist. `precision.head` never makes all of them.
+
+Legend: B batch, S sequence, T tokens, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target that counts for nothing; PyTorch's own convention
+_SLICE_ELEMENTS = 1 << 18  # of the twin's FP32 buffer
+
+
+def plain_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Tensor:
+    """Losses [T] FP32, times weight; with `gradient` dz, times weight, is left in the memory of the logits.
+
+    logits [T, V]: any floating dtype, rows contiguous. target [T]: int64; IGNORED ones give a loss of 0 and a row of
+    zeros. weight: 0-d FP32.
+    """
+    T, V = logits.shape
+    rows = max(1, _SLICE_ELEMENTS // V)
+    ignored_T1 = (target == IGNORED)[:, None]
+    target_T1 = target[:, None].masked_fill(ignored_T1, 0)
+    loss_T1 = logits.new_empty(T, 1, dtype=torch.float32)
+    buffer = logits.new_empty(min(rows, T), V, dtype=torch.float32)
+    for start in range(0, T, rows):
+        part = slice(start, min(start + rows, T))
+        chosen_column, ignored = target_T1[part], ignored_T1[part]
+        z = buffer[: len(ignored)].copy_(logits[part])
+        z -= z.amax(1, keepdim=True)
+        chosen = z.gather(1, chosen_column)
+        total = z.exp_().sum(1, keepdim=True)
+        loss_T1[part] = (weight * (total.log() - chosen)).masked_fill_(ignored, 0.0)
+        if gradient:
+            z *= weight / total
+            z.scatter_add_(1, chosen_column, (-weight).expand(len(z), 1))
+            logits[part] = z.index_fill_(0, ignored.squeeze(1).nonzero().squeeze(1), 0.0)
+    return loss_T1.squeeze(1)
+
+
+cross_entropy_rows = torch.library.custom_op("octet::cross_entropy_rows", plain_rows, mutates_args={"logits"})
+
+
+@cross_entropy_rows.register_kernel("cuda")
+def _on_gpu(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Tensor:
+    from precision.kernels import cross_entropy as kernels  # needs Triton, which machines without a GPU lack
+
+    return kernels.cross_entropy_rows(logits, target, weight, gradient, IGNORED)
+
+
+@cross_entropy_rows.register_fake
+def _shape(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+def mean_weight(target: Tensor) -> Tensor:
+    """What makes a mean of a sum over the targets [...] that are not IGNORED: 1 / their number, 0-d FP32, on their
+    device."""
+    return (target != IGNORED).sum().clamp_(min=1).reciprocal()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """See the module docstring. Backward scales the kept dz in place: autograd refuses to run it a second time."""
+
+    @staticmethod
+    def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
+        gradient = ctx.needs_input_grad[0]
+        z_TV = logits_TV.clone() if gradient else logits_TV
+        loss_T = cross_entropy_rows(z_TV, target_T, mean_weight(target_T), gradient)
+        ctx.save_for_backward(z_TV if gradient else None)
+        return loss_T.sum()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (dz_TV,) = ctx.saved_tensors
+        for rows in dz_TV.split(max(1, (1 << 26) // dz_TV.shape[1])):
+            rows.copy_(rows.float().mul_(grads[0]))  # in FP32: as a factor of BF16 the gradient would be rounded first
+        return dz_TV, None
+
+
+def cross_entropy(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Mean cross entropy in nats over the targets that are not IGNORED, 0-d FP32; 0 if all are. Backward works once.
+
+    logits [B, S, V]: any floating dtype. target [B, S]: int64.
+    """
+    return _CrossEntropy.apply(logits_BSV.flatten(0, 1), target_BS.flatten())
