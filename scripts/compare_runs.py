@@ -1,0 +1,330 @@
+"""Compare runs that learned the same thing in different ways: a table, and loss curves with their differences as PNG.
+
+    python scripts/compare_runs.py runs/bf16 runs/fp8_delayed runs/fp8_jit            against the first
+    python scripts/compare_runs.py runs/bf16 runs/bf16_seed2 runs/fp8_block --markdown --out compare
+
+Runs may be finished or still running. They must have the same model and see the same data in the same order, or the
+differences would mean something else. One kind of difference is welcome: a run that differs from another in its seed
+alone shows how much of a gap is chance, and is called noise.
+
+In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
+over the last steps; median tokens per second; peak memory; dropped steps. `--out` gets `loss.png` (moving means of the
+training loss, and validation loss as marks) and `difference.png` (the same against the first run, in percent; for
+another seed the validation loss alone, and the gap between two seeds at the end is shaded).
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.cli import guarded
+
+
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
+NO_MATTER = {"run", "logging", "dry_run", "checkpoint"}  # sections that change no number of a run
+TRAIN, VALIDATION = "loss/lm", "loss/validation"
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart
+DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
+MARKERS = "os^Dv"
+
+
+@dataclass
+class Run:
+    """A run folder as read. series: step -> value, by metric; config: flat, by dotted key."""
+
+    path: Path
+    config: dict[str, Any]
+    series: dict[str, dict[int, float]]
+    label: str = ""
+
+    @property
+    def recipe(self) -> str:
+        return str(self.config.get("precision.name", "?"))
+
+    @property
+    def seed(self) -> Any:
+        return self.config.get("trainer.seed")
+
+    @property
+    def last_step(self) -> int:
+        return max(step for values in self.series.values() for step in values)
+
+    @property
+    def validation(self) -> float | None:
+        """The last validation loss."""
+        values = self.series.get(VALIDATION, {})
+        return values[max(values)] if values else None
+
+    def last(self, key: str) -> float | None:
+        """The last value of a metric."""
+        values = self.series.get(key, {})
+        return values[max(values)] if values else None
+
+    def differs_in(self, other: "Run") -> set[str]:
+        """Keys of the config that matter and are not the same."""
+        keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
+        return {key for key in keys if self.config.get(key) != other.config.get(key)}
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line and the runs, print the table, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
+    parser.add_argument("--out", type=Path, default=Path("compare"), help="folder for the PNGs (default: compare)")
+    parser.add_argument("--last", type=int, default=50, metavar="N", help="steps in the mean training loss (50)")
+    parser.add_argument("--smooth", type=int, metavar="N", help="steps in a moving mean (default: a 30th of the run)")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--no-plots", action="store_true", help="only the table; needs no matplotlib")
+    arguments = parser.parse_args()
+    if not arguments.no_plots and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("matplotlib is missing: pip install 'octet[plots]', or --no-plots for the table alone")
+    for name in ("last", "smooth"):
+        given = getattr(arguments, name)
+        if given is not None and given < 1:
+            raise ValueError(f"--{name} {given}: a number of steps; give 1 or more")
+
+    runs = [read_run(path) for path in arguments.runs]
+    check_comparable(runs)
+    name_runs(runs)
+    print(table(runs, arguments.last, arguments.markdown))
+    for line in remarks(runs):
+        print(f"\n{line}" if arguments.markdown else line)
+    if not arguments.no_plots:
+        smooth = arguments.smooth or max(runs[0].last_step // 30, 1)
+        for path in draw(runs, smooth, arguments.out):
+            print(path)
+
+
+def read_run(path: Path) -> Run:
+    """A run folder; a line that is still being written, or was cut off, is passed over."""
+    if not (path / METRICS).is_file() or not (path / CONFIG).is_file():
+        lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
+        raise ValueError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
+    series: dict[str, dict[int, float]] = {}
+    for line in (path / METRICS).read_text().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        for key, value in values.items():
+            if isinstance(value, int | float) and key != "step":
+                series.setdefault(key, {})[int(values["step"])] = value
+    if not series.get(TRAIN):
+        raise ValueError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
+    config = flat(yaml.safe_load((path / CONFIG).read_text()))
+    return Run(path, config, series)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def check_comparable(runs: list[Run]) -> None:
+    """ValueError where a run has another model than the first, or another data order without being a seed twin."""
+    first = runs[0]
+    for other in runs[1:]:
+        different = other.differs_in(first) - {"data.cache_dir"}
+        for section in ("model", "data"):
+            for key in sorted(key for key in different if key.startswith(f"{section}.")):
+                refuse(other, key, first, "another model" if section == "model" else "other data")
+        for key in ("trainer.global_batch_size", "trainer.sequence_length"):
+            if key in different:
+                refuse(other, key, first, "another data order")
+        if other.seed != first.seed and not any(is_twin(other, run) for run in runs):
+            refuse(other, "trainer.seed", first, "another data order, and no run beside it differs in the seed alone")
+
+
+def refuse(other: Run, key: str, first: Run, what: str) -> None:
+    """Say why two runs cannot be compared."""
+    theirs, ours = first.config.get(key), other.config.get(key)
+    raise ValueError(f"{other.path}: {key}={ours}, but {first.path} has {theirs}: {what}; compare runs that share it")
+
+
+def is_twin(a: Run, b: Run) -> bool:
+    """Whether two runs differ in the seed alone."""
+    return a.differs_in(b) - {"data.cache_dir"} == {"trainer.seed"}
+
+
+def twins(runs: list[Run]) -> list[tuple[Run, Run]]:
+    """Pairs of runs that differ in the seed alone."""
+    return [(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :] if is_twin(a, b)]
+
+
+def is_noise(run: Run, runs: list[Run]) -> bool:
+    """Whether a run is there to show what chance does: its seed is not the first run's."""
+    return run.seed != runs[0].seed
+
+
+def name_runs(runs: list[Run]) -> None:
+    """Labels: the recipe, with the seed where it is another, with the folder where that is not enough."""
+    for run in runs:
+        run.label = run.recipe + (f", seed {run.seed}" if is_noise(run, runs) else "")
+    labels = [run.label for run in runs]
+    for run in runs:
+        if labels.count(run.label) > 1:
+            run.label += f" ({run.path.name})"
+
+
+def table(runs: list[Run], last: int, markdown: bool) -> str:
+    """One row a run."""
+    head = ("run", "steps", "validation loss", "difference", f"training loss, last {last} steps", "tokens/s",
+            "peak GiB", "skipped steps")  # fmt: skip
+    rows: list[tuple[str, ...]] = [head]
+    for run in runs:
+        goal = run.config.get("trainer.max_steps")
+        recent = [value for step, value in run.series[TRAIN].items() if step > run.last_step - last]
+        rates = list(run.series.get("perf/tokens_per_second", {}).values())
+        rates = rates[1:] or rates  # the first holds compilation
+        memory = run.series.get("memory/peak_gib", {}).values()
+        skipped = run.last("recovery/skipped_steps")
+        difference = percent(run.validation, runs[0].validation) if run is not runs[0] else None
+        rows.append(
+            (
+                run.label,
+                f"{run.last_step:,}" if run.last_step == goal else f"{run.last_step:,} of {goal:,}",
+                number(run.validation, ".4f"),
+                number(difference, "+.2f", " %"),
+                number(statistics.fmean(recent) if recent else None, ".4f"),
+                number(statistics.median(rates) if rates else None, ",.0f"),
+                number(max(memory, default=None), ".2f"),
+                number(skipped, ".0f"),
+            )
+        )
+    if markdown:
+        ruled = [rows[0], ("---",) * len(head), *rows[1:]]
+        return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+    return "\n".join(lines)
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A cell; empty where there is nothing to say."""
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
+def percent(value: float | None, base: float | None) -> float | None:
+    """How far `value` lies above `base`, in percent."""
+    return None if value is None or base is None else 100 * (value / base - 1)
+
+
+def remarks(runs: list[Run]) -> list[str]:
+    """What one has to know to read the table."""
+    lines = []
+    for a, b in twins(runs):
+        gap = percent(b.validation, a.validation)
+        if gap is not None:
+            lines.append(f"Noise: {a.label} and {b.label} differ in the seed alone, by {abs(gap):.2f} %.")
+    steps = {max(run.series[VALIDATION]) for run in runs if run.series.get(VALIDATION)}
+    if len(steps) > 1:
+        at = ", ".join(f"{run.label} {max(run.series.get(VALIDATION) or [0]):,}" for run in runs)
+        lines.append(f"Validation losses are of different steps: {at}.")
+    others = sorted({key for run in runs[1:] for key in run.differs_in(runs[0]) if not key.startswith("precision.")})
+    others = [key for key in others if key not in ("trainer.seed", "data.cache_dir")]
+    if others:
+        lines.append(f"The runs also differ in {', '.join(others)}.")
+    return lines
+
+
+def moving_mean(values: dict[int, float], steps: int) -> dict[int, float]:
+    """Mean over the logged values of the last `steps` steps, at each."""
+    out: dict[int, float] = {}
+    window: list[tuple[int, float]] = []
+    for step in sorted(values):
+        window.append((step, values[step]))
+        window = [(at, value) for at, value in window if at > step - steps]
+        out[step] = statistics.fmean(value for _, value in window)
+    return out
+
+
+def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]:
+    """How far a metric lies above the first run's, in percent, at the steps that both have; means over `smooth`."""
+    ours, theirs = run.series.get(key, {}), first.series.get(key, {})
+    common = sorted(ours.keys() & theirs.keys())
+    a = moving_mean({step: ours[step] for step in common}, smooth)
+    b = moving_mean({step: theirs[step] for step in common}, smooth)
+    return {step: 100 * (a[step] / b[step] - 1) for step in common}
+
+
+def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
+    """Write the two figures; their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / "loss.png", out / "difference.png"]
+    figure, axes = canvas("loss, nats per token", f"Training loss (mean over {smooth} steps), validation loss (marks)")
+    for i, run in enumerate(runs):
+        plot(axes, run, i, runs, moving_mean(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
+    losses = [loss for run in runs for loss in run.series[TRAIN].values()]
+    end = [loss for run in runs for step, loss in run.series[TRAIN].items() if step > run.last_step / 20]
+    axes.set_ylim(min(losses) * 0.97, max(end) * 1.03)  # the first steps' fall would flatten all that matters
+    axes.legend(frameon=False)
+    figure.savefig(paths[0])
+
+    title = "Loss against the first run: training (line), validation (marks)"
+    figure, axes = canvas(f"difference to {runs[0].label}, %", title)
+    axes.axhline(0, color=COLOURS[0], linewidth=1)
+    gaps = [abs(gap) for a, b in twins(runs) if (gap := percent(b.validation, a.validation)) is not None]
+    if gaps:
+        axes.axhspan(-max(gaps), max(gaps), color="0.9", zorder=0, label="gap between two seeds at the end")
+    late: list[float] = []
+    for i, run in enumerate(runs[1:], 1):
+        validation = differences(run, runs[0], VALIDATION, 1)
+        # in another data order the training losses of a step are of other tokens: their difference says nothing
+        line = validation if is_noise(run, runs) else differences(run, runs[0], TRAIN, smooth)
+        plot(axes, run, i, runs, line, validation)
+        late += [abs(value) for step, value in (line | validation).items() if step > run.last_step / 20]
+    reach = 1.1 * max([*late, *gaps, 0.1])
+    axes.set_ylim(-reach, reach)
+    if len(runs) > 1:
+        axes.legend(frameon=False)
+    figure.savefig(paths[1])
+    return paths
+
+
+def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
+    """A figure with a light grid and no box."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.grid(color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, float], dots: dict[int, float]) -> None:
+    """One run's line and dots. A run of another seed is grey: it is there for its distance."""
+    noise = is_noise(run, runs)
+    colour = "0.55" if noise else COLOURS[number % len(COLOURS)]
+    dashes = "-" if noise else DASHES[number // len(COLOURS) % len(DASHES)]
+    axes.plot(list(line), list(line.values()), dashes, color=colour, linewidth=1.4, label=run.label)
+    marker = MARKERS[number % len(MARKERS)]
+    axes.plot(list(dots), list(dots.values()), marker, color=colour, markersize=5.5, markerfacecolor="none")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

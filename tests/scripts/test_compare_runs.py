@@ -1,0 +1,130 @@
+"""scripts/compare_runs.py on runs that really trained: the table, the pictures, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from trainer.config import load
+from trainer.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("model.vocab_size=320", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2"),
+    *("model.kv_lora_rank=16", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"),
+    *("model.intermediate_size=48", "model.moe_intermediate_size=16", "model.num_experts=4"),
+    *("trainer.global_batch_size=2", "trainer.microbatch_size=2", "trainer.sequence_length=24"),
+    *("trainer.device=cpu", "trainer.max_steps=6", "eval.every=3", "eval.batches=1", "logging.every=1"),
+    *("logging.console.enabled=false", "checkpoint.every=0", "data=text", "data.glob='*.txt'"),
+    "data.validation_fraction=0.4",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of four runs: bf16, bf16 with seed 2, fp8_delayed, and bf16 with other data."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("corpus", "other"):
+        (folder / name).mkdir()
+        for i in range(10):
+            text = " ".join(f"{name}{i * j % 17}(x): return x + {j}\n" for j in range(60))
+            (folder / name / f"file{i}.txt").write_text(text)
+    wanted = {
+        "bf16": ["+recipe=bf16"],
+        "bf16_seed2": ["+recipe=bf16", "trainer.seed=2"],
+        "fp8": ["+recipe=fp8_delayed"],
+        "elsewhere": ["+recipe=bf16", f"data.path={folder / 'other'}"],
+    }
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for name, overrides in wanted.items():
+            places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+            Trainer(load(compose("train", [*SMALL, *places, f"run.name={name}", *overrides]))).train()
+    return folder
+
+
+def compare(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *arguments]
+    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run(command, cwd=runs, env=environment, capture_output=True, text=True, check=False)
+
+
+def last_validation(run: Path) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss/validation"] for line in lines if "loss/validation" in line][-1]
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_the_table_and_the_pictures(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = compare(runs, "bf16", "bf16_seed2", "fp8", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    base, seed2, fp8 = (last_validation(runs / name) for name in ("bf16", "bf16_seed2", "fp8"))
+    rows = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
+    assert f"{base:.4f}" in rows["bf16"] and "%" not in rows["bf16"]
+    assert f"{100 * (fp8 / base - 1):+.2f} %" in rows["fp8_delayed"]
+    assert f"{fp8:.4f}" in rows["fp8_delayed"] and rows["fp8_delayed"].endswith(" 0")
+    assert f"differ in the seed alone, by {abs(100 * (seed2 / base - 1)):.2f} %" in done.stdout
+    assert is_png(out / "loss.png") and is_png(out / "difference.png")
+
+
+def test_markdown_of_a_run_that_has_not_finished(runs: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(runs / "fp8", unfinished)
+    metrics = unfinished / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= 4]
+    metrics.write_text("\n".join(kept) + '\n{"step": 5, "loss/l')  # a line that is being written
+    done = compare(runs, "bf16", str(unfinished), "--markdown", "--no-plots", "--last", "2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("| run | steps |") and lines[1].startswith("| --- | --- |")
+    assert "| fp8_delayed | 4 of 6 |" in lines[3]
+    assert "Validation losses are of different steps: bf16 6, fp8_delayed 3." in done.stdout
+    assert not (runs / "compare").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bf16", "nowhere"], "nowhere: no such folder; give the folder of a run that has begun, as runs/NAME"),
+        (["corpus"], "corpus: no config.yaml in it; give the folder of a run that has begun, as runs/NAME"),
+        (["bf16", "elsewhere"], "other data; compare runs that share it"),
+        (["fp8", "bf16_seed2"], "another data order, and no run beside it differs in the seed alone"),
+        (["bf16", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
+    done = compare(runs, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("octet: error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_another_model_is_refused(runs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "wider"
+    shutil.copytree(runs / "bf16", other)
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("hidden_size: 32", "hidden_size: 64"))
+    done = compare(runs, "bf16", str(other))
+    assert done.returncode == 2
+    assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
+
+
+def test_without_matplotlib_it_says_how_to_get_it(runs: Path) -> None:
+    code = (
+        "import importlib.util, runpy, sys; find = importlib.util.find_spec;"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest);"
+        f"sys.argv = ['compare_runs.py', 'bf16', 'fp8']; sys.path.insert(0, {str(ROOT / 'src')!r});"
+        f"runpy.run_path({str(ROOT / 'scripts' / 'compare_runs.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=runs, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "matplotlib is missing: pip install 'octet[plots]', or --no-plots" in done.stderr
