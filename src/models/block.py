@@ -10,6 +10,8 @@ on which block it is, so that all blocks of a kind share one compiled graph.
 Legend: B batch, S sequence, T = B S tokens, D hidden, E experts, P pairs of rotary dimensions.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,9 +31,15 @@ class Block(nn.Module):
         self.attn_watch = plan.watch(f"{name}.attn")
         self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
         self.ffn_watch: Watch
+        self.around_attention: Callable[..., Tensor] | None = None  # (function, *args) -> function(*args), recomputed
 
     def attend(self, h_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
-        """The first sublayer with its residual."""
+        """The first sublayer with its residual, called through `around_attention` where that is set."""
+        if self.around_attention is None:
+            return self._attend(h_BSD, rope_2SP)
+        return self.around_attention(self._attend, h_BSD, rope_2SP)
+
+    def _attend(self, h_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
         return h_BSD + self.attn_watch(self.attn(self.attn_norm(h_BSD, self.attn.feed), rope_2SP))
 
 

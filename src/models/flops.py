@@ -67,12 +67,13 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6.0 * active + core
 
 
-def kept_bytes_per_token(config: ModelConfig, plan: Plan) -> dict[str, float]:
-    """Bytes that one token's forward pass keeps for its backward pass, by category, without recomputation.
+def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool = False) -> dict[str, float]:
+    """Bytes that one token's forward pass keeps for its backward pass, by category.
 
     plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
     attention: q, k, v and result of the core. swiglu: its input. head: logits. Left out: indices and row statistics, a
-    few bytes each.
+    few bytes each. attention_again: of attention only the sublayer's input (its norm's) and the core's result are kept,
+    the rest is computed again.
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -80,17 +81,18 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan) -> dict[str, float]:
     same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": ("moe.shared.gate_up",)}
     for name, row in gemms.items():
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
-        if not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else kept by the other
+        again = attention_again and row.op.startswith("attn.")
+        if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
             kept["gemm"] += row.in_features * row.rows_per_token * row.recipe.saved.bytes
         if name.endswith(".gate_up"):
             kept["swiglu"] += row.out_features * row.rows_per_token * row.recipe.output.bytes
     for name, row in plan.tensors.items():
-        if row.op == "norm":
+        if row.op == "norm" and not (attention_again and ".attn." in name):
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
         if row.op == "attn.core":
             kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
-            widths = 2 * c.qk_head_dim + kv_b + c.v_head_dim
+            widths = c.v_head_dim if attention_again else 2 * c.qk_head_dim + kv_b + c.v_head_dim
             kept["attention"] += c.num_heads * widths * row.format.bytes
     kept["head"] = gemms["lm_head"].out_features * gemms["lm_head"].rows_per_token * stream
     return kept

@@ -53,9 +53,11 @@ class Switch(Enum):
 
 
 class Recompute(Enum):
-    """What is computed again in the backward pass instead of being kept: nothing, or the inside of every block."""
+    """What is computed again in the backward pass instead of being kept: nothing, attention but for its core, or the
+    inside of every block."""
 
     none = "none"
+    selective = "selective"
     full = "full"
 
 
@@ -262,7 +264,8 @@ class Config:
     compile: CompileConfig
     """torch.compile."""
     recompute: Recompute
-    """none, or full: keep only the blocks' inputs for backward; less memory, a third more work."""
+    """none; selective: attention except its core is computed again; full: only the blocks' inputs are kept, the least
+    memory and a third more work."""
     debug: DebugConfig
     """Faults on purpose."""
     dry_run: bool

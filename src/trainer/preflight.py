@@ -11,7 +11,7 @@ Memory of one process, by what it is for:
     optimizer         AdamW's two moments, FP32
     compute weights   what GEMMs read: BF16 or FP8 copies of the masters (two of them with row scales)
     activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
-    block
+    block, with selective all but attention's inside, and that of one block
 
 Not in it: what an op needs while it runs, the allocator's own losses, and the interpreter.
 """
@@ -119,8 +119,11 @@ def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
     kept = kept_bytes_per_token(config.model, plan)
     head = kept.pop("head")
     blocks = sum(kept.values())
+    num_blocks = config.model.num_layers + config.model.num_mtp_layers
+    if config.recompute is Recompute.selective:
+        selective = sum(kept_bytes_per_token(config.model, plan, attention_again=True).values()) - head
+        blocks = selective + (blocks - selective) / num_blocks
     if config.recompute is Recompute.full:
-        num_blocks = config.model.num_layers + config.model.num_mtp_layers
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
         blocks = blocks / num_blocks + num_blocks * inputs
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length

@@ -1,29 +1,48 @@
 """Recompute and compile each block of the model, in this order, in place.
 
-Recomputation (`torch.utils.checkpoint`) keeps a block's input only and runs its forward pass again in the backward
-pass; amaxes are maxima and router loads are outputs, so nothing is counted twice. Compilation is per block: equal
-blocks share one graph.
+Recomputation (`torch.utils.checkpoint`) runs a part of the forward pass again in the backward pass instead of keeping
+what it made. Amaxes are maxima and router loads are outputs, so nothing is counted twice.
+
+    none        nothing
+    selective   the attention sublayer, except the attention core: norms, projections, RoPE and concatenation are cheap
+                beside q, k and v of all heads, which they make (DeepSeek-V3, arXiv 2412.19437, section 3.2.3); the
+                core's output and log-sum-exp stay
+    full        everything inside a block; its input is all that stays
+
+Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it.
 """
 
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models import DeepSeek
 from trainer.config import Recompute
 
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+}
 
-def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool) -> None:
-    """Wrap the forward of every block in `model.iter_blocks()`."""
+
+def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor") -> None:
+    """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's."""
     if compiled:
         kinds = {type(block) for _, block in model.iter_blocks()}
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds) + 8)
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
     for _, block in model.iter_blocks():
+        if recompute is Recompute.selective:
+            block.around_attention = _recompute_all_but_core
         if compiled:
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(backend=backend, fullgraph=True, dynamic=False)
         if recompute is Recompute.full:
             _recompute(block)
 
@@ -31,5 +50,25 @@ def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool) -> None:
 def _recompute(block: nn.Module) -> None:
     """Make calls of the block keep only their input while gradients are wanted."""
     call = block._call_impl if block._compiled_call_impl is None else block._compiled_call_impl
-    forward = partial(checkpoint, call, use_reentrant=False)
+    forward = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
     block._compiled_call_impl = lambda *args: forward(*args) if torch.is_grad_enabled() else call(*args)
+
+
+def _recompute_all_but_core(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """function(*args), keeping its arguments and what the attention core makes."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_core)
+
+
+def _keep_core() -> tuple[AbstractContextManager, AbstractContextManager]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _not_about_in_place(record: logging.LogRecord) -> bool:
+    """Drops torch's advice to have no in-place ops in what is recomputed: ours raise amaxes, which may happen twice."""
+    return "Detected that context_fn is passed" not in record.getMessage()
