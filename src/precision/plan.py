@@ -17,11 +17,15 @@ FP32 sums.
 
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from precision.config import BackendChoice, Fp8Format, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.config import Fp8Format, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
 from precision.formats import BF16, BY_NAME, FP32, Format
+from precision.hardware import Gpu
 from precision.report import plan_text
+from precision.resolve import TE, Gemm, Resolver
 from precision.watch import Watch
 
 GEMM_OPS = (
@@ -54,6 +58,11 @@ class GemmRecipe:
     @property
     def is_fp8(self) -> bool:
         return self.input.is_fp8
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether x may come quantised: Transformer Engine's modules quantise it themselves."""
+        return self.is_fp8 and self.backend != TE
 
     @property
     def delayed(self) -> bool:
@@ -99,15 +108,27 @@ class _Rule:
 
 
 class Plan:
-    """Resolved precision of one model. Build the model with it, then `finish()`."""
+    """Resolved precision of one model. Build the model with it, then `finish()`.
 
-    def __init__(self, config: PrecisionConfig, num_layers: int):
+    gpu: what it will run on (None: a CPU), and tokens: of a microbatch (None: not known), choose the backends. saved:
+    `backends()` of the plan with which the run began, to choose the same again.
+    """
+
+    def __init__(
+        self,
+        config: PrecisionConfig,
+        num_layers: int,
+        gpu: Gpu | None = None,
+        tokens: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+    ):
         _check_scaling(config.scaling)
+        self._resolver = Resolver(config, gpu, tokens, saved)
         self.config, self.num_layers = config, num_layers
         self.gemms: dict[str, GemmRow] = {}
         self.tensors: dict[str, TensorRow] = {}
         self._rules = _rules(config, num_layers)
-        self._recipes: dict[tuple[Precision, Format], GemmRecipe] = {}
+        self._recipes: dict[tuple[Precision, Format, str], GemmRecipe] = {}
         for op in TRAINER_OPS:
             if self._table(op, op) is not Precision.fp32:
                 raise ValueError(
@@ -138,7 +159,10 @@ class Plan:
                         f"precision.rules.exceptions={{match: '{name}'}}"
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
-        row = GemmRow(name, op, in_features, out_features, groups, rows_per_token, self._recipe(precision, output), why)
+        rows = None if self._resolver.tokens is None else max(1, round(self._resolver.tokens * rows_per_token))
+        choice = self._resolver.choose(Gemm(name, out_features, in_features, groups, rows, output), precision)
+        recipe = self._recipe(choice.precision, output, choice.backend)
+        row = GemmRow(name, op, in_features, out_features, groups, rows_per_token, recipe, choice.why or why)
         self._register(name)
         self.gemms[name] = row
         return row
@@ -154,7 +178,7 @@ class Plan:
             raise ValueError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
         if op == "moe.dispatch" and precision is Precision.fp8:
             experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
-            if experts is not None and not experts.recipe.is_fp8:  # nobody to read FP8 at the other end
+            if experts is not None and not experts.recipe.reads_fp8:  # nobody to read FP8 at the other end
                 precision, why = Precision.bf16, "follows moe.experts"
         fp8 = BY_NAME[self.config.scaling.forward.value]
         fmt = fp8 if precision is Precision.fp8 else BY_NAME[precision.value]
@@ -175,6 +199,19 @@ class Plan:
                     + (" that is FP8" if rule.fp8_only else "")
                     + "; correct or remove it (dry_run=true prints the rows)"
                 )
+
+    def backends(self) -> dict[str, Any]:
+        """Who serves each GEMM and for what machine it was chosen: plain values, kept with the run."""
+        return self._resolver.state()
+
+    def served_by(self, backend: str) -> bool:
+        """Whether any GEMM is served by that backend."""
+        return any(row.recipe.backend == backend for row in self.gemms.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about the choice of backends, a line each."""
+        return self._resolver.notes
 
     @property
     def fp8_share(self) -> float:
@@ -223,22 +260,17 @@ class Plan:
             return precision, text
         return table, "table"
 
-    def _recipe(self, precision: Precision, output: Format) -> GemmRecipe:
+    def _recipe(self, precision: Precision, output: Format, backend: str) -> GemmRecipe:
         """One object for each kind of GEMM, so that equal layers share it."""
-        if (precision, output) not in self._recipes:
+        key = precision, output, backend
+        if key not in self._recipes:
             scaling = self.config.scaling
             if precision is Precision.fp8:
                 forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
             else:
                 forward = grad = BF16 if precision is Precision.bf16 else FP32
-            recipe = GemmRecipe(forward, grad, forward, output, scaling, _backend(self.config.backend))
-            self._recipes[precision, output] = recipe
-        return self._recipes[precision, output]
-
-
-def _backend(choice: BackendChoice) -> str:
-    """Who serves an op: there is one backend so far, and `auto` is it."""
-    return "reference" if choice is BackendChoice.auto else choice.value
+            self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend)
+        return self._recipes[key]
 
 
 def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:

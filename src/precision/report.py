@@ -21,6 +21,7 @@ def plan_text(plan: "Plan") -> str:
         kind = f"{scaling.method.value}, per {scaling.granularity.value}"
         lines.append(f"fp8 scaling: {kind}{history}, margin {scaling.margin}{rounding}")
     lines.append(f"gemm flops in fp8: {plan.fp8_share:.1%} of the model, {plan.blocks_fp8_share:.1%} of its blocks")
+    lines += [f"note: {note}" for note in plan.notes]
     gemms = _merge((row.name, _gemm_cells(row)) for row in plan.gemms.values())
     head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "result", "backend", "decided by")
     lines += ["", *_columns([head, *gemms])]

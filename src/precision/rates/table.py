@@ -69,6 +69,11 @@ class RateTable:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def runs(self) -> set[str]:
+        """What was measured at all: some of bf16, cuda, transformer_engine."""
+        return {run for entry in self._entries for run in entry.ms}
+
     def nearest(
         self, kind: str, scaling: str, shape: tuple[int, int, int], rows: int | None, runs: Collection[str]
     ) -> Entry | None:

@@ -1,0 +1,70 @@
+"""Which backend can serve on this machine, and what it refuses: asked by the plan, before anything is built.
+
+    reference            everywhere
+    cuda                 Hopper (sm_90): its kernels are written for those tensor cores and nothing else
+    transformer_engine   Transformer Engine 2.20 or later, a GPU with FP8 (sm_89, blocks sm_90), and a scaling out of
+                         DelayedScaling, Float8CurrentScaling and Float8BlockScaling
+
+Each function returns None, or in a few words why not.
+"""
+
+import functools
+import importlib
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from precision.config import Fp8Format, Granularity, Method, ScalingConfig
+from precision.hardware import Gpu
+
+HOPPER = (9, 0)
+TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
+
+
+def cuda_problem(gpu: Gpu | None) -> str | None:
+    """Why the `cuda` backend cannot serve here."""
+    if gpu is None:
+        return "it needs a Hopper GPU (sm_90) and there is no GPU"
+    if gpu.capability != HOPPER:
+        return f"it needs a Hopper GPU (sm_90); {gpu.name} is {gpu.sm}"
+    return None
+
+
+def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
+    """Why `transformer_engine` cannot serve here; with the fix where it is an installation."""
+    if gpu is None:
+        return "Transformer Engine needs a GPU and there is none"
+    oldest = (9, 0) if scaling.granularity is Granularity.block else (8, 9)
+    if gpu.capability < oldest:
+        return f"Transformer Engine needs sm_{oldest[0]}{oldest[1]} for this scaling; {gpu.name} is {gpu.sm}"
+    return te_refusal(scaling) or te_missing()
+
+
+def te_refusal(scaling: ScalingConfig) -> str | None:
+    """Why Transformer Engine has no recipe for a scaling, naming the key."""
+    where = "precision.scaling"
+    if scaling.granularity is Granularity.row:
+        return f"Transformer Engine has no {where}.granularity=row; set tensor or block"
+    if scaling.method is Method.current and scaling.margin:
+        return f"Transformer Engine keeps no {where}.margin={scaling.margin} with method=current; set 0"
+    if scaling.granularity is Granularity.block and not scaling.power_of_two:
+        return f"Transformer Engine's blocks have power-of-two scales; set {where}.power_of_two=true"
+    if scaling.forward is not Fp8Format.e4m3:
+        return f"Transformer Engine has no {where}.forward={scaling.forward.value}; set e4m3"
+    return None
+
+
+@functools.cache
+def te_missing() -> str | None:
+    """Why Transformer Engine cannot be imported. Imports it."""
+    try:
+        found = version("transformer_engine")
+    except PackageNotFoundError:
+        return f"Transformer Engine is not installed; {TE_INSTALL}"
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < TE_OLDEST:
+        return f"Transformer Engine {found} is too old, 2.20 is needed; {TE_INSTALL}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # whatever its libraries say: ImportError, OSError, RuntimeError, AssertionError
+        reason = " ".join(str(error).split())[:200]
+        return f"Transformer Engine {found} cannot be imported ({type(error).__name__}: {reason}); {TE_INSTALL}"
+    return None

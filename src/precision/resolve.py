@@ -1,0 +1,180 @@
+"""Which backend serves a row of the plan, and whether FP8 pays there.
+
+    `precision.backend`   BF16 and FP8 rows                                          FP32 rows
+    reference             reference                                                  reference
+    cuda                  cuda; refused off sm_90                                    reference
+    transformer_engine    transformer_engine; refused where it is missing            reference
+    auto                  the fastest that can serve here, by the measured rates     reference
+
+`auto` without measured rates, because nobody measured this GPU or this kind of op, keeps the recipe and takes cuda on
+sm_90, Transformer Engine on newer GPUs where it is installed, else reference; the plan says so in one line. BF16 rows
+take that same default: the rates compare FP8. Transformer Engine's modules return BF16, so rows with another result
+(the router's FP32) stay with reference.
+
+`precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row is left in BF16.
+
+What was chosen is kept with the run (`saved`) and taken again when it goes on, as long as GPU and settings are the
+same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precision.backends.availability import HOPPER, cuda_problem, te_problem
+from precision.config import BackendChoice, Precision, PrecisionConfig
+from precision.formats import BF16, Format
+from precision.hardware import Gpu
+from precision.rates import RateTable, load_rates
+
+REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
+NEVER_SLOWER = "never_slower"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """What the choice looks at. groups: 1 for a linear; rows None: the tokens of a call are not known."""
+
+    name: str
+    out_features: int
+    in_features: int
+    groups: int
+    rows: int | None
+    output: Format
+
+
+@dataclass(frozen=True)
+class Choice:
+    """precision may be lower than asked for (never_slower); why says so, else it is None."""
+
+    precision: Precision
+    backend: str
+    why: str | None = None
+
+
+class Resolver:
+    """Chooses for one model on one machine. ValueError at once if the configured backend cannot serve here.
+
+    tokens: of a microbatch. saved: what `state()` returned when the run began. notes: what a user should know, a line
+    each.
+    """
+
+    def __init__(
+        self,
+        config: PrecisionConfig,
+        gpu: Gpu | None,
+        tokens: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+        rates: RateTable | None = None,
+    ):
+        self._config, self._gpu, self.tokens = config, gpu, tokens
+        self.notes: list[str] = []
+        self._rows: dict[str, Choice] = {}
+        if config.never_slower and config.backend is BackendChoice.reference:
+            raise ValueError(
+                "precision.never_slower=true: backend=reference is for checking, nobody measures it; "
+                "set precision.never_slower=false or precision.backend=auto"
+            )
+        self._scaling = f"{config.scaling.method.value}/{config.scaling.granularity.value}"
+        self._rates = rates if rates is not None else load_rates(gpu.name) if gpu is not None else RateTable([])
+        self._candidates, self._default = self._auto() if config.backend is BackendChoice.auto else self._fixed()
+        self._saved = self._usable(saved)
+
+    def _fixed(self) -> tuple[list[str], str]:
+        """The one backend that the config names."""
+        name = self._config.backend.value
+        problem = cuda_problem(self._gpu) if name == CUDA else None
+        if name == TE:
+            problem = te_problem(self._gpu, self._config.scaling)
+        if problem is not None:
+            raise ValueError(f"precision.backend={name}: {problem}; or set precision.backend=auto or reference")
+        return [] if name == REFERENCE else [name], name
+
+    def _auto(self) -> tuple[list[str], str]:
+        """Backends that can serve here and are worth asking for, and the one without measured rates."""
+        if cuda_problem(self._gpu) is None:
+            able = [CUDA]
+            if TE in self._rates.runs and te_problem(self._gpu, self._config.scaling) is None:
+                able.append(TE)
+            return able, CUDA
+        newer = self._gpu is not None and self._gpu.capability > HOPPER
+        measured = newer or TE in self._rates.runs
+        able = [TE] if measured and te_problem(self._gpu, self._config.scaling) is None else []
+        return able, TE if able and newer else REFERENCE
+
+    def choose(self, gemm: Gemm, precision: Precision) -> Choice:
+        """Who serves a row that the table and its rules put in `precision`."""
+        if precision is Precision.fp32:
+            choice = Choice(precision, REFERENCE)
+        elif precision is Precision.bf16:
+            choice = Choice(precision, self._served(self._default, gemm))
+        else:
+            choice = self._again(gemm) or self._fp8(gemm)
+        self._rows[gemm.name] = choice
+        return choice
+
+    def state(self) -> dict[str, Any]:
+        """What was chosen, and for what: plain values for a file of the run."""
+        rows = {
+            name: {"precision": choice.precision.value, "backend": choice.backend, "why": choice.why}
+            for name, choice in self._rows.items()
+        }
+        return {**self._circumstances(), "rows": rows}
+
+    def _circumstances(self) -> dict[str, Any]:
+        return {
+            "gpu": None if self._gpu is None else self._gpu.name,
+            "backend": self._config.backend.value,
+            NEVER_SLOWER: self._config.never_slower,
+            "scaling": self._scaling,
+        }
+
+    def _usable(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Rows of an earlier start of this run; none if it was another machine or other settings."""
+        if saved is None:
+            return {}
+        now = self._circumstances()
+        same = all(saved.get(key) == value for key, value in now.items())
+        if self._config.backend is BackendChoice.auto and saved.get("gpu") != now["gpu"]:
+            was, here = saved.get("gpu") or "a CPU", now["gpu"] or "a CPU"
+            self.notes.append(f"backends are chosen anew: the run was planned on {was}, this is {here}")
+        return saved.get("rows", {}) if same else {}
+
+    def _again(self, gemm: Gemm) -> Choice | None:
+        """The choice of the run's start, if it can still be made."""
+        row = self._saved.get(gemm.name)
+        if row is None or row["backend"] not in (REFERENCE, *self._candidates):
+            return None
+        precision, why = Precision(row["precision"]), row["why"]
+        if precision is not Precision.fp8 and not str(why).startswith(NEVER_SLOWER):
+            return None  # the table said something else then
+        return Choice(precision, row["backend"], why)
+
+    def _fp8(self, gemm: Gemm) -> Choice:
+        rated = self._config.never_slower or (self._config.backend is BackendChoice.auto and self._gpu is not None)
+        if not rated:
+            return Choice(Precision.fp8, self._served(self._default, gemm))
+        candidates = [name for name in self._candidates if self._served(name, gemm) == name]
+        kind = "grouped" if gemm.groups > 1 else "linear"
+        shape = (gemm.out_features, gemm.in_features, gemm.groups)
+        entry = self._rates.nearest(kind, self._scaling, shape, gemm.rows, candidates)
+        if entry is None:
+            self._note_unmeasured()
+            return Choice(Precision.fp8, self._served(self._default, gemm))
+        best = min((name for name in candidates if name in entry.ms), key=lambda name: entry.ms[name])
+        gain = entry.ms["bf16"] / entry.ms[best] if "bf16" in entry.ms else None
+        if self._config.never_slower and gain is not None and gain < 1:
+            return Choice(Precision.bf16, self._served(self._default, gemm), f"{NEVER_SLOWER}: {gain:.2f}x")
+        return Choice(Precision.fp8, best)
+
+    def _served(self, backend: str, gemm: Gemm) -> str:
+        """Who serves the row if `backend` is to."""
+        return REFERENCE if backend == TE and gemm.output is not BF16 else backend
+
+    def _note_unmeasured(self) -> None:
+        where = "a CPU" if self._gpu is None else self._gpu.name
+        note = f"no measured rates of {self._scaling} on {where}: FP8 rows keep their recipe, served by {self._default}"
+        if self._config.never_slower:
+            note += "; precision.never_slower has no effect on them"
+        if note not in self.notes:
+            self.notes.append(note)

@@ -1,0 +1,66 @@
+"""The table of measured rates: what it says about shapes that were and were not measured, and how it is written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from precision.rates import Entry, RateTable, load_rates, record
+from precision.rates.table import FOLDER
+
+SMALL = Entry("linear", "current/row", (1024, 2048, 1), 4096, {"bf16": 1.0, "cuda": 0.9})
+LARGE = Entry("linear", "current/row", (8192, 2048, 1), 16384, {"bf16": 5.0, "cuda": 3.0})
+EXPERTS = Entry("grouped", "current/row", (2816, 2048, 64), 98304, {"bf16": 6.0, "cuda": 4.0})
+TABLE = RateTable([SMALL, LARGE, EXPERTS])
+
+
+def test_the_nearest_measured_shape_of_the_same_kind_and_scaling_answers() -> None:
+    def nearest(n: int, rows: int | None, kind: str = "linear", scaling: str = "current/row") -> Entry | None:
+        return TABLE.nearest(kind, scaling, (n, 2048, 64 if kind == "grouped" else 1), rows, ("cuda",))
+
+    assert nearest(1024, 4096) is SMALL
+    assert nearest(2048, 4096) is SMALL
+    assert nearest(4096, 16384) is LARGE
+    assert nearest(4096, None) is LARGE  # log distance: a factor 2 against a factor 4
+    assert nearest(2816, 1024, kind="grouped") is EXPERTS
+    assert nearest(1024, 4096, scaling="delayed/tensor") is None
+    assert TABLE.nearest("linear", "current/row", (1024, 2048, 1), 4096, ("transformer_engine",)) is None
+
+
+def test_a_recorded_measurement_is_read_back(tmp_path: Path) -> None:
+    lines = [record("linear", "delayed/tensor", (8192, 2048, 1), 16384, {"cuda": 1.23456, "bf16": 2.0})]
+    lines += [record("grouped", "current/block", (2816, 2048, 64), 98304, {"bf16": 10.0, "transformer_engine": 20.5})]
+    assert lines[0] == (
+        "  - {kind: linear, scaling: delayed/tensor, shape: [8192, 2048, 1], rows: 16384, ms: {bf16: 2.0, cuda: 1.235}}"
+    )
+    head = "gpu: NVIDIA X\ncommand: python bench.py\ncommit: abc\nentries:\n"
+    (tmp_path / "x.yaml").write_text(head + "\n".join(lines) + "\n")
+    table = load_rates("NVIDIA X", tmp_path)
+    assert len(table) == 2 and table.runs == {"bf16", "cuda", "transformer_engine"}
+    assert len(load_rates("NVIDIA Y", tmp_path)) == 0
+
+
+def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
+    for change in ({"kind": "conv"}, {"scaling": "row"}, {"ms": {"cuda": 0.0}}, {"ms": {"tea": 1.0}}, {"rows": 0}):
+        arguments: dict[str, Any] = {
+            "kind": "linear",
+            "scaling": "current/row",
+            "shape": (16, 16, 1),
+            "rows": 1,
+            "ms": {"cuda": 1.0},
+        }
+        with pytest.raises(ValueError, match=next(iter(change))):
+            record(**(arguments | change))
+    (tmp_path / "x.yaml").write_text("gpu: NVIDIA X\nentries:\n  - {kind: linear}\n")
+    with pytest.raises(ValueError, match=r"x.yaml: .*correct the entry"):
+        load_rates("NVIDIA X", tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_tables_of_the_repository_are_whole(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    assert set(content) == {"gpu", "command", "commit", "entries"}
+    assert path.stem == content["gpu"].lower().replace(" ", "_")
+    assert len(load_rates(content["gpu"])) == len(content["entries"])
+    assert bool(content["entries"]) == bool(content["command"] and content["commit"])  # no figure without its command

@@ -1,0 +1,155 @@
+"""Which backend serves an op: by config, by machine, by measured rates, and again when a run goes on."""
+
+from typing import Any
+
+import pytest
+
+from precision.backends import availability
+from precision.config import BackendChoice, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.formats import BF16, FP32
+from precision.hardware import Gpu, detect
+from precision.rates import Entry, RateTable
+from precision.resolve import Choice, Gemm, Resolver
+
+H200, A100, B200 = Gpu("NVIDIA H200", (9, 0)), Gpu("NVIDIA A100", (8, 0)), Gpu("NVIDIA B200", (10, 0))
+GEMM = Gemm("layers.0.attn.o", 2048, 2048, 1, 16384, BF16)
+
+
+def settings(backend: str = "auto", *, never_slower: bool = False, **scaling: Any) -> PrecisionConfig:
+    config = PrecisionConfig(backend=BackendChoice(backend), never_slower=never_slower)
+    config.scaling = ScalingConfig(**scaling)
+    return config
+
+
+def rates(**ms: float) -> RateTable:
+    return RateTable([Entry("linear", "delayed/tensor", (2048, 2048, 1), 16384, ms)])
+
+
+@pytest.fixture
+def te_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "te_missing", lambda: None)
+
+
+def test_a_cpu_has_the_reference_and_says_nothing() -> None:
+    resolver = Resolver(settings(), None)
+    for precision in Precision:
+        assert resolver.choose(GEMM, precision) == Choice(precision, "reference")
+    assert not resolver.notes
+    assert detect("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "says"),
+    [
+        ("cuda", None, "precision.backend=cuda: it needs a Hopper GPU (sm_90) and there is no GPU"),
+        ("cuda", A100, "precision.backend=cuda: it needs a Hopper GPU (sm_90); NVIDIA A100 is sm_80"),
+        ("cuda", B200, "NVIDIA B200 is sm_100"),
+        ("transformer_engine", None, "Transformer Engine needs a GPU and there is none"),
+        ("transformer_engine", A100, "needs sm_89 for this scaling; NVIDIA A100 is sm_80"),
+    ],
+)
+def test_a_backend_that_cannot_serve_here_is_refused_with_the_reason(backend: str, gpu: Gpu | None, says: str) -> None:
+    with pytest.raises(ValueError, match=r"set precision.backend=auto or reference") as error:
+        Resolver(settings(backend), gpu)
+    assert says in str(error.value)
+
+
+@pytest.mark.skipif(availability.te_missing() is None, reason="Transformer Engine is installed")
+def test_a_missing_transformer_engine_is_named_with_its_installation() -> None:
+    with pytest.raises(ValueError, match=r"Transformer Engine is not installed; pip install 'octet\[te\]'"):
+        Resolver(settings("transformer_engine"), H200)
+
+
+@pytest.mark.usefixtures("te_installed")
+@pytest.mark.parametrize(
+    ("scaling", "key"),
+    [
+        ({"granularity": Granularity.row, "power_of_two": True}, "granularity=row"),
+        ({"granularity": Granularity.block}, "power_of_two=true"),
+        ({"margin": 2}, "margin=2"),
+    ],
+)
+def test_scalings_that_transformer_engine_lacks_are_refused_by_name(scaling: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=f"precision.scaling.{key}"):
+        Resolver(settings("transformer_engine", method=Method.current, **scaling), H200)
+
+
+@pytest.mark.usefixtures("te_installed")
+def test_transformer_engine_leaves_to_the_reference_what_does_not_return_bf16() -> None:
+    resolver = Resolver(settings("transformer_engine"), H200)
+    router = Gemm("layers.0.moe.router", 64, 2048, 1, None, FP32)
+    assert resolver.choose(GEMM, Precision.bf16).backend == "transformer_engine"
+    assert resolver.choose(router, Precision.bf16).backend == "reference"
+
+
+def test_hopper_computes_with_cuda_but_for_fp32() -> None:
+    for backend in ("auto", "cuda"):
+        resolver = Resolver(settings(backend), H200, rates=RateTable([]))
+        chosen = {precision.value: resolver.choose(GEMM, precision).backend for precision in Precision}
+        assert chosen == {"fp32": "reference", "bf16": "cuda", "fp8": "cuda"}
+
+
+@pytest.mark.usefixtures("te_installed")
+def test_a_gpu_without_rates_keeps_the_recipe_and_says_so_once() -> None:
+    for gpu, backend in ((H200, "cuda"), (A100, "reference"), (B200, "transformer_engine")):
+        resolver = Resolver(settings(), gpu, rates=RateTable([]))
+        assert [resolver.choose(GEMM, Precision.fp8) for _ in range(3)] == 3 * [Choice(Precision.fp8, backend)]
+        (note,) = resolver.notes
+        assert note == (
+            f"no measured rates of delayed/tensor on {gpu.name}: FP8 rows keep their recipe, served by {backend}"
+        )
+
+
+@pytest.mark.usefixtures("te_installed")
+@pytest.mark.parametrize(("cuda", "te", "faster"), [(1.0, 2.0, "cuda"), (2.0, 1.0, "transformer_engine")])
+def test_auto_takes_the_faster(cuda: float, te: float, faster: str) -> None:
+    resolver = Resolver(settings(), H200, rates=rates(bf16=1.5, cuda=cuda, transformer_engine=te))
+    assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, faster)
+    assert not resolver.notes
+
+
+@pytest.mark.skipif(availability.te_missing() is None, reason="Transformer Engine is installed")
+def test_what_is_not_installed_is_not_chosen() -> None:
+    resolver = Resolver(settings(), H200, rates=rates(bf16=1.5, cuda=2.0, transformer_engine=1.0))
+    assert resolver.choose(GEMM, Precision.fp8).backend == "cuda"
+
+
+def test_never_slower_leaves_a_slow_row_in_bf16_and_says_by_how_much() -> None:
+    for backend in ("auto", "cuda"):
+        resolver = Resolver(settings(backend, never_slower=True), H200, rates=rates(bf16=1.86, cuda=2.0))
+        assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.bf16, "cuda", "never_slower: 0.93x")
+        fast = Resolver(settings(backend, never_slower=True), H200, rates=rates(bf16=3.0, cuda=2.0))
+        assert fast.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
+
+
+def test_never_slower_without_rates_says_that_it_does_nothing_and_is_refused_with_the_reference() -> None:
+    resolver = Resolver(settings(never_slower=True), None)
+    assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "reference")
+    assert resolver.notes[0].endswith("precision.never_slower has no effect on them")
+    with pytest.raises(ValueError, match=r"precision.never_slower=true: backend=reference .* set precision.never_slo"):
+        Resolver(settings("reference", never_slower=True), H200)
+
+
+def test_a_run_that_goes_on_keeps_its_choice() -> None:
+    config = settings(never_slower=True)
+    first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
+    slow = first.choose(GEMM, Precision.fp8)
+    first.choose(Gemm("lm_head", 2048, 2048, 1, None, BF16), Precision.bf16)
+    later = Resolver(config, H200, saved=first.state(), rates=rates(bf16=2.0, cuda=1.0))  # measured anew since
+    assert later.choose(GEMM, Precision.fp8) == slow == Choice(Precision.bf16, "cuda", "never_slower: 0.50x")
+    assert not later.notes
+    other = Gemm("layers.1.attn.o", 2048, 2048, 1, 16384, BF16)
+    assert later.choose(other, Precision.fp8).precision is Precision.fp8  # a row that was not there
+
+
+def test_a_run_that_goes_on_elsewhere_or_otherwise_chooses_anew() -> None:
+    config = settings(never_slower=True)
+    first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
+    first.choose(GEMM, Precision.fp8)
+    moved = Resolver(config, None, saved=first.state())
+    assert moved.choose(GEMM, Precision.fp8).backend == "reference"
+    assert moved.notes[0] == "backends are chosen anew: the run was planned on NVIDIA H200, this is a CPU"
+    changed = Resolver(settings(), H200, saved=first.state(), rates=rates(bf16=1.0, cuda=2.0))
+    assert changed.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
+    raised = Resolver(settings("cuda"), H200, saved=first.state())
+    assert raised.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
