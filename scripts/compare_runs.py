@@ -26,7 +26,6 @@ import yaml
 
 from trainer.cli import guarded
 
-
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint"}  # sections that change no number of a run
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
