@@ -1,0 +1,58 @@
+"""The attention core equals its definition with any head sizes, and can be compiled into one graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from precision import attention, attention_core
+
+
+def inputs(length: int, d_qk: int, d_v: int) -> list[Tensor]:
+    """q, k, v of two sequences and three heads, v a view into a wider tensor as MLA's is."""
+    generator = torch.Generator().manual_seed(length)
+    q, k = (torch.randn(2, length, 3, d_qk, generator=generator) for _ in range(2))
+    v = torch.randn(2, length, 3, 16 + d_v, generator=generator)[..., 16:]
+    return [t.transpose(1, 2).requires_grad_() for t in (q, k, v)]
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale Q K^T + mask) V in float64."""
+    q, k, v = (t.double() for t in (q, k, v))
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return (q @ k.mT * scale).masked_fill(future, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("length", [1, 5, 77])
+@pytest.mark.parametrize(("d_qk", "d_v"), [(24, 16), (16, 16), (16, 24)])
+def test_equals_its_definition_with_gradients(length: int, d_qk: int, d_v: int) -> None:
+    q, k, v = inputs(length, d_qk, d_v)
+    out, expected = attention_core(q, k, v, 0.2), definition(q, k, v, 0.2)
+    torch.testing.assert_close(out, expected.float())
+    probe = torch.randn_like(out)
+    for ours, theirs in zip(*(torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_asked_for_by_name_can_be_compiled_into_one_graph() -> None:
+    """What a GPU does, with a kernel that a CPU has: asked for by name, behind a question to the device."""
+    asked = []
+
+    @torch.compiler.assume_constant_result
+    def largest_head(device: int | None) -> int:
+        asked.append(device)
+        return 256
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if max(q.shape[-1], v.shape[-1]) > largest_head(0) or torch.are_deterministic_algorithms_enabled():
+            return q
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2)
+
+    q, k, v = inputs(12, 24, 16)
+    out = torch.compile(core, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(out, definition(q, k, v, 0.2).float())
+    assert asked
+    compiled = torch.compile(attention.attention_core, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, 0.2), out)
