@@ -6,14 +6,17 @@ or from the checkpoint that the run resumes from.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
+from precision.hardware import detect
 from trainer.checkpoint import Checkpointer, read
 from trainer.config import Config, Device, Switch
 from trainer.data import Loader, Prepared, prepare
@@ -23,7 +26,7 @@ from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import parallelize
 from trainer.recovery import StepGuard
-from trainer.rundir import Note, RunDir, check_place, find_checkpoint
+from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
 from trainer.sinks import Sinks
 
 
@@ -104,9 +107,9 @@ class Parts:
 
 def build(config: Config, overrides: list[str]) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
-    check_place(config.run)
+    folder = check_place(config.run)
     t, notes = config.trainer, []
-    engine = build_engine(config, pick_device(t.device))
+    engine = build_engine(config, pick_device(t.device), saved_backends(folder))
     if config.run.init_from is not None:
         _init_from(engine.model, Path(config.run.init_from), notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled else prepare
@@ -114,10 +117,14 @@ def build(config: Config, overrides: list[str]) -> Parts:
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     with ExitStack() as on_error:
         run = RunDir.open(
-            config, overrides, engine.plan.to_text(), lambda meta, path: _check_same(meta, _identity(config), path)
+            config,
+            overrides,
+            engine.plan.to_text(),
+            engine.plan.backends(),
+            lambda meta, path: _check_same(meta, _identity(config), path),
         )
         on_error.callback(run.close)
-        run.notes.extend(notes)
+        run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps))
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
         parts = Parts(config, engine, data, loader, run, checkpointer, sinks)
@@ -127,25 +134,29 @@ def build(config: Config, overrides: list[str]) -> Parts:
     return parts
 
 
-def build_engine(config: Config, device: torch.device) -> Engine:
-    """Model, arena, optimizer and guard of a config on a device, at step 0."""
+def build_engine(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> Engine:
+    """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`."""
     torch.manual_seed(config.trainer.seed)
-    plan, model = build_model(config, device)
+    plan, model = build_model(config, device, saved)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
     optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device)
     guard = StepGuard(arena, optimizer.names, config.recovery.max_consecutive_skips)
     compiled = config.compile.enabled is Switch.true or (
-        config.compile.enabled is Switch.auto and device.type == "cuda"
+        config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
     parallelize(model, config.recompute, compiled)
     tune_host(device)
     return Engine(device, plan, model, arena, optimizer, guard, injector)
 
 
-def build_model(config: Config, device: torch.device) -> tuple[Plan, DeepSeek]:
-    """The resolved plan and the model on `device`, weights drawn from the seed."""
-    plan = Plan(config.precision, config.model.num_layers)
+def build_model(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> tuple[Plan, DeepSeek]:
+    """The resolved plan and the model on `device`, weights drawn from the seed.
+
+    saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends.
+    """
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
     model.to_empty(device=device)

@@ -24,7 +24,8 @@ from models import DeepSeek
 from models.flops import count_parameters, flops_per_token, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
-from trainer.config import Config, Recompute
+from precision.hardware import detect
+from trainer.config import Config, Device, Recompute, Switch
 from trainer.data.config import check_data
 
 GIB = 2**30
@@ -37,9 +38,14 @@ def check(config: Config) -> Plan:
     _check_debug(config)
     check_data(config.data, config.model.vocab_size)
     config.model.validate()
-    plan = Plan(config.precision, config.model.num_layers)
+    gpu = None if config.trainer.device is Device.cpu else detect("cuda")
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
+    if config.compile.enabled is Switch.true and plan.served_by("transformer_engine"):
+        why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
+        _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     return plan
 
 

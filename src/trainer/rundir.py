@@ -1,6 +1,7 @@
 """The folder of a run: what it is called, whether it may be written, and where in the run we are.
 
-    runs/NAME/  config.yaml  overrides.txt  environment.json  precision_plan.txt     what produced this run
+    runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
+                precision_plan.txt  backends.json                what computes in which format, and which backend serves
                 metrics.jsonl  events.jsonl  logs/rank0.log  checkpoints/            what came of it
 
 | `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
@@ -56,6 +57,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 CHECKPOINTS = "checkpoints"
+BACKENDS = "backends.json"
 
 
 @dataclass
@@ -113,13 +115,21 @@ class RunDir:
             on_error.pop_all()
 
     @classmethod
-    def open(cls, config: "Config", overrides: Sequence[str], plan_text: str, check: Check | None = None) -> "RunDir":
-        """Open the folder that `config.run` names, and put into it what produced the run."""
+    def open(
+        cls,
+        config: "Config",
+        overrides: Sequence[str],
+        plan_text: str,
+        backends: Mapping[str, Any],
+        check: Check | None = None,
+    ) -> "RunDir":
+        """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan."""
         texts = {
             CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
             "overrides.txt": "".join(f"{override}\n" for override in overrides),
             "environment.json": json.dumps(environment(), indent=1) + "\n",
             "precision_plan.txt": plan_text,
+            BACKENDS: json.dumps(backends, indent=1) + "\n",
         }
         run = config.run
         return cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check)
@@ -176,10 +186,25 @@ class RunDir:
             _replace(path, text.encode())
 
 
-def check_place(run: "RunConfig") -> None:
-    """What `RunDir.open` would refuse because of the folder alone, before anything takes time. Writes nothing."""
-    if run.name is not None or run.resume != "never":  # an unnamed new run gets a folder that nobody has
-        _locate(Path(run.dir), run.name, run.resume, "")
+def check_place(run: "RunConfig") -> Path | None:
+    """What `RunDir.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
+
+    Returns the folder, which need not exist; None for an unnamed new run, which gets one that nobody has.
+    """
+    if run.name is None and run.resume == "never":
+        return None
+    return _locate(Path(run.dir), run.name, run.resume, "")[0]
+
+
+def saved_backends(folder: Path | None) -> dict[str, Any] | None:
+    """Which backends were chosen when the run in this folder began; None if it is a new one, or older than that."""
+    path = None if folder is None else folder / BACKENDS
+    if path is None or not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: it is damaged ({error}); remove it, and backends are chosen anew") from error
 
 
 def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:

@@ -42,7 +42,8 @@ def test_a_recorded_measurement_is_read_back(tmp_path: Path) -> None:
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
-    for change in ({"kind": "conv"}, {"scaling": "row"}, {"ms": {"cuda": 0.0}}, {"ms": {"tea": 1.0}}, {"rows": 0}):
+    changes: list[dict[str, Any]] = [{"kind": "conv"}, {"scaling": "row"}, {"rows": 0}]
+    for change in [*changes, {"ms": {"cuda": 0.0}}, {"ms": {"tea": 1.0}}]:
         arguments: dict[str, Any] = {
             "kind": "linear",
             "scaling": "current/row",

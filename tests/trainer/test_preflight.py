@@ -53,6 +53,8 @@ BY_ROW = ["precision=fp8_jit", "precision.scaling.granularity=row", "precision.s
         ("optim.betas=[0.9,1]", "optim.betas=[0.9, 1.0]: AdamW has two, from 0 to below 1"),
         ("debug.inject={step:7,where:loss,value:nan}", "debug.inject.step=7: there is no such step; set 1 to"),
         ("debug.inject={step:1,where:loss,value:0}", "debug.inject.value=0.0: a fault is not finite; set nan or inf"),
+        ("precision.backend=cuda trainer.device=cpu", "precision.backend=cuda: it needs a Hopper GPU (sm_90)"),
+        ("precision.backend=reference precision.never_slower=true", "precision.never_slower=true: backend=refer"),
         ("model.num_experts_per_token=5", "model.num_experts_per_token=5: there are 4 experts"),
         ("data.validation_fraction=0", "data.validation_fraction=0"),
         ("data.path=/does/not/exist", "data.path=/does/not/exist: there is no such folder"),
@@ -60,7 +62,7 @@ BY_ROW = ["precision=fp8_jit", "precision.scaling.granularity=row", "precision.s
 )
 def test_keys_that_do_not_fit_each_other_are_refused_in_one_line(config: Make, override: str, says: str):
     with pytest.raises(ValueError, match=re.escape(says)) as refusal:
-        check(config(override))
+        check(config(*override.split()))
     assert "\n" not in str(refusal.value)
 
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
-from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, environment, find_checkpoint
+from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, environment, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,7 +96,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     with initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
         overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
         config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
-    run = RunDir.open(config, overrides, "the plan\n")
+    run = RunDir.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}})
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
     written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))
@@ -104,6 +104,11 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     assert (run.path / "overrides.txt").read_text().splitlines() == overrides
     assert (run.path / "precision_plan.txt").read_text() == "the plan\n"
     assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__
+    assert saved_backends(run.path) == {"gpu": None, "rows": {}}
+    assert saved_backends(tmp_path) is None and saved_backends(None) is None
+    (run.path / "backends.json").write_text("{")
+    with pytest.raises(ValueError, match=r"backends.json: it is damaged .*; remove it, and backends are chosen anew"):
+        saved_backends(run.path)
 
 
 # ---------------------------------------------------------------------------------------------------- never

@@ -94,6 +94,8 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
         assert (run / name).stat().st_size >= 0
     assert (run / "precision_plan.txt").read_text() == trainer.parts.engine.plan.to_text()
+    backends = json.loads((run / "backends.json").read_text())
+    assert {row["backend"] for row in backends["rows"].values()} == {"reference"} and backends["gpu"] is None
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
     assert int(trainer.parts.engine.guard.committed) == 30
 
