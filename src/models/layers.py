@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import YarnConfig
-from precision import Feed, Linear, Operand, Plan, rms_norm, swiglu
+from precision import Feed, Linear, Operand, Plan, gated_ffn, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -38,11 +38,11 @@ class RMSNorm(nn.Module):
     def __init__(self, plan: Plan, name: str, features: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features, dtype=plan.tensor(name, "norm").dtype))
-        self.eps = eps
+        self.eps, self.kernels = eps, plan.kernels
 
     def forward(self, x: Tensor, feed: Feed | None = None) -> Operand | Tensor:
         """x [..., features] -> the same shape, as `feed` asks for it; without a feed a tensor of x's dtype."""
-        return rms_norm(x, self.weight, self.eps, feed)
+        return rms_norm(x, self.weight, self.eps, feed, self.kernels)
 
 
 class Embedding(nn.Module):
@@ -69,7 +69,7 @@ class FFN(nn.Module):
 
     def forward(self, x: Operand | Tensor) -> Tensor:
         """x [..., D], normalised and made for `self.feed` -> [..., D]."""
-        return self.down(swiglu(self.gate_up(x), self.down_feed))
+        return gated_ffn(x, self.gate_up, self.down, self.down_feed)
 
 
 def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:

@@ -18,10 +18,9 @@ rows.
 import torch
 from torch import Tensor, nn
 
-from models.dispatch import permutation
 from models.layers import FFN
 from models.router import Gate
-from precision import Feed, GroupedLinear, Linear, Operand, Plan, combine_rows, gather_rows, swiglu
+from precision import Feed, GroupedLinear, Linear, Operand, Plan, expert_ffn
 
 
 class Experts(nn.Module):
@@ -40,9 +39,30 @@ class Experts(nn.Module):
         self.down = grouped("down", intermediate_size, hidden_size)
         self.down_feed = Feed(self.down)
 
-    def forward(self, x: Operand | Tensor, offsets_E: Tensor, weight_R: Tensor) -> Tensor:
-        """x [R, D], weight [R] FP32 -> weighted outputs [R, D]."""
-        return self.down(swiglu(self.gate_up(x, offsets_E), self.down_feed, weight_R), offsets_E)
+    def forward(
+        self,
+        x: Operand | Tensor,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        add_TD: Tensor,
+        *,
+        rows_feed: Feed | None,
+        combine: torch.dtype,
+        accumulate: torch.dtype,
+    ) -> Tensor:
+        """x [T, D], the chosen experts and their weights, what to add [T, D] -> [T, D]; see `precision.ffn`."""
+        return expert_ffn(
+            x,
+            expert_TK,
+            weight_TK,
+            self.gate_up,
+            self.down,
+            down_feed=self.down_feed,
+            rows_feed=rows_feed,
+            combine=combine,
+            accumulate=accumulate,
+            add=add_TD,
+        )
 
 
 class MoE(nn.Module):
@@ -89,10 +109,14 @@ class MoE(nn.Module):
         x_TD = x.tensor if isinstance(x, Operand) else x
         logits_TE = self.router(x_TD)
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
-        order_R, index_R, inverse_TK, offsets_E = permutation(expert_BSK.flatten(0, 1), self.gate.num_experts)
-        weight_R = weight_BSK.flatten().index_select(0, order_R)
         travelling = x if self.dispatch_dtype is None else x_TD.to(self.dispatch_dtype)
-        rows = gather_rows(travelling, index_R, inverse_TK, self.rows_feed)
-        rows_RD = self.experts(rows, offsets_E, weight_R).to(self.combine_dtype)
-        routed_TD = combine_rows(rows_RD, index_R, inverse_TK, self.accumulate_dtype)
-        return (routed_TD + self.shared(x)).to(self.residual), balance_loss, load_E
+        y_TD = self.experts(
+            travelling,
+            expert_BSK.flatten(0, 1),
+            weight_BSK.flatten(0, 1),
+            self.shared(x),
+            rows_feed=self.rows_feed,
+            combine=self.combine_dtype,
+            accumulate=self.accumulate_dtype,
+        )
+        return y_TD.to(self.residual), balance_loss, load_E

@@ -4,6 +4,7 @@ from precision.attention import attention_core
 from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
+from precision.ffn import expert_ffn, gated_ffn
 from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
@@ -27,6 +28,8 @@ __all__ = [
     "begin_step",
     "bind",
     "combine_rows",
+    "expert_ffn",
+    "gated_ffn",
     "gather_rows",
     "gemm_layers",
     "linear_cross_entropy",

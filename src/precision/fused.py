@@ -132,9 +132,62 @@ def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
     return Operand(_Hide.apply(x), data, scale_inv, kept=False)
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float, feed: Feed | None = None) -> Operand | Tensor:
-    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32: FP32 inside, result in x's dtype."""
+def rms_norm(
+    x: Tensor, gain: Tensor, eps: float, feed: Feed | None = None, kernels: str = "reference"
+) -> Operand | Tensor:
+    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32: FP32 inside, result in x's dtype.
+
+    kernels: `cuda` norms BF16 and casts in one kernel.
+    """
+    if kernels == "cuda" and x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda")):
+        return _norm_and_cast(x, gain, eps, feed)
     return deliver(_RmsNorm.apply(x, gain, eps), feed)
+
+
+def _norm_and_cast(x: Tensor, gain: Tensor, eps: float, feed: Feed | None) -> Operand | Tensor:
+    from precision.backends.cuda import cast_of
+
+    if feed is None or feed.slot is None or feed.recipe is None:
+        return _NormAndCast.apply(x, gain, eps, None, None, "", True)[0]
+    how = cast_of(feed.recipe, feed.recipe.input).text
+    rows = feed.slot.scale, feed.slot.amax
+    carrier, data, inv = _NormAndCast.apply(x, gain, eps, *rows, how, feed.wants_tensor)
+    return Operand(carrier, data, inv, kept=feed.wants_tensor)
+
+
+class _NormAndCast(torch.autograd.Function):
+    """`_RmsNorm`, and its result in FP8, from one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        gain: Tensor,
+        eps: float,
+        scale_row: Tensor | None,
+        amax: Tensor | None,
+        how: str,
+        plain: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from precision.kernels import ops
+
+        x2 = x.reshape(-1, x.shape[-1])
+        scale_row = x.new_empty(1, dtype=torch.float32) if scale_row is None else scale_row
+        amax = x.new_empty(1, dtype=torch.float32) if amax is None else amax
+        y, data, inv, rstd = ops.rms_norm(x2, gain, eps, scale_row, amax, how, plain)
+        ctx.save_for_backward(x, gain, rstd)
+        data = data.view(x.shape) if how else data
+        inv = inv.unflatten(0, x.shape[:-1]) if how and inv.dim() else inv
+        ctx.mark_non_differentiable(data, inv)
+        return y.view(x.shape) if plain else stand_in(x), data, inv
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        from precision.kernels import ops
+
+        x, gain, rstd = ctx.saved_tensors
+        dx, dgain = ops.rms_norm_backward(grads[0].reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), gain, rstd)
+        return dx.view(x.shape), dgain, None, None, None, None, None
 
 
 def swiglu(gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None) -> Operand | Tensor:

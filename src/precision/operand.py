@@ -61,6 +61,7 @@ class Feed:
         quantised = [c for c in consumers if c.input_slot is not None]
         self.slot: Slot | None = quantised[0].input_slot if quantised else None
         self.recipe: GemmRecipe | None = quantised[0].recipe if quantised else None
+        self.backend: str | None = consumers[0].recipe.backend if consumers else None
         self.wants_tensor = tensor or len(quantised) < len(consumers)
         for consumer in quantised:
             consumer.input_slot = self.slot

@@ -214,6 +214,11 @@ class Plan:
         return self._resolver.notes
 
     @property
+    def kernels(self) -> str:
+        """Backend of what is no GEMM: norms with their casts."""
+        return self._resolver.kernels
+
+    @property
     def fp8_share(self) -> float:
         """Share of the model's GEMM FLOPs that runs in FP8 (attention's core not counted)."""
         total = sum(row.flops_per_token for row in self.gemms.values())

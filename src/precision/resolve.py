@@ -113,6 +113,11 @@ class Resolver:
         self._rows[gemm.name] = choice
         return choice
 
+    @property
+    def kernels(self) -> str:
+        """Backend of what is no GEMM: cuda where it serves GEMMs by default, else reference."""
+        return CUDA if self._default == CUDA else REFERENCE
+
     def state(self) -> dict[str, Any]:
         """What was chosen, and for what: plain values for a file of the run."""
         rows = {

@@ -212,10 +212,9 @@ def _transpose_kernel(
 ):  # fmt: skip
     """yt[c, r] = x[token(r), c] in scales that do not vary along r; ROWS: y[r, c] = x[token(r), c], too. Tiles of 128 x
     128 (64 x 128 columns x rows cost the same)."""
-    if GATHER:
+    busy = True
+    if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
-    else:
-        busy = True
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
@@ -311,16 +310,17 @@ def cast_blocks(
     return y, inv.t(), yt if transposed else None, inv_t if transposed else None
 
 
-def transpose(x8: Tensor, inv: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
+def transpose(x8: Tensor, inv: Tensor, how: Cast, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """FP8 x8 [R, C] with inverse scales as from `cast` -> data_t [C, R'] and its inverse scales: 0-d, or [R' / 128, C]
-    for BLOCK."""
+    for BLOCK. ends [E]: where the experts' rows end; rows beyond the last do not exist."""
     R, C = x8.shape
     Rt = padded_rows(R)
     yt = torch.empty(C, Rt, device=x8.device, dtype=x8.dtype)
     inv_t = transposed_scales(inv, Rt, C, how)
     _transpose_kernel[(triton.cdiv(C, 128), Rt // 128)](
-        x8, x8, as_words(yt), x8, x8, inv, inv, inv_t, R, C, Rt // 4,
-        **how.constants, MODE=how.mode, GROUPS=1, GATHER=False, ROWS=False, num_warps=8,
+        x8, x8, as_words(yt), x8, ends if ends is not None else x8, inv, inv, inv_t, R, C, Rt // 4,
+        **how.constants, MODE=how.mode, GROUPS=0 if ends is None else ends.shape[0], GATHER=False, ROWS=False,
+        num_warps=8,
     )  # fmt: skip
     return yt, inv_t
 

@@ -22,8 +22,8 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _cross_entropy_kernel(
-    z, target, weight, loss, row_stride, V,
-    IGNORED: tl.constexpr, GRADIENT: tl.constexpr, LOG2_E: tl.constexpr, BLOCK: tl.constexpr,
+    z, target, weight, loss, row_stride,
+    V: tl.constexpr, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, LOG2_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: loss [T], and with GRADIENT dz over z [T, V]. weight: 0-d."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +72,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient:
     block = min(_BLOCK, triton.next_power_of_2(V))
     if T:
         _cross_entropy_kernel[(T,)](
-            logits, target, weight, loss, logits.stride(0), V,
-            IGNORED=ignored, GRADIENT=gradient, LOG2_E=_LOG2_E, BLOCK=block, num_warps=max(1, block // 512),  # pyright: ignore[reportCallIssue]
+            logits, target, weight, loss, logits.stride(0), V, ignored, gradient, _LOG2_E, block,
+            num_warps=max(1, block // 512),  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return loss

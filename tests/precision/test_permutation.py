@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models import DeepSeek
-from models.dispatch import permutation
+from precision.permutation import permutation
 from models.moe import MoE
 
 Build = Callable[..., DeepSeek]

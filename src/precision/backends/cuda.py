@@ -1,0 +1,138 @@
+"""The cuda backend: Hopper's FP8 tensor cores (sm_90), fed by kernels that cast once.
+
+    granularity   Linear                                       GroupedLinear
+    tensor        torch._scaled_mm (cuBLAS)                     kernels.grouped_gemm
+    row           torch._scaled_mm with rows, columns           kernels.grouped_gemm
+    block         kernels.grouped_gemm                          kernels.grouped_gemm
+    BF16          torch.mm                                      torch._grouped_mm
+
+Operands are what `reference` makes of the same numbers, with two differences of layout: a weight's `data_t` is stored
+transposed (contiguous along what the input gradient sums over), and an output gradient comes with a transposed copy. x is
+kept as FP8 rows and transposed in the backward pass.
+
+A `GroupedLinear` by itself takes rows without gaps and moves them into tiles and back; `precision.ffn` keeps the rows of
+a whole expert layer in tiles and needs no such moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from precision.backends.interface import GradOperand, WeightOperand
+from precision.config import Granularity
+from precision.formats import Format
+from precision.kernels import ops
+from precision.kernels.common import MODES, Cast
+from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad, plain_nt, plain_wgrad
+from precision.kernels.weights import cast_weight
+
+if TYPE_CHECKING:
+    from precision.plan import GemmRecipe
+
+_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (no public name before torch 2.12)
+_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def cast_of(recipe: GemmRecipe, fmt: Format) -> Cast:
+    """How tensors of a recipe are cast into `fmt`."""
+    scaling = recipe.scaling
+    return Cast(fmt, MODES[scaling.granularity], recipe.delayed, scaling.margin, scaling.power_of_two)
+
+
+class CudaBackend:
+    """See the module docstring; the interface is `precision.backends.interface.Backend`."""
+
+    name = "cuda"
+
+    def quantize(
+        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data of x's shape and its inverse scales; records the amax."""
+        data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text)
+        return data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
+
+    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
+        """dy [R, N] in FP8 with its transposed copy, in one pass where scales allow it."""
+        data, inv, data_t, inv_t = ops.cast_transposed(dy, scale_row, amax_row, cast_of(recipe, recipe.grad).text)
+        return GradOperand(dy, data, inv, data_t, inv if inv_t.numel() == 0 else inv_t)
+
+    def quantize_weight(
+        self,
+        master: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        out: WeightOperand | None,
+    ) -> WeightOperand:
+        """FP8 of BF16(master) and its transposed copy, seen as [(G,) N, K] both."""
+        into = None
+        if out is not None:
+            assert out.scale_inv is not None and out.data_t is not None and out.scale_inv_t is not None
+            into = out.data, out.scale_inv, out.data_t.mT, out.scale_inv_t
+        data, inv, data_t, inv_t = cast_weight(master, scale_row, amax_row, cast_of(recipe, fmt), into)
+        return WeightOperand(data, inv, data_t.mT, inv_t)
+
+    def forward(
+        self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """y [R, N] in recipe.output's dtype."""
+        return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transposed=False)
+
+    def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
+        """dx [R, K] in recipe.output's dtype."""
+        if dy.scale_inv is None or weight.data_t is None:
+            return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe, transposed=True)
+        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.scale_inv_t, offsets, recipe, transposed=True)
+
+    def wgrad(
+        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
+    ) -> Tensor:
+        """dw [N, K], or [G, N, K] for offsets [G]: FP32, or BF16 from torch's grouped BF16 product."""
+        if dy.data_t is None or dy.scale_inv_t is None or x_inv is None:
+            if offsets is not None:
+                return _grouped_mm(dy.data.t(), x, offs=offsets)
+            if x.dtype == torch.float32 or not x.is_cuda:
+                return dy.data.t() @ x
+            return torch.mm(dy.data.t(), x, out_dtype=torch.float32)
+        if offsets is not None:
+            return grouped_wgrad(
+                dy.data, dy.scale_inv, dy.exact, x, x_inv, offsets,
+                cast_of(recipe, recipe.grad).text, cast_of(recipe, recipe.input).text,
+            )  # fmt: skip
+        x_t, x_t_inv = ops.transpose(x, x_inv, cast_of(recipe, recipe.input).text)
+        x_t_inv = x_inv if x_t_inv.numel() == 0 else x_t_inv
+        if recipe.scaling.granularity is Granularity.block:
+            return plain_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv)
+        return _scaled_mm(
+            dy.data_t, x_t.t(), scale_a=dy.scale_inv_t, scale_b=x_t_inv, out_dtype=torch.float32, use_fast_accum=False
+        )
+
+    def _nt(
+        self,
+        a: Tensor,
+        a_inv: Tensor | None,
+        w: Tensor,
+        w_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        transposed: bool,
+    ) -> Tensor:
+        """a [R, K] times w [(G,) N, K]^T, both contiguous along K."""
+        out = recipe.output.dtype
+        if a_inv is None or w_inv is None:
+            if offsets is not None:
+                return _grouped_mm(a, w.mT, offs=offsets).to(out)
+            if out != a.dtype and a.is_cuda:
+                return torch.mm(a, w.t(), out_dtype=out)
+            return (a.to(out) @ w.to(out).t()) if out != a.dtype else a @ w.t()
+        if offsets is not None:
+            return grouped_nt(a, a_inv, w, w_inv, offsets, cast_of(recipe, recipe.input).text, transposed).to(out)
+        if recipe.scaling.granularity is Granularity.block:
+            return plain_nt(a, a_inv, w, w_inv, transposed).to(out)
+        w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
+        return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
+

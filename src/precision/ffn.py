@@ -1,0 +1,140 @@
+"""Gated feed-forward layers, plain and over experts, from the operand that a norm made to the sum over a token's experts.
+
+    gated_ffn    y = w_down (silu(w_gate x) * w_up x)
+    expert_ffn   y = sum over the K chosen experts of weight * FFN_expert(x)  (+ add)
+
+Where the backend has kernels for the whole layer (`cuda`, both GEMMs in one precision), they run as one operator each
+way: see `kernels.ffn_ops`. Elsewhere the layer is put together from the ops of `fused` and the linears, which is what it
+means.
+
+Legend: T tokens, K chosen experts of a token, R = T K rows, D hidden, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+from precision.fused import combine_rows, gather_rows, swiglu
+from precision.linear import GroupedLinear, Linear, quantize
+from precision.operand import Feed, Operand
+from precision.permutation import permutation
+
+
+def gated_ffn(x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed) -> Tensor:
+    """x [..., D] -> [..., D]. gate_up: gate first. down_feed: the Feed of `down`."""
+    if _has_kernels(gate_up, down):
+        return _fused(x, gate_up, down)
+    return down(swiglu(gate_up(x), down_feed))
+
+
+def expert_ffn(
+    x: Operand | Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up: GroupedLinear,
+    down: GroupedLinear,
+    *,
+    down_feed: Feed,
+    rows_feed: Feed | None,
+    combine: torch.dtype,
+    accumulate: torch.dtype,
+    add: Tensor,
+) -> Tensor:
+    """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype.
+
+    rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
+    experts' outputs and of the sum.
+    """
+    if _has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
+        return _fused(x, gate_up, down, expert_TK, weight_TK, add)
+    order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0])
+    weight_R = weight_TK.flatten().index_select(0, order_R)
+    rows = gather_rows(x, index_R, inverse_TK, rows_feed)
+    rows_RD = down(swiglu(gate_up(rows, offsets_E), down_feed, weight_R), offsets_E).to(combine)
+    return (combine_rows(rows_RD, index_R, inverse_TK, accumulate) + add).to(add.dtype)
+
+
+def _has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
+    recipe = gate_up.recipe
+    plain = recipe.output.dtype == torch.bfloat16
+    return recipe == down.recipe and recipe.backend == "cuda" and recipe.input.bytes <= 2 and plain
+
+
+def _fused(
+    x: Operand | Tensor,
+    gate_up: Linear | GroupedLinear,
+    down: Linear | GroupedLinear,
+    expert: Tensor | None = None,
+    weight: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    from precision.backends.cuda import cast_of
+
+    from precision.backends.cuda import cast_of
+
+    recipe, w1, w2 = gate_up.recipe, gate_up.operand, down.operand
+    assert w1 is not None and w2 is not None, "compute weights are missing: call precision.refresh_weights(model)"
+    inv, how = None, ""
+    carrier = x if isinstance(x, Tensor) else x.carrier if recipe.is_fp8 else x.tensor
+    data = carrier.detach() if isinstance(x, Tensor) or not recipe.is_fp8 else x.data
+    rows: tuple[Tensor | None, ...] = (None,) * 6
+    if recipe.is_fp8:
+        how = f"{cast_of(recipe, recipe.input).text} {cast_of(recipe, recipe.grad).text}"
+        slots = down.input_slot, down.grad_slot, gate_up.grad_slot
+        rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
+        if isinstance(x, Operand):
+            inv = x.scale_inv
+        else:
+            assert gate_up.input_slot is not None
+            data, inv = quantize(x, gate_up.input_slot, recipe)
+    return _Ffn.apply(carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, how)
+
+
+class _Ffn(torch.autograd.Function):
+    """Both GEMMs, the activation between them, and for experts the way to their rows and back. w1, w2: operands of
+    gate_up and down, four tensors each; then scale and amax rows of h, dy and [dg, du]."""
+
+    @staticmethod
+    def forward(
+        ctx, carrier, weight1, weight2, x, x_inv, w1, w1_inv, w1t, w1t_inv, w2, w2_inv, w2t, w2t_inv,
+        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, how,
+    ) -> Tensor:  # fmt: skip
+        from precision.kernels import ffn_ops
+
+        none = x.new_empty(0, dtype=torch.float32)
+        unseen = x.new_empty(1, dtype=torch.float32)
+        x2 = x.reshape(-1, x.shape[-1])
+        inv = none if x_inv is None else x_inv.reshape(-1, x_inv.shape[-1]) if x_inv.dim() else x_inv
+        y, *kept = ffn_ops.ffn_forward(
+            x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
+            _or(h_scale, none), _or(h_amax, unseen), how,
+        )  # fmt: skip
+        keep_x = x2 if how or expert is None else none  # experts in BF16 keep rows instead
+        ctx.save_for_backward(
+            keep_x, inv, *kept, (w1 if w1t is None else w1t).mT, w1t_inv, (w2 if w2t is None else w2t).mT, w2t_inv
+        )
+        # arena rows are not saved for backward: other views of the arena are written in between
+        ctx.rows, ctx.how, ctx.shape, ctx.dtype = (dy_scale, dy_amax, d1_scale, d1_amax), how, carrier.shape, carrier.dtype
+        ctx.weighted, ctx.added = weight is not None, add is not None
+        return y.view(carrier.shape)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        from precision.kernels import ffn_ops
+
+        x, x_inv, y1, h_inv, x_rows, *rest = ctx.saved_tensors
+        routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
+        none = y1.new_empty(0, dtype=torch.float32)
+        dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
+        dx, dw1, dw2, dweight = ffn_ops.ffn_backward(
+            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
+            w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none),
+            _or(dy_amax, y1.new_empty(1, dtype=torch.float32)), _or(d1_scale, none),
+            _or(d1_amax, y1.new_empty(1, dtype=torch.float32)), ctx.how,
+        )  # fmt: skip
+        dx = dx.to(ctx.dtype).view(ctx.shape)
+        gone = (None,) * 11
+        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 7
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

@@ -1,0 +1,216 @@
+"""A gated feed-forward layer as two operators, forward and backward: plain (dense, shared experts) or over experts.
+
+    forward    x -> rows (experts) -> [g, u] = x w1^T -> h = silu(g) u w, cast -> h w2^T -> sum over a token's rows
+    backward   dy cast, with rows and transposed copy -> dh = dy w2 -> [dg, du] and h, cast both ways -> dw2 = dy^T h
+               -> dx = [dg, du] w1 -> sum over a token's rows; x^T from the FP8 that was kept -> dw1 = [dg, du]^T x
+
+Every operand is cast once, by the kernel that makes it; x once for gate and up. The router's weight is applied inside
+SwiGLU, so the experts' outputs need not be kept and the weight's gradient falls out of SwiGLU's. Kept for backward: x in
+FP8 in token order, and the first GEMM's result in BF16.
+
+T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precision.kernels import grouped_gemm
+from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
+from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
+from precision.kernels.route import Route, combine, gather, route
+from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
+
+_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+_BF16_ALIGN = 16  # rows; what torch's grouped GEMM wants
+
+
+def rows_of(tokens: int, chosen: int, experts: int, align: int) -> int:
+    """R' of so many tokens; see `route.route`."""
+    return (tokens * chosen + experts * (align - 1) + 127) // 128 * 128
+
+
+@dataclass(frozen=True)
+class _Casts:
+    """x, h and weights; gradients. None: BF16."""
+
+    forward: Cast | None
+    grad: Cast | None
+
+    @staticmethod
+    def parse(how: str) -> "_Casts":
+        forward, _, grad = how.partition(" ")
+        return _Casts(Cast.parse(forward) if forward else None, Cast.parse(grad) if grad else None)
+
+    @property
+    def mode(self) -> int:
+        return self.forward.mode if self.forward is not None else 0
+
+
+def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route | None, transposed: bool) -> Tensor:
+    """a [R, K] times w [(G,) N, K]^T."""
+    if mode == 0:
+        return _grouped_mm(a, w.mT, offs=to.ends) if to is not None else a @ w.mT
+    if to is not None or mode == BLOCK.value:
+        return grouped_gemm.nt(a, a_inv, w if w.dim() == 3 else w[None], w_inv, mode, to, transposed)
+    w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
+    return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, to: Route | None) -> Tensor:
+    """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] FP32."""
+    if to is not None or mode == BLOCK.value:
+        d = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
+        return d if to is not None else d[0]
+    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
+
+
+def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None) -> Tensor:
+    """a [R, M], b [R, N] BF16 -> [(E,) M, N] FP32."""
+    if to is not None:
+        return _grouped_mm(a.t(), b, offs=to.ends).float()
+    return torch.mm(a.t(), b, out_dtype=torch.float32) if a.is_cuda else (a.t() @ b).float()
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape or (0,), device=like.device, dtype=dtype)
+
+
+@torch.library.custom_op("octet::ffn_forward", mutates_args=("h_amax",))
+def ffn_forward(
+    x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), add [T, D] (empty: none) -> y
+    [T, D] BF16; then what backward reads: the first GEMM's result, h's scales, rows of x (BF16 experts only), and the
+    six tensors of the Route."""
+    casts = _Casts.parse(how)
+    T, D = x.shape
+    experts = w1.shape[0] if w1.dim() == 3 else 0
+    to = route(expert, weight, experts, 128 if casts.mode else _BF16_ALIGN) if experts else None
+    rows, rows_inv = (x, x_inv)
+    if to is not None:
+        rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
+        rows_inv = gathered if gathered is not None else x_inv
+    y1 = _nt(rows, rows_inv, w1, w1_inv, casts.mode, to, transposed=False)
+    h, h_inv = swiglu(
+        y1, to.weight if to is not None else None, to.ends if to is not None else None, h_scale, h_amax, casts.forward
+    )
+    y = _nt(h, h_inv[0] if casts.mode == TENSOR.value else h_inv, w2, w2_inv, casts.mode, to, transposed=False)
+    if to is not None:
+        y, _ = combine(y, to, add if add.numel() else None)
+    elif add.numel():
+        y = y + add
+    kept = rows if casts.mode == 0 and to is not None else _empty(x, dtype=x.dtype)
+    if casts.mode == BLOCK.value:
+        h_inv = _empty(x)  # h is cast again in the backward pass
+    return y, y1, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
+
+
+@ffn_forward.register_fake
+def _(
+    x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mode, (T, D) = _Casts.parse(how).mode, x.shape
+    experts = w1.shape[0] if w1.dim() == 3 else 0
+    R = rows_of(T, expert.shape[1], experts, 128 if mode else _BF16_ALIGN) if experts else T
+    y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
+    y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
+    h_inv = _empty(x, *{TENSOR.value: (2,), ROW.value: (R, 1)}.get(mode, ()))
+    kept = _empty(x, R, D, dtype=x.dtype) if mode == 0 and experts else _empty(x, dtype=x.dtype)
+    if not experts:
+        return y, y1, h_inv, kept, *[_empty(x) for _ in range(6)]
+    i32 = torch.int32
+    return (
+        y, y1, h_inv, kept, _empty(x, R, dtype=i32), _empty(x, R), _empty(x, *expert.shape, dtype=i32),
+        _empty(x, experts, dtype=i32), _empty(x, experts, dtype=i32), _empty(x, R // 128, dtype=i32),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("octet::ffn_backward", mutates_args=("dy_amax", "d1_amax"))
+def ffn_backward(
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
+    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward` returned
+    it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32 (or empty)."""
+    casts, dy = _Casts.parse(how), dy.contiguous()
+    to = Route(*routing) if w1.dim() == 3 else None
+    if casts.forward is None or casts.grad is None:
+        return _backward_bf16(dy, x if to is None else x_rows, y1, to, w1, w2)
+    mode = casts.mode
+    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    if to is None:
+        d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
+    elif mode == BLOCK.value:
+        exact, _ = gather(dy, None, to, None)
+        d, d_inv, dt, dt_inv = cast_blocks(exact, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends)
+    else:
+        d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
+        d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
+    assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
+    dh = _nt(d, d_inv, w2, w2_inv, mode, to, transposed=True)
+    if mode == TENSOR.value:
+        d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
+            dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
+        )
+        d1t_inv, ht_inv = d1_inv, h_inv[0]
+    elif mode == ROW.value:
+        d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
+        d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
+        ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
+    else:
+        d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None)
+        d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
+        unseen = torch.zeros((), device=h.device)
+        _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
+    assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
+    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to)
+    dx = _nt(d1, d1_inv, w1, w1_inv, mode, to, transposed=True)
+    if to is None:
+        xt, xt_inv = transpose(x, x_inv, casts.forward)
+        dweight = _empty(x)
+    else:
+        dx, dweight = combine(dx, to, partial=dw)
+        _, _, xt, xt_inv = gather_transposed(x, x_inv, to.token, to.ends, casts.forward, rows=False)
+        assert dweight is not None
+    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, mode, to), dw2, dweight
+
+
+@ffn_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
+    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
+    dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)
+    return dx, _empty(x, *w1.mT.shape), _empty(x, *w2.mT.shape), weights
+
+
+def _backward_bf16(
+    dy: Tensor, x: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x: the rows of tokens for experts."""
+    weight, ends = (to.weight, to.ends) if to is not None else (None, None)
+    d = gather(dy, None, to, None)[0] if to is not None else dy
+    dh = _nt(d, d, w2, w2, 0, to, transposed=True)
+    d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
+    dw2 = _wgrad_bf16(d, h, to)
+    dx, dweight = _nt(d1, d1, w1, w1, 0, to, transposed=True), _empty(dy)
+    if to is not None:
+        dx, made = combine(dx, to, partial=dw)
+        assert made is not None
+        dweight = made
+    return dx, _wgrad_bf16(d1, x, to), dw2, dweight
+
+
+def _transpose(x8: Tensor, inv: Tensor, how: Cast, to: Route | None) -> tuple[Tensor, Tensor]:
+    """ROW scales; rows are in tiles already."""
+    if to is None:
+        return transpose(x8, inv, how)
+    return transpose(x8, inv, how, to.ends)

@@ -1,0 +1,92 @@
+"""The FP8 GEMMs as custom operators; see `grouped_gemm`.
+
+Grouped ones take rows without gaps, offsets [G] int32, and put them into tiles of 128 for the product.
+"""
+
+import torch
+from torch import Tensor
+
+from precision.kernels import grouped_gemm
+from precision.kernels.cast import cast_blocks, gather_transposed
+from precision.kernels.common import BLOCK, Cast
+from precision.kernels.route import Route, gather
+
+
+@torch.library.custom_op("octet::plain_nt", mutates_args=())
+def plain_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, transposed: bool) -> Tensor:
+    """BLOCK scales: a [R, K], w [N, K] -> [R, N] BF16."""
+    return grouped_gemm.nt(a, a_inv, w[None], w_inv, BLOCK.value, None, transposed)
+
+
+@plain_nt.register_fake
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, transposed: bool) -> Tensor:
+    return torch.empty(a.shape[0], w.shape[0], device=a.device, dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("octet::plain_wgrad", mutates_args=())
+def plain_wgrad(dy_t: Tensor, dy_inv: Tensor, x_t: Tensor, x_inv: Tensor) -> Tensor:
+    """BLOCK scales: dy_t [N, R'], x_t [K, R'] -> [N, K] FP32."""
+    return grouped_gemm.wgrad(dy_t, dy_inv, x_t, x_inv, BLOCK.value, None)[0]
+
+
+@plain_wgrad.register_fake
+def _(dy_t: Tensor, dy_inv: Tensor, x_t: Tensor, x_inv: Tensor) -> Tensor:
+    return torch.empty(dy_t.shape[0], x_t.shape[0], device=x_t.device, dtype=torch.float32)
+
+
+@torch.library.custom_op("octet::grouped_nt", mutates_args=())
+def grouped_nt(
+    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, transposed: bool
+) -> Tensor:
+    """a [R, K], w [G, N, K] -> [R, N] BF16."""
+    made, to = Cast.parse(how), tiles(offsets, a.shape[0])
+    rows, inv = gather(a, a_inv, to, made)
+    assert inv is not None
+    return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to, transposed).index_select(0, to.position.view(-1))
+
+
+@grouped_nt.register_fake
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, transposed: bool) -> Tensor:
+    return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("octet::grouped_wgrad", mutates_args=())
+def grouped_wgrad(
+    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str
+) -> Tensor:
+    """dy [R, N], x [R, K] -> [G, N, K] FP32. BLOCK: dy's tiles are cast from the exact gradient."""
+    made, to = Cast.parse(how), tiles(offsets, x.shape[0])
+    if made.mode == BLOCK.value:
+        exact, _ = gather(dy_exact.contiguous(), None, to, None)
+        unseen = torch.zeros((), device=x.device)
+        _, _, dy_t, dy_t_inv = cast_blocks(exact, unseen, made, rows=False, transposed=True, ends=to.ends)
+        assert dy_t is not None and dy_t_inv is not None
+    else:
+        _, _, dy_t, dy_t_inv = gather_transposed(dy, dy_inv, to.token, to.ends, made, rows=False)
+    _, _, x_t, x_t_inv = gather_transposed(x, x_inv, to.token, to.ends, Cast.parse(how_x), rows=False)
+    return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to)
+
+
+@grouped_wgrad.register_fake
+def _(
+    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str
+) -> Tensor:
+    return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=torch.float32)
+
+
+def tiles(offsets: Tensor, rows: int) -> Route:
+    """Rows without gaps (expert e's end at offsets[e]) -> where they lie in tiles of 128. No host synchronisation."""
+    E, device = offsets.shape[0], offsets.device
+    size = (rows + E * 127 + 127) // 128 * 128
+    ends = offsets.long()
+    counts = ends - torch.nn.functional.pad(ends, (1, 0))[:-1]
+    padded = (counts + 127) // 128 * 128
+    last = padded.cumsum(0)
+    row = torch.arange(rows, device=device)
+    expert = torch.searchsorted(ends, row, right=True).clamp_(max=E - 1)
+    position = row - (ends - counts)[expert] + (last - padded)[expert]
+    token = torch.full((size,), -1, device=device, dtype=torch.int32)
+    token.scatter_(0, position, row.int())
+    tile_expert = torch.searchsorted(last, torch.arange(size // 128, device=device) * 128, right=True)
+    weight = torch.empty(0, device=device)
+    return Route(token, weight, position[:, None].int(), (last - padded).int(), last.int(), tile_expert.int())

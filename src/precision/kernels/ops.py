@@ -1,0 +1,104 @@
+"""The kernels as custom operators, so that compiled graphs take them as they are.
+
+Operators return new tensors and raise the arena's amax rows in place. A recipe travels as the text of a `Cast`; an
+optional tensor that is missing is empty.
+"""
+
+import torch
+from torch import Tensor
+
+from precision.kernels import cast as _cast
+from precision.kernels import norm as _norm
+from precision.kernels.common import BLOCK, ROW, TENSOR, Cast, padded_rows
+
+
+def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
+    blocks = -(-columns // 128)
+    return {TENSOR.value: (), ROW.value: (rows, 1), BLOCK.value: (blocks, rows)}[how.mode]
+
+
+def _scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
+    inv = torch.empty(_scale_shape(how, rows, columns), device=x.device, dtype=torch.float32)
+    return inv.t() if how.mode == BLOCK.value else inv
+
+
+def _transposed_scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
+    shape = {TENSOR.value: (0,), ROW.value: (), BLOCK.value: (padded_rows(rows) // 128, columns)}[how.mode]
+    return torch.empty(shape, device=x.device, dtype=torch.float32)
+
+
+@torch.library.custom_op("octet::cast", mutates_args=("amax",))
+def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """See `kernels.cast.cast`; x [R, C]."""
+    return _cast.cast(x.contiguous(), scale_row, amax, Cast.parse(how))[:2]
+
+
+@cast.register_fake
+def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    made = Cast.parse(how)
+    return torch.empty(x.shape, device=x.device, dtype=made.fmt.dtype), _scales(x, made, *x.shape)
+
+
+@torch.library.custom_op("octet::cast_transposed", mutates_args=("amax",))
+def cast_transposed(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.cast.cast`; the scales of the transposed copy are empty where they are those of the other."""
+    made = Cast.parse(how)
+    y, inv, yt, inv_t = _cast.cast(x.contiguous(), scale_row, amax, made, transposed=True)
+    assert yt is not None and inv_t is not None
+    return y, inv, yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
+
+
+@cast_transposed.register_fake
+def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = Cast.parse(how)
+    (R, C), new = x.shape, {"device": x.device, "dtype": made.fmt.dtype}
+    data, data_t = torch.empty(R, C, **new), torch.empty(C, padded_rows(R), **new)
+    return data, _scales(x, made, R, C), data_t, _transposed_scales(x, made, R, C)
+
+
+@torch.library.custom_op("octet::transpose", mutates_args=())
+def transpose(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """See `kernels.cast.transpose`; the second result is empty for TENSOR scales."""
+    made = Cast.parse(how)
+    yt, inv_t = _cast.transpose(x8.contiguous(), inv, made)
+    return yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
+
+
+@transpose.register_fake
+def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    R, C = x8.shape
+    yt = torch.empty(C, padded_rows(R), device=x8.device, dtype=x8.dtype)
+    return yt, _transposed_scales(x8, Cast.parse(how), R, C)
+
+
+@torch.library.custom_op("octet::rms_norm", mutates_args=("amax",))
+def rms_norm(
+    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels.norm.rms_norm`; how empty: no FP8."""
+    made = Cast.parse(how) if how else None
+    return _norm.rms_norm(x.contiguous(), gain, eps, scale_row, amax, made, plain)
+
+
+@rms_norm.register_fake
+def _(
+    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    R, C = x.shape
+    y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
+    rstd = torch.empty(R, device=x.device, dtype=torch.float32)
+    if not how:
+        return y, y.new_empty(0), rstd.new_empty(0), rstd
+    made = Cast.parse(how)
+    return y, torch.empty(R, C, device=x.device, dtype=made.fmt.dtype), _scales(x, made, R, C), rstd
+
+
+@torch.library.custom_op("octet::rms_norm_backward", mutates_args=())
+def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.norm.rms_norm_backward`."""
+    return _norm.rms_norm_backward(dy.contiguous(), x.contiguous(), gain, rstd)
+
+
+@rms_norm_backward.register_fake
+def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty_like(gain)
