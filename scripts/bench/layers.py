@@ -1,0 +1,101 @@
+"""Layers to measure: ours built from a recipe's own plan, and Transformer Engine's beside them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+import torch
+from measure import ROOT, say
+from omegaconf import OmegaConf
+from torch import nn
+
+from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gemm_layers
+from precision.backends.availability import te_missing
+from precision.config import BackendChoice
+from precision.hardware import detect
+from trainer.cli import compose
+
+CONFIGS = ROOT / "configs"
+OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
+TE = {"bf16": "te_bf16", "fp8_delayed": "te_delayed", "fp8_jit": "te_current", "fp8_block": "te_block"}
+SCALING = {"fp8_delayed": "delayed/tensor", "fp8_jit": "current/tensor", "fp8_block": "current/block"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> None:
+    """Which variants, on which backend."""
+    known = (*others, *OURS, *TE.values())
+    parser.add_argument(
+        "--variants", nargs="+", choices=known, default=list(known), metavar="NAME", help=f"some of {', '.join(known)}"
+    )
+    choices = [choice.value for choice in BackendChoice if choice is not BackendChoice.auto]
+    parser.add_argument("--backend", choices=choices, help="ours (default: cuda on a GPU, else reference)")
+
+
+def plan_of(recipe: str, device: torch.device, tokens: int, backend: str | None = None) -> Plan:
+    """An empty plan of a recipe for one block."""
+    schema, values = OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / "precision" / f"{recipe}.yaml")
+    config = OmegaConf.to_object(OmegaConf.merge(schema, values))
+    assert isinstance(config, PrecisionConfig)
+    config.backend = BackendChoice(backend or ("cuda" if device.type == "cuda" else "reference"))
+    return Plan(config, 1, detect(device), tokens)
+
+
+def ready(module: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, ScalingArena]:
+    """The module on the device, weights drawn, bound to an arena."""
+    module.to_empty(device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for layer in gemm_layers(module):
+            layer.weight.normal_(0.0, 0.02, generator=generator)
+    arena = bind(module, plan, device)
+    begin_step(module, arena)
+    return module, arena
+
+
+def settle(module: nn.Module, arena: ScalingArena) -> None:
+    """After a first forward and backward: delayed scales come from a history now, as in training."""
+    arena.commit(torch.ones((), dtype=torch.bool, device=arena.amax.device))
+    begin_step(module, arena)
+
+
+def plan_of_model(model: str, recipe: str) -> Plan:
+    """The plan of a model of configs/model."""
+    from trainer.config import load
+    from trainer.preflight import check
+
+    sys.argv[1:] = [f"+recipe={recipe}", f"model={model}"]
+    (job,) = compose(CONFIGS)
+    return check(load(job.tree))
+
+
+class TransformerEngine:
+    """Transformer Engine, if it is here."""
+
+    def __init__(self) -> None:
+        self.pytorch: Any = importlib.import_module("transformer_engine.pytorch")
+        recipe: Any = importlib.import_module("transformer_engine.common.recipe")
+        self._recipes = {
+            "te_delayed": recipe.DelayedScaling,
+            "te_current": recipe.Float8CurrentScaling,
+            "te_block": recipe.Float8BlockScaling,
+        }
+
+    def autocast(self, variant: str) -> Any:
+        """The context in which a variant's forward runs; te_bf16: without FP8."""
+        make = self._recipes.get(variant)
+        return self.pytorch.autocast(enabled=make is not None, recipe=make() if make else None)
+
+
+def transformer_engine(variants: list[str]) -> TransformerEngine | None:
+    """Transformer Engine for those of the variants that need it; None, and a line about it, where it is missing."""
+    wanted = [name for name in variants if name in TE.values() or name.startswith("te")]
+    if not wanted:
+        return None
+    problem = "it needs a GPU and there is none" if not torch.cuda.is_available() else te_missing()
+    if problem is not None:
+        say(f"{', '.join(wanted)}: left out: {problem}")
+        return None
+    return TransformerEngine()

@@ -1,0 +1,237 @@
+"""Linear layers: forward and backward, casts counted in, against BF16, Transformer Engine and the limit.
+
+    python scripts/bench/linear.py                                           16384 x 8192 x 2048
+    python scripts/bench/linear.py --shape 32768x2048x5632 --variants torch bf16 fp8_delayed
+    python scripts/bench/linear.py --model moonlight_16b --tokens 32768      every shape that its plan puts in FP8
+    python scripts/bench/linear.py --model moonlight_16b --table             lines for the table behind backend=auto
+
+A shape is M x N x K: M rows (tokens), N out features, K in features; y [M, N] = x [M, K] w [N, K]^T.
+
+    torch        three torch.mm in BF16: also the limit that BF16 is held against
+    fp8 limit    three torch._scaled_mm, E4M3, one scale a tensor, fast accumulation, operands cast before: no casts
+    bf16 fp8_*   ours: precision.Linear built from the recipe's plan; x and dy come in BF16, dw leaves in FP32
+    te_*         te.Linear: bf16, DelayedScaling, Float8CurrentScaling, Float8BlockScaling
+
+Columns "ms" and "sustained" are for a microbatch whose weights are ready (they are made once a step, and many
+microbatches use them); "ms +w" has the weights made within, as in a step of one microbatch. TF/s count the 6 M N K
+multiplications and additions, casts count as time only. "x bf16", "x te" and "of limit" are short / sustained.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import measure
+import torch
+from layers import (
+    OURS,
+    SCALING,
+    TE,
+    TransformerEngine,
+    add_arguments,
+    plan_of,
+    plan_of_model,
+    ready,
+    settle,
+    transformer_engine,
+)
+from measure import Timing, Variant, both, show
+
+from precision import Linear, begin_step
+from precision.rates import record
+from trainer.cli import guarded
+
+Shape = tuple[int, int, int]
+LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
+FP8 = torch.float8_e4m3fn
+_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, measure each shape, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="MxNxK", help="may be given more than once")
+    parser.add_argument("--model", help="a model of configs/model: all its FP8 linear shapes")
+    parser.add_argument("--tokens", type=int, default=32768, help="rows with --model (default: 32768)")
+    parser.add_argument("--table", action="store_true", help="print entries for src/precision/rates")
+    add_arguments(parser, ("torch", "limit"))
+    measure.add_arguments(parser)
+    options = parser.parse_args()
+    shapes = {parse_shape(text): "" for text in options.shape or ()}
+    if options.model:
+        shapes |= shapes_of(options.model, options.tokens)
+    if options.table and (options.backend or "cuda") != "cuda":
+        raise ValueError(f"--backend {options.backend}: the table is of the cuda backend; leave out --table")
+    facts = measure.header()
+    te = transformer_engine(options.variants)
+    results: list[dict[str, Any]] = []
+    for shape, used_by in (shapes or {(16384, 8192, 2048): ""}).items():
+        measure.release()
+        measure.say(f"\n{' x '.join(map(str, shape))}   {used_by}".rstrip())
+        timings = measure.measure(variants(shape, options, te), options)
+        measure.say(report(shape, timings))
+        if options.table:
+            measure.say("\n".join(entries(shape, timings)))
+        results += [{"shape": shape, **measure.record(timing)} for timing in timings.values()]
+    measure.write_json(options.json, facts, results)
+
+
+def parse_shape(text: str) -> Shape:
+    """16384x8192x2048 -> M, N, K."""
+    try:
+        m, n, k = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"--shape {text}: want MxNxK, rows, out features, in features: 16384x8192x2048") from None
+    if min(m, n, k) < 16 or n % 16 or k % 16:
+        raise ValueError(f"--shape {text}: FP8 wants N and K in multiples of 16, and at least 16 rows")
+    return m, n, k
+
+
+def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
+    """Every linear shape that the FP8 recipes put in FP8, and the rows of the plan that have it."""
+    if tokens < 16:
+        raise ValueError(f"--tokens {tokens}: rows of each linear; give at least 16")
+    shapes: dict[Shape, str] = {}
+    for row in plan_of_model(model, "fp8_delayed").gemms.values():
+        if row.recipe.is_fp8 and row.groups == 1:
+            key = (tokens, row.out_features, row.in_features)
+            part = row.name.split(".", 2)[-1]
+            known = shapes.get(key, "").split()
+            shapes[key] = " ".join(known if part in known else [*known, part])
+    return shapes
+
+
+def variants(shape: Shape, options: argparse.Namespace, te: TransformerEngine | None) -> list[Variant]:
+    """What runs in turn. Backward needs everything that forward made, so each variant does both."""
+    device = measure.device()
+    M, N, K = shape
+    generator = torch.Generator(device=device).manual_seed(1)
+    x = torch.randn(M, K, device=device, generator=generator).to(torch.bfloat16)
+    dy = (torch.randn(M, N, device=device, generator=generator) * 1e-3).to(torch.bfloat16)
+    out: list[Variant] = []
+    for name in options.variants:
+        if name == "torch":
+            out.append(Variant(name, torch_gemms(x, dy)))
+        elif name == "limit":
+            out.append(Variant(LIMIT, fp8_gemms(x, dy)))
+        elif name in OURS:
+            out += ours(name, x, dy, options.backend)
+        elif te is not None:
+            out += theirs(te, name, x, dy)
+    return out
+
+
+def torch_gemms(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], object]:
+    """The three BF16 GEMMs and nothing else."""
+    w = torch.randn(dy.shape[1], x.shape[1], device=x.device).mul_(0.02).to(torch.bfloat16)
+    return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
+
+
+def fp8_gemms(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], object]:
+    """The three FP8 GEMMs and nothing else; each of their six factors lies as the tensor cores want it."""
+    one = torch.ones((), device=x.device)
+    rows = x.shape[0] - x.shape[0] % 16  # the sum of wgrad
+
+    def fp8(t: torch.Tensor, scale: float) -> torch.Tensor:
+        return (t * scale).to(FP8).contiguous()
+
+    w = torch.randn(dy.shape[1], x.shape[1], device=x.device)
+    x8, dy8, w8 = fp8(x, 64), fp8(dy, 64e3), fp8(w, 64)
+    xt8, dyt8, wt8 = fp8(x[:rows].t(), 64), fp8(dy[:rows].t(), 64e3), fp8(w.t(), 64)
+
+    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return _scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return lambda: (gemm(x8, w8), gemm(dy8, wt8), gemm(dyt8, xt8))
+
+
+def ours(recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None) -> list[Variant]:
+    """precision.Linear of a recipe, with its weights ready, and with them made within."""
+    plan = plan_of(recipe, x.device, x.shape[0], backend)
+    layer = Linear(plan.gemm("layers.0.attn.o", "attn.o", x.shape[1], dy.shape[1]))
+    module, arena = ready(layer, plan, x.device)
+    x = x.detach().requires_grad_()
+
+    def both_ways() -> None:
+        x.grad = layer.weight.grad = None
+        layer(x).backward(dy)
+
+    def with_weights() -> None:
+        begin_step(module, arena)
+        both_ways()
+
+    both_ways()
+    settle(module, arena)
+    return [Variant(recipe, both_ways), Variant(recipe + WITH_WEIGHTS, with_weights, sustained=False)]
+
+
+def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) -> list[Variant]:
+    """te.Linear: `is_first_microbatch` says whether the FP8 weights are made anew. Launched from Python, as in use."""
+    layer = te.pytorch.Linear(x.shape[1], dy.shape[1], bias=False, params_dtype=torch.bfloat16, device="cuda")
+    x = x.detach().requires_grad_()
+
+    def both_ways(first: bool) -> None:
+        x.grad = layer.weight.grad = None
+        with te.autocast(name):
+            y = layer(x, is_first_microbatch=first)
+        y.backward(dy)
+
+    both_ways(True)
+    return [
+        Variant(name, lambda: both_ways(False), graph=False),
+        Variant(name + WITH_WEIGHTS, lambda: both_ways(True), graph=False, sustained=False),
+    ]
+
+
+def report(shape: Shape, timings: dict[str, Timing]) -> str:
+    """The table of a shape."""
+    flops = 6.0 * shape[0] * shape[1] * shape[2]
+    bf16 = timings.get("bf16", timings.get("torch"))
+    rows = []
+    for name, timing in timings.items():
+        if name.endswith(WITH_WEIGHTS):
+            continue
+        low = name in ("torch", "bf16", "te_bf16")
+        limit = timings.get("torch" if low else LIMIT)
+        made = timings.get(name + WITH_WEIGHTS)
+        row = measure.columns(timing, flops)
+        row["ms +w"] = show(made.short if made else None, ".3f", 1e3)
+        row["x bf16"] = both(bf16, timing)
+        row["x te"] = both(timings.get(TE.get(name, "")), timing) if name in TE else ""
+        row["of limit"] = "" if name in ("torch", LIMIT) else percent(timing, limit)
+        rows.append(row)
+    return measure.table(rows)
+
+
+def percent(timing: Timing, limit: Timing | None) -> str:
+    """Share of the limit that is reached, short / sustained."""
+    if limit is None:
+        return measure.NONE
+    shares = limit.short / timing.short, measure.ratio(limit.sustained, timing.sustained)
+    return " / ".join(show(share, ".0%") for share in shares)
+
+
+def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
+    """Lines for the table of measured rates; sustained times where there are some, else short ones."""
+
+    def ms(name: str) -> float | None:
+        timing = timings.get(name)
+        return None if timing is None else 1e3 * (timing.sustained or timing.short)
+
+    lines = []
+    for recipe, scaling in SCALING.items():
+        times = {"bf16": ms("bf16"), "cuda": ms(recipe), "transformer_engine": ms(TE[recipe])}
+        measured = {run: value for run, value in times.items() if value is not None}
+        if measured:
+            lines.append(record("linear", scaling, (shape[1], shape[2], 1), shape[0], measured))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

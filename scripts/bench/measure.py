@@ -1,0 +1,329 @@
+"""What the benches share: variants in turn in one process, short and sustained, watts, and a table.
+
+A variant is a function that does one unit of work. All variants run in turn (A, B, C, A, B, C, ...), so that heat,
+clocks and neighbours treat them alike, and what is reported is the median over rounds.
+
+    short       the card is cool: some idle time, then a few repetitions timed one by one, caches cold
+    sustained   back to back for `hold` seconds after `hold` seconds of warm-up: the card sits at its power limit, where
+                training lives; the energy counter runs along
+
+On a GPU a variant is captured as a CUDA graph and replayed, so that what is timed is the GPU's work and not Python's;
+where that is refused (a variant may say so itself) it is launched from Python, and the column "launch" says so. Watts
+come from NVML's energy counter (package nvidia-ml-py), read in a thread beside the work. On a CPU both are wall-clock
+times, and there are no watts.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NONE = "n/a"
+COMMAND = " ".join(["python", *sys.argv])  # as given: composing a config changes sys.argv
+
+
+@dataclass
+class Variant:
+    """One contestant. run: a unit of work, without arguments. graph: whether it may be captured (no host in it)."""
+
+    name: str
+    run: Callable[[], object]
+    graph: bool = True
+    sustained: bool = True
+
+
+@dataclass
+class Timing:
+    """Medians over rounds, seconds a unit; None where not measured. launch: graph, python or cpu."""
+
+    name: str
+    launch: str
+    short: float = math.nan
+    sustained: float | None = None
+    watts: float | None = None
+    megahertz: float | None = None
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of one unit under sustained load."""
+        return None if self.watts is None or self.sustained is None else self.watts * self.sustained
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every bench has."""
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all variants in turn (default: 3)")
+    parser.add_argument("--repeat", type=int, default=10, help="short: timed repetitions a round (default: 10)")
+    parser.add_argument("--hold", type=float, default=0.5, help="sustained: seconds; 0: leave it out (default: 0.5)")
+    parser.add_argument("--no-graph", action="store_true", help="launch from Python what could be a CUDA graph")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+
+
+def device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def say(*words: object) -> None:
+    """A line, at once: a bench is watched."""
+    print(*words, flush=True)
+
+
+def header() -> dict[str, str]:
+    """What every figure has to be quoted with; printed as well."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    facts = {
+        "command": " ".join(words),
+        "commit": git.stdout.strip() or NONE,
+        "machine": gpu,
+        "torch": torch.__version__,
+    }
+    say("   ".join(f"{key}: {value}" for key, value in facts.items()))
+    return facts
+
+
+def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[str, Timing]:
+    """Time all variants in turn. One that fails is reported in a line and left out."""
+    prepared: list[tuple[Variant, Callable[[], object]]] = []
+    timings: dict[str, Timing] = {}
+    for variant in variants:
+        try:
+            launch, run = _prepare(variant, not options.no_graph)
+        except Exception as error:  # whatever a library says: the others are measured all the same
+            say(f"{variant.name}: left out, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        prepared.append((variant, run))
+        timings[variant.name] = Timing(variant.name, launch)
+    meter = Meter()
+    for _ in range(options.rounds):
+        for variant, run in prepared:
+            timing = timings[variant.name]
+            _note(timing, "short", short(run, options.repeat))
+            if options.hold > 0 and variant.sustained:
+                for key, value in sustained(run, timing.rounds["short"][-1], options.hold, meter).items():
+                    _note(timing, key, value)
+    for timing in timings.values():
+        for key, values in timing.rounds.items():
+            setattr(timing, key, statistics.median(values))
+    return timings
+
+
+def _note(timing: Timing, key: str, value: float | None) -> None:
+    if value is not None:
+        timing.rounds.setdefault(key, []).append(value)
+
+
+def _prepare(variant: Variant, graphs: bool) -> tuple[str, Callable[[], object]]:
+    """Warm up; the way it is launched and the function that launches it."""
+    if not torch.cuda.is_available():
+        variant.run()
+        return "cpu", variant.run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            variant.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    if not (graphs and variant.graph):
+        return "python", variant.run
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            variant.run()
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception as error:
+        say(f"{variant.name}: no CUDA graph ({' '.join(str(error).split())[:120]}); launched from Python")
+        torch.cuda.synchronize()
+        variant.run()
+        return "python", variant.run
+    return "graph", graph.replay
+
+
+_flush: list[torch.Tensor] = []
+
+
+def short(run: Callable[[], object], repeat: int) -> float:
+    """Median seconds of single units with cold caches, after a moment of rest."""
+    if not torch.cuda.is_available():
+        return statistics.median(_clock(run) for _ in range(repeat))
+    if not _flush:
+        _flush.append(torch.empty(256 << 20, dtype=torch.int8, device="cuda"))  # several times the L2 cache
+    torch.cuda.synchronize()
+    time.sleep(0.1)
+    run()
+    pairs = []
+    for _ in range(repeat):
+        _flush[0].zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def sustained(run: Callable[[], object], unit: float, hold: float, meter: "Meter") -> dict[str, float | None]:
+    """Seconds a unit back to back for `hold` seconds after as long a warm-up, watts and clock meanwhile.
+
+    unit: about how long one takes.
+    """
+    count = max(math.ceil(hold / unit), 1)
+    for _ in range(count):
+        run()
+    synchronize()
+    with meter:
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        synchronize()
+        seconds = (time.perf_counter() - began) / count
+    return {"sustained": seconds, "watts": meter.watts, "megahertz": meter.megahertz}
+
+
+def release() -> None:
+    """Give back what the variants of an earlier measurement held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _clock(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+class Meter:
+    """Average power of the first GPU while inside a `with`; None without a GPU or without NVML.
+
+    The energy counter moves in steps of some 20 to 100 ms. So a thread notes when it moves, and the power is taken
+    between the first and the last move: whole steps of the counter, whatever the length of the window.
+    """
+
+    def __init__(self) -> None:
+        self.watts: float | None = None
+        self.megahertz: float | None = None
+        self._nvml: Any = None
+        if torch.cuda.is_available():
+            try:
+                self._nvml = importlib.import_module("pynvml")
+                self._nvml.nvmlInit()
+                uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # NVML counts GPUs that are hidden from torch
+                self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+                self._energy()
+            except Exception as error:
+                say(f"no watts: {type(error).__name__}: {error} (pip install nvidia-ml-py)")
+                self._nvml = None
+
+    def _energy(self) -> float:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1e3
+
+    def __enter__(self) -> "Meter":
+        self.watts = self.megahertz = None
+        if self._nvml is not None:
+            self._moves: list[tuple[float, float]] = [(time.perf_counter(), self._energy())]
+            self._clocks: list[int] = []
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.004):
+            now, energy = time.perf_counter(), self._energy()
+            if energy != self._moves[-1][1]:
+                self._moves.append((now, energy))
+            self._clocks.append(self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM))
+
+    def __exit__(self, *_: object) -> None:
+        if self._nvml is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        ends = self._moves if len(self._moves) < 3 else self._moves[1:]  # the first is no move: it is where we began
+        if len(ends) < 2:
+            ends = [self._moves[0], (time.perf_counter(), self._energy())]
+        (t0, e0), (t1, e1) = ends[0], ends[-1]
+        self.watts = (e1 - e0) / (t1 - t0)
+        self.megahertz = statistics.median(self._clocks) if self._clocks else None
+
+
+def show(value: float | None, form: str, scale: float = 1.0, unit: str = "") -> str:
+    """A cell of a table."""
+    return NONE if value is None or math.isnan(value) else f"{value * scale:{form}}{unit}"
+
+
+def ratio(base: float | None, value: float | None) -> float | None:
+    """How many times as fast as the base; None if one of them is missing."""
+    return None if base is None or value is None else base / value
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Aligned columns; the first to the left, the others to the right."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [head, *([row.get(key, "") for key in head] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    lines = []
+    for line in cells:
+        padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        lines.append("  ".join([line[0].ljust(widths[0]), *padded[1:]]))
+    return "\n".join(lines)
+
+
+def columns(timing: Timing, flops: float) -> dict[str, str]:
+    """What every bench shows of a timing. flops: useful work of a unit; casts cost time and are none."""
+    return {
+        "variant": timing.name,
+        "launch": timing.launch,
+        "ms": show(timing.short, ".3f", 1e3),
+        "sustained": show(timing.sustained, ".3f", 1e3),
+        "TF/s": show(flops / timing.short, ".3g", 1e-12),
+        "sust. TF/s": show(ratio(flops, timing.sustained), ".3g", 1e-12),
+        "W": show(timing.watts, ".0f"),
+        "MHz": show(timing.megahertz, ".0f"),
+        "J": show(timing.joules, ".3g"),
+    }
+
+
+def both(base: Timing | None, timing: Timing) -> str:
+    """Times as fast as `base`, short / sustained."""
+    if base is None:
+        return NONE
+    return f"{show(ratio(base.short, timing.short), '.2f')} / {show(ratio(base.sustained, timing.sustained), '.2f')}"
+
+
+def record(timing: Timing) -> dict[str, Any]:
+    """For JSON: medians and every round, seconds, watts."""
+    keys = ("name", "launch", "short", "sustained", "watts", "megahertz", "rounds")
+    return {key: getattr(timing, key) for key in keys}
+
+
+def write_json(path: Path | None, facts: dict[str, str], results: list[dict[str, Any]]) -> None:
+    """Everything measured, if a file was asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
