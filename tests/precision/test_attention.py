@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 
 from precision import attention, attention_core
 
@@ -35,24 +36,25 @@ def test_equals_its_definition_with_gradients(length: int, d_qk: int, d_v: int) 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_kernel_asked_for_by_name_can_be_compiled_into_one_graph() -> None:
-    """What a GPU does, with a kernel that a CPU has: asked for by name, behind a question to the device."""
-    asked = []
-
-    @torch.compiler.assume_constant_result
-    def largest_head(device: int | None) -> int:
-        asked.append(device)
-        return 256
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_list_of_kernels_can_be_compiled_into_one_graph(recompute: bool) -> None:
+    """What a GPU does, on a CPU: of the list, flash attention and the plain one are there."""
+    q, k, v = inputs(12, 16, 16)
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if max(q.shape[-1], v.shape[-1]) > largest_head(0) or torch.are_deterministic_algorithms_enabled():
-            return q
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2)
+        args = q * 1, k, v, 0.2
+        if recompute:
+            return checkpoint(attention._first_that_can, *args, use_reentrant=False)
+        return attention._first_that_can(*args)
 
-    q, k, v = inputs(12, 24, 16)
-    out = torch.compile(core, fullgraph=True, backend="aot_eager")(q, k, v)
+    backend = EagerAndRecordGraphs()
+    enabled = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    out = torch.compile(core, fullgraph=True, backend=backend)(q, k, v)
     torch.testing.assert_close(out, definition(q, k, v, 0.2).float())
-    assert asked
-    compiled = torch.compile(attention.attention_core, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v, 0.2), out)
+    out.sum().backward()
+    graphs = [module for g in backend.graphs for module in g.modules() if isinstance(module, torch.fx.GraphModule)]
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    at = next(i for i, name in enumerate(called) if "scaled_dot_product" in name)
+    assert "_sdpa_kernel" in called[at - 1] and "_sdpa_kernel" in "".join(called[at + 1 :]), "chosen, and put back"
+    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == enabled
+    assert attention.GPU_KERNELS[0] is SDPBackend.CUDNN_ATTENTION

@@ -39,7 +39,7 @@ def _cross_entropy_kernel(
     else:
         w = tl.load(weight).to(tl.float32)
         chosen = tl.load(z + y, mask=(y >= 0) & (y < V), other=float("nan")).to(tl.float32)
-        top = -3.0e38  # finite, so that a block of -inf leaves the sum at 0
+        top = -1.0e38  # finite, so that a block of -inf leaves the sum at 0
         total = 0.0
         for start in range(0, V, BLOCK):
             inside = start + column < V

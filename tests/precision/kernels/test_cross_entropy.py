@@ -1,0 +1,105 @@
+"""The cross entropy kernel does what its twin does, in Triton's interpreter, and compiles for Hopper."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from precision import IGNORED
+from precision.cross_entropy import mean_weight, plain_rows
+
+kernels = pytest.importorskip("precision.kernels.cross_entropy", reason="Triton is missing")
+SMALL_BLOCK = 64  # so that rows of a few hundred columns take several
+
+
+def rows(tokens: int, words: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of very different sizes, targets with ignored ones, the first and the last word."""
+    generator = torch.Generator().manual_seed(tokens * words)
+    size = torch.logspace(-2, 2, tokens)[:, None]
+    logits = (torch.randn(tokens, words, generator=generator) * size).to(dtype)
+    target = torch.randint(0, words, (tokens,), generator=generator)
+    target[1::3] = IGNORED
+    target[0], target[-1] = 0, words - 1
+    return logits, target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "words"), [(1, 7), (5, 64), (13, 333), (4, 1024)])
+def test_equals_the_twin(tokens: int, words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", SMALL_BLOCK)
+    logits, target = rows(tokens, words, dtype)
+    weight = mean_weight(target)
+    expected = logits.clone()
+    losses = plain_rows(expected, target, weight, True)
+    unread = logits.clone()
+    unread[target == IGNORED] = float("nan")
+    for z in (logits.clone(), unread):
+        torch.testing.assert_close(kernels.cross_entropy_rows(z, target, weight, True, IGNORED), losses)
+        rounding = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(z, expected, rtol=rounding, atol=1e-7)
+        assert (z[target == IGNORED] == 0).all()
+    z = logits.clone()
+    torch.testing.assert_close(kernels.cross_entropy_rows(z, target, weight, False, IGNORED), losses)
+    assert torch.equal(z, logits), "without gradient nothing is written"
+
+
+def test_rows_of_a_wider_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", SMALL_BLOCK)
+    logits, target = rows(3, 100, torch.float32)
+    wide = torch.zeros(3, 130)
+    wide[:, :100] = logits
+    losses = kernels.cross_entropy_rows(wide[:, :100], target, mean_weight(target), True, IGNORED)
+    torch.testing.assert_close(losses, plain_rows(logits, target, mean_weight(target), True))
+    torch.testing.assert_close(wide[:, :100], logits)
+    assert (wide[:, 100:] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", SMALL_BLOCK)
+    logits, target = rows(3, 100, torch.float32)
+    logits[0, 77] = bad
+    losses = kernels.cross_entropy_rows(logits, target, mean_weight(target), True, IGNORED)
+    assert losses[0].isnan() and losses[1:].isfinite().all()
+    assert logits[0].isnan().any() and logits[1:].isfinite().all()
+
+
+def test_minus_infinity_is_a_word_that_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", SMALL_BLOCK)
+    logits = torch.zeros(1, 128)
+    logits[0, :64] = float("-inf")  # the whole first block
+    losses = kernels.cross_entropy_rows(logits, torch.tensor([100]), torch.ones(()), True, IGNORED)
+    torch.testing.assert_close(losses, torch.tensor([64.0]).log())
+    assert (logits[0, :64] == 0).all()
+
+
+def test_a_target_outside_the_vocabulary_makes_a_nan_loss() -> None:
+    logits = torch.zeros(2, 16)
+    losses = kernels.cross_entropy_rows(logits, torch.tensor([16, -1]), torch.ones(()), True, IGNORED)
+    assert losses.isnan().all()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from precision.kernels.cross_entropy import _cross_entropy_kernel as kernel
+
+for dtype in ("bf16", "fp32"):
+    for gradient in (True, False):
+        constants = {"V": 163840, "IGNORED": -100, "GRADIENT": gradient, "LOG2_E": 1.44, "BLOCK": 8192}
+        tensors = {"z": f"*{dtype}", "target": "*i64", "weight": "*fp32", "loss": "*fp32"}
+        signature = tensors | {"row_stride": "i32"} | dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(
+            fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in range(5)}
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+        assert "v4.b32" in ptx, "rows of a round length are read 16 bytes at a time"
+"""
+
+
+def test_compiles_for_hopper(tmp_path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
