@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
+from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.operand import Operand
 from precision.plan import GemmRecipe, GemmRow
+from precision.resolve import TE
 from precision.scaling import Slot
 
 
@@ -98,17 +100,24 @@ class _GemmLayer(nn.Module):
             self.input_slot = Slot([f"{row.name}:input"], row.recipe.input)
             self.weight_slot = Slot(weight_names, row.recipe.input, stacked)
             self.grad_slot = Slot([f"{row.name}:grad"], row.recipe.grad)
+        self.te: TransformerEngineGemm | None = None
+        if row.recipe.backend == TE:
+            self.te = TransformerEngineGemm(row, len(shape) == 3, (self.input_slot, self.weight_slot, self.grad_slot))
+            self.input_slot = None  # it quantises x itself: a Feed is to deliver the plain tensor
 
     def slots(self) -> list[Slot]:
         """Arena rows of this layer, in forward order."""
-        return [slot for slot in (self.input_slot, self.weight_slot, self.grad_slot) if slot is not None]
+        input_slot = self.input_slot if self.te is None else self.te.input_slot
+        return [slot for slot in (input_slot, self.weight_slot, self.grad_slot) if slot is not None]
 
     @torch.no_grad()
     def refresh_weight(self) -> None:
         """Make the compute weight from the master, in place where it exists, and record its amax."""
         master = self.weight.detach()
         out = self.operand if self.operand is not None and self.operand.data.device == master.device else None
-        if self.weight_slot is not None:
+        if self.te is not None:
+            self.operand = WeightOperand(self.te.refresh(master))
+        elif self.weight_slot is not None:
             scale, amax = self.weight_slot.scale, self.weight_slot.amax
             assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
             backend = get_backend(self.recipe.backend)
@@ -122,6 +131,8 @@ class _GemmLayer(nn.Module):
     def _gemms(self, x: Tensor | Operand, offsets: Tensor | None) -> Tensor:
         weight = self.operand
         assert weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
+        if self.te is not None:
+            return self.te(x, self.weight, offsets)
         if not self.recipe.is_fp8:
             plain = x.tensor if isinstance(x, Operand) else x
             data = plain.detach().to(self.recipe.input.dtype)

@@ -1,0 +1,242 @@
+"""Transformer Engine's own modules (te.Linear, te.GroupedLinear) behind our layers; TE >= 2.20, imported on first use.
+
+    scaling of the plan            TE's recipe               where the scale comes from
+    delayed, per tensor            DelayedScaling            our arena: see below
+    current, per tensor            Float8CurrentScaling      TE, from the tensor itself
+    current, per block (1 x 128)   Float8BlockScaling        TE, from each block
+
+E4M3 forward; Format.HYBRID if gradients are E5M2, Format.E4M3 if they are E4M3. A BF16 row is the same module outside
+`te.autocast`.
+
+*Weights.* The FP32 master is our layer's parameter. TE's module is made on the meta device, stands outside our module
+tree and owns nothing: each call lends it BF16(master), with an autograd edge that takes its BF16 weight gradients to
+the master's FP32 sum. So a checkpoint holds no second copy and no pickled `_extra_state`. TE quantises a weight in the
+first microbatch of a step and keeps it (`is_first_microbatch`); evaluation quantises for itself.
+
+*Scales.* With delayed scaling TE's quantizers read a scale and raise an amax through pointers. They get ours: amax is
+the arena's row itself, the scale a copy of the arena's, taken when the step's weights are made. History, commit and
+drop, checkpoint and logs are therefore the arena's, as for every other backend, and TE's own history is never used (TE
+updates it in a global list, from which the module is kept). A row without history scales by its own amax, as everywhere
+here; that takes a look at whether there is history, a synchronisation a step until all rows have one. TE's cast lets
+a NaN pass by the amax: it shows in the loss instead. With current and block scaling TE tells no amax and turns a
+non-finite one into scale 1, so it is measured here, one more pass over x and dy.
+
+*Rows.* FP8 GEMMs take multiples of 16 rows, so rows are padded with zeros, those of each expert too. GroupedLinear
+wants its splits on the host: one synchronisation a call. torch.compile is off in a plan with these modules.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from precision.config import Fp8Format, Granularity, Method, ScalingConfig
+from precision.operand import Operand
+from precision.scaling import Slot, absolute_max, record_amax, step_scale
+
+if TYPE_CHECKING:
+    from precision.plan import GemmRow
+
+ROW_MULTIPLE = 16
+FORWARD_TENSORS, BACKWARD_TENSORS = 3, 2  # of a GEMM, in TE's lists: (input, weight, output), (dy, dx)
+
+
+class TransformerEngineGemm:
+    """The module that computes one Linear or GroupedLinear of ours. See the module docstring.
+
+    input_slot, weight_slot, grad_slot: the layer's arena rows, None for a BF16 row. weight: BF16(master), after
+    `refresh`.
+    """
+
+    def __init__(self, row: GemmRow, stacked: bool, slots: tuple[Slot | None, Slot | None, Slot | None]):
+        self.input_slot, self.weight_slot, self.grad_slot = slots
+        self.weight: Tensor | None = None
+        self._shape = (row.groups if stacked else None, row.in_features, row.out_features)
+        self._fp8, self._scaling, self._delayed = row.recipe.is_fp8, row.recipe.scaling, row.recipe.delayed
+        self._module: Any = None
+        self._recipe: Any = None
+        self._padding: tuple[Any, Any] | None = None
+        self._scales: tuple[Tensor, ...] = ()  # what TE reads for input, weight and gradient; delayed scaling only
+        self._bound_to: Tensor | None = None
+        self._has_history = False
+        self._first = True  # whether the next microbatch quantises the weight
+
+    @torch.no_grad()
+    def refresh(self, master: Tensor) -> Tensor:
+        """Make the compute weight BF16(master [(G,) N, K]), in place; take over the scales of the step."""
+        if self.weight is None or self.weight.device != master.device:
+            self.weight = torch.empty_like(master, dtype=torch.bfloat16)
+            self._build(master.device)
+        self.weight.copy_(master)
+        self._first = True
+        if self._fp8 and self._delayed:
+            self._take_scales()
+        if self._fp8 and not self._has_history:
+            low, high = torch.aminmax(self.weight.flatten(-2), dim=-1)
+            self._note(1, torch.maximum(-low, high).float())
+        return self.weight
+
+    def __call__(self, x: Operand | Tensor, master: Tensor, offsets: Tensor | None) -> Tensor:
+        """y [..., N] BF16 of x [..., K]; offsets [G] int32 of a GroupedLinear. Gradients go to x and to the master."""
+        plain = x.tensor if isinstance(x, Operand) else x
+        rows = plain.reshape(-1, plain.shape[-1]).to(torch.bfloat16)
+        if self._fp8 and not self._has_history:
+            self._note(0, absolute_max(rows))
+        weights = _Lend.apply(master, self)
+        y = self._linear(rows, weights[0]) if offsets is None else self._grouped(rows, weights, offsets)
+        if self._fp8 and not self._has_history and y.requires_grad:
+            y = _LookAtGradient.apply(y, self)
+        return y.view(*plain.shape[:-1], y.shape[-1])
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        pad = -x.shape[0] % ROW_MULTIPLE if self._fp8 else 0
+        y = self._call({"weight": weight}, F.pad(x, (0, 0, 0, pad)) if pad else x)
+        return y[: x.shape[0]] if pad else y
+
+    def _grouped(self, x: Tensor, weights: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
+        ends = offsets.tolist()
+        splits = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+        lent = {f"weight{g}": weight for g, weight in enumerate(weights)}
+        if self._padding is None:
+            return self._call(lent, x, splits)
+        pad, unpad = self._padding
+        padded, padded_splits = pad(x, splits)
+        return unpad(self._call(lent, padded, padded_splits), splits)
+
+    def _call(self, lent: dict[str, Tensor], x: Tensor, *splits: list[int]) -> Tensor:
+        first = self._first if torch.is_grad_enabled() else None
+        with _te().autocast(enabled=True, recipe=self._recipe) if self._fp8 else nullcontext():
+            y = functional_call(self._module, lent, (x, *splits), {"is_first_microbatch": first})
+        if first:
+            self._first = False
+        return y
+
+    def lend(self) -> tuple[Tensor, ...]:
+        """The compute weight of each group, sharing its memory."""
+        assert self.weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
+        return tuple(part.detach() for part in (self.weight.unbind() if self.weight.dim() == 3 else (self.weight,)))
+
+    def look_at_gradient(self, dy: Tensor) -> None:
+        """What TE does not tell about the output gradient."""
+        self._note(2, absolute_max(dy))
+
+    def _note(self, which: int, amax: Tensor) -> None:
+        """Record an amax; the scale follows from it where there is no history, or none is kept."""
+        slot = self._slots()[which]
+        assert slot.amax is not None and slot.scale is not None and slot.format is not None
+        amax = amax.view(slot.amax.shape)
+        record_amax(slot.amax, amax)
+        scale = step_scale(amax, slot.scale, slot.format.max, self._scaling, self._delayed)
+        if self._delayed:
+            self._scales[which].copy_(scale)
+
+    def _slots(self) -> tuple[Slot, Slot, Slot]:
+        assert self.input_slot is not None and self.weight_slot is not None and self.grad_slot is not None
+        assert self.input_slot.amax is not None, "precision.bind(model, ...) has not been called"
+        return self.input_slot, self.weight_slot, self.grad_slot
+
+    def _take_scales(self) -> None:
+        """The arena's scales for the step to come; a row whose history has run out of numbers keeps its scale."""
+        slots = self._slots()
+        if self._bound_to is not slots[0].amax:
+            self._point_at_arena(slots)
+        rows = [slot.scale for slot in slots if slot.scale is not None]
+        for ours, row in zip(self._scales, rows, strict=True):
+            ours.copy_(torch.where(row > 0, row, ours))
+        if not self._has_history:
+            self._has_history = bool((torch.cat([row.flatten() for row in rows]) > 0).all())
+
+    def _point_at_arena(self, slots: tuple[Slot, Slot, Slot]) -> None:
+        """Let TE's quantizers read our scales and raise the arena's amaxes; experts share those of x and dy."""
+        self._scales = tuple(torch.ones_like(slot.scale) for slot in slots if slot.scale is not None)
+        forward, backward = (self._module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
+        scales, amaxes = (
+            [t.reshape(-1) for t in ts if t is not None] for ts in (self._scales, (s.amax for s in slots))
+        )
+        for g in range(self._shape[0] or 1):
+            for quantizer, which, row in (
+                (forward[FORWARD_TENSORS * g], 0, 0),
+                (forward[FORWARD_TENSORS * g + 1], 1, g),
+                (backward[BACKWARD_TENSORS * g], 2, 0),
+            ):
+                quantizer.scale, quantizer.amax = scales[which][row], amaxes[which][row : row + 1]
+        self._bound_to, self._has_history = slots[0].amax, False
+
+    def _build(self, device: torch.device) -> None:
+        te = _te()
+        groups, in_features, out_features = self._shape
+        settings = {"bias": False, "params_dtype": torch.bfloat16, "device": "meta"}
+        if groups is None:
+            self._module = te.Linear(in_features, out_features, **settings)
+        else:
+            self._module = te.GroupedLinear(groups, in_features, out_features, **settings)
+            for g in range(groups):  # no biases, but their empty stand-ins pass through autograd
+                setattr(self._module, f"bias{g}", torch.empty(0, dtype=torch.bfloat16, device=device))
+        self._bound_to = None
+        if self._fp8:
+            if groups is not None:
+                self._padding = te.Fp8Padding(groups, ROW_MULTIPLE), te.Fp8Unpadding(groups, ROW_MULTIPLE)
+            from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyright: ignore
+
+            self._recipe = te_recipe(self._scaling)
+            # as if it stood in TE's list of histories already: ours are in the arena
+            self._module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = []
+            with te.autocast(enabled=True, recipe=self._recipe):
+                self._module.init_fp8_metadata(num_gemms=groups or 1)
+
+
+class _Lend(torch.autograd.Function):
+    """master [(G,) N, K] FP32 -> its compute weights, one a group; their gradients become one FP32 tensor."""
+
+    @staticmethod
+    def forward(ctx, master: Tensor, gemm: TransformerEngineGemm) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.device = master.shape, master.device
+        return gemm.lend()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        dw = torch.empty(ctx.shape, dtype=torch.float32, device=ctx.device)
+        torch._foreach_copy_(list(dw.unbind()) if dw.dim() == 3 else [dw], list(grads))  # pyright: ignore
+        return dw, None
+
+
+class _LookAtGradient(torch.autograd.Function):
+    """y -> y; the gradient is looked at before TE's backward pass takes it."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, gemm: TransformerEngineGemm) -> Tensor:
+        ctx.gemm = gemm
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        ctx.gemm.look_at_gradient(grads[0])
+        return grads[0], None
+
+
+def te_recipe(scaling: ScalingConfig) -> Any:
+    """TE's recipe for a scaling that `availability.te_refusal` does not refuse."""
+    from transformer_engine.common import recipe as recipes  # pyright: ignore
+
+    fmt = recipes.Format.HYBRID if scaling.backward is Fp8Format.e5m2 else recipes.Format.E4M3
+    if scaling.method is Method.delayed:
+        return recipes.DelayedScaling(
+            margin=scaling.margin, fp8_format=fmt, amax_history_len=scaling.history, reduce_amax=False
+        )
+    if scaling.granularity is Granularity.block:
+        return recipes.Float8BlockScaling(fp8_format=fmt)
+    recipe = recipes.Float8CurrentScaling(fp8_format=fmt)
+    for tensor in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, tensor, recipes.QParams(power_2_scale=scaling.power_of_two))
+    return recipe
+
+
+def _te() -> Any:
+    import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
+
+    return te
