@@ -34,12 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> N
     parser.add_argument("--backend", choices=choices, help="ours (default: cuda on a GPU, else reference)")
 
 
+def backend_of(choice: str | None) -> str:
+    """Who serves our layers here, unless the command line says otherwise."""
+    return choice or ("cuda" if torch.cuda.is_available() else "reference")
+
+
 def plan_of(recipe: str, device: torch.device, tokens: int, backend: str | None = None) -> Plan:
     """An empty plan of a recipe for one block."""
     schema, values = OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / "precision" / f"{recipe}.yaml")
     config = OmegaConf.to_object(OmegaConf.merge(schema, values))
     assert isinstance(config, PrecisionConfig)
-    config.backend = BackendChoice(backend or ("cuda" if device.type == "cuda" else "reference"))
+    config.backend = BackendChoice(backend_of(backend))
     return Plan(config, 1, detect(device), tokens)
 
 

@@ -19,7 +19,6 @@ multiplications and additions, casts count as time only. "x bf16", "x te" and "o
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import measure
@@ -30,12 +29,14 @@ from layers import (
     TE,
     TransformerEngine,
     add_arguments,
+    backend_of,
     plan_of,
     plan_of_model,
     ready,
     settle,
     transformer_engine,
 )
+from limits import linear_bf16, linear_fp8, random
 from measure import Timing, Variant, both, show
 
 from precision import Linear, begin_step
@@ -44,8 +45,6 @@ from trainer.cli import guarded
 
 Shape = tuple[int, int, int]
 LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
-FP8 = torch.float8_e4m3fn
-_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
 def main() -> int:
@@ -66,8 +65,9 @@ def run() -> None:
     shapes = {parse_shape(text): "" for text in options.shape or ()}
     if options.model:
         shapes |= shapes_of(options.model, options.tokens)
-    if options.table and (options.backend or "cuda") != "cuda":
-        raise ValueError(f"--backend {options.backend}: the table is of the cuda backend; leave out --table")
+    backend = backend_of(options.backend)
+    if options.table and backend != "cuda":
+        raise ValueError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
     facts = measure.header()
     te = transformer_engine(options.variants)
     results: list[dict[str, Any]] = []
@@ -109,46 +109,20 @@ def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
 
 def variants(shape: Shape, options: argparse.Namespace, te: TransformerEngine | None) -> list[Variant]:
     """What runs in turn. Backward needs everything that forward made, so each variant does both."""
-    device = measure.device()
     M, N, K = shape
-    generator = torch.Generator(device=device).manual_seed(1)
-    x = torch.randn(M, K, device=device, generator=generator).to(torch.bfloat16)
-    dy = (torch.randn(M, N, device=device, generator=generator) * 1e-3).to(torch.bfloat16)
+    torch.manual_seed(1)
+    x, dy = random(M, K), random(M, N, scale=1e-3)
     out: list[Variant] = []
     for name in options.variants:
         if name == "torch":
-            out.append(Variant(name, torch_gemms(x, dy)))
+            out.append(Variant(name, linear_bf16(*shape)))
         elif name == "limit":
-            out.append(Variant(LIMIT, fp8_gemms(x, dy)))
+            out.append(Variant(LIMIT, linear_fp8(*shape)))
         elif name in OURS:
-            out += ours(name, x, dy, options.backend)
+            out += measure.attempt(name, lambda name=name: ours(name, x, dy, options.backend))
         elif te is not None:
-            out += theirs(te, name, x, dy)
+            out += measure.attempt(name, lambda name=name: theirs(te, name, x, dy))
     return out
-
-
-def torch_gemms(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], object]:
-    """The three BF16 GEMMs and nothing else."""
-    w = torch.randn(dy.shape[1], x.shape[1], device=x.device).mul_(0.02).to(torch.bfloat16)
-    return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
-
-
-def fp8_gemms(x: torch.Tensor, dy: torch.Tensor) -> Callable[[], object]:
-    """The three FP8 GEMMs and nothing else; each of their six factors lies as the tensor cores want it."""
-    one = torch.ones((), device=x.device)
-    rows = x.shape[0] - x.shape[0] % 16  # the sum of wgrad
-
-    def fp8(t: torch.Tensor, scale: float) -> torch.Tensor:
-        return (t * scale).to(FP8).contiguous()
-
-    w = torch.randn(dy.shape[1], x.shape[1], device=x.device)
-    x8, dy8, w8 = fp8(x, 64), fp8(dy, 64e3), fp8(w, 64)
-    xt8, dyt8, wt8 = fp8(x[:rows].t(), 64), fp8(dy[:rows].t(), 64e3), fp8(w.t(), 64)
-
-    def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return _scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    return lambda: (gemm(x8, w8), gemm(dy8, wt8), gemm(dyt8, xt8))
 
 
 def ours(recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None) -> list[Variant]:
@@ -204,17 +178,9 @@ def report(shape: Shape, timings: dict[str, Timing]) -> str:
         row["ms +w"] = show(made.short if made else None, ".3f", 1e3)
         row["x bf16"] = both(bf16, timing)
         row["x te"] = both(timings.get(TE.get(name, "")), timing) if name in TE else ""
-        row["of limit"] = "" if name in ("torch", LIMIT) else percent(timing, limit)
+        row["of limit"] = "" if name in ("torch", LIMIT) else measure.share(limit, timing)
         rows.append(row)
     return measure.table(rows)
-
-
-def percent(timing: Timing, limit: Timing | None) -> str:
-    """Share of the limit that is reached, short / sustained."""
-    if limit is None:
-        return measure.NONE
-    shares = limit.short / timing.short, measure.ratio(limit.sustained, timing.sustained)
-    return " / ".join(show(share, ".0%") for share in shares)
 
 
 def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:

@@ -86,9 +86,8 @@ def header() -> dict[str, str]:
     """What every figure has to be quoted with; printed as well."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     facts = {
-        "command": " ".join(words),
+        "command": COMMAND,
         "commit": git.stdout.strip() or NONE,
         "machine": gpu,
         "torch": torch.__version__,
@@ -97,18 +96,24 @@ def header() -> dict[str, str]:
     return facts
 
 
+def attempt(name: str, make: Callable[[], list]) -> list:
+    """What `make` returns; nothing, and a line about it, if a library or a kernel refuses. The others are measured all
+    the same."""
+    try:
+        return make()
+    except Exception as error:  # whatever a library says
+        say(f"{name}: left out, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return []
+
+
 def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[str, Timing]:
     """Time all variants in turn. One that fails is reported in a line and left out."""
     prepared: list[tuple[Variant, Callable[[], object]]] = []
     timings: dict[str, Timing] = {}
     for variant in variants:
-        try:
-            launch, run = _prepare(variant, not options.no_graph)
-        except Exception as error:  # whatever a library says: the others are measured all the same
-            say(f"{variant.name}: left out, {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-            continue
-        prepared.append((variant, run))
-        timings[variant.name] = Timing(variant.name, launch)
+        for launch, run in attempt(variant.name, lambda v=variant: [_prepare(v, not options.no_graph)]):
+            prepared.append((variant, run))
+            timings[variant.name] = Timing(variant.name, launch)
     meter = Meter()
     for _ in range(options.rounds):
         for variant, run in prepared:
@@ -314,6 +319,14 @@ def both(base: Timing | None, timing: Timing) -> str:
     if base is None:
         return NONE
     return f"{show(ratio(base.short, timing.short), '.2f')} / {show(ratio(base.sustained, timing.sustained), '.2f')}"
+
+
+def share(limit: Timing | None, timing: Timing) -> str:
+    """How much of the limit is reached, short / sustained."""
+    if limit is None:
+        return NONE
+    shares = limit.short / timing.short, ratio(limit.sustained, timing.sustained)
+    return " / ".join(show(part, ".0%") for part in shares)
 
 
 def record(timing: Timing) -> dict[str, Any]:

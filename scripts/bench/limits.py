@@ -1,0 +1,84 @@
+"""The work that no implementation can avoid, and nothing else: the GEMMs of a layer forward and backward with operands
+that are ready, and the attention core. What these take in the same process is the limit that the benches quote.
+
+For y [M, N] = x [M, K] w [N, K]^T: y, dx [M, K] = dy w, dw [N, K] = dy^T x. BF16 by torch.mm and torch._grouped_mm. FP8
+(E4M3, one scale a tensor, fast accumulation, both factors contiguous along the sum) by torch._scaled_mm, and for groups
+by the project's own kernels, which were measured to be faster than torch's. Random numbers: zeros would draw less power
+and run faster.
+"""
+
+from collections.abc import Callable
+
+import torch
+from measure import device
+from torch import Tensor
+
+from precision.attention import attention_core
+
+Work = Callable[[], object]
+FP8 = torch.float8_e4m3fn
+_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    """BF16 numbers ~ N(0, scale)."""
+    return torch.randn(shape, device=device()).mul_(scale).to(torch.bfloat16)
+
+
+def _fp8(*shape: int) -> Tensor:
+    return (random(*shape) * 64).to(FP8)
+
+
+def linear_bf16(M: int, N: int, K: int) -> Work:
+    """Three torch.mm."""
+    x, w, dy = random(M, K), random(N, K, scale=0.02), random(M, N, scale=1e-3)
+    return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
+
+
+def linear_fp8(M: int, N: int, K: int) -> Work:
+    """Three torch._scaled_mm."""
+    one, rows = torch.ones((), device=device()), M - M % 16  # wgrad sums over rows
+    x, w, dy, x_t, w_t, dy_t = _fp8(M, K), _fp8(N, K), _fp8(M, N), _fp8(K, rows), _fp8(K, N), _fp8(N, rows)
+
+    def gemm(a: Tensor, b: Tensor) -> Tensor:
+        return _scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return lambda: (gemm(x, w), gemm(dy, w_t), gemm(dy_t, x_t))
+
+
+def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
+    """Three torch._grouped_mm over the rows of a routing, each group's rounded up to 16 as they want it."""
+    padded = (torch.bincount(expert_TK.flatten(), minlength=groups) + 15) // 16 * 16
+    ends, R = padded.cumsum(0).int(), int(padded.sum())
+    x, w, dy = random(R, K), random(groups, N, K, scale=0.02), random(R, N, scale=1e-3)
+    return lambda: (_grouped_mm(x, w.mT, offs=ends), _grouped_mm(dy, w, offs=ends), _grouped_mm(dy.t(), x, offs=ends))
+
+
+def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
+    """Three of the project's grouped FP8 GEMMs over the rows of a routing, in tiles of 128."""
+    from precision.kernels.common import TENSOR
+    from precision.kernels.grouped_gemm import nt, wgrad
+    from precision.kernels.route import route
+
+    to = route(expert_TK, torch.ones(expert_TK.shape, device=device()), groups, 128)
+    R, mode = to.token.shape[0], TENSOR.value
+    x, w, dy, x_t, w_t, dy_t = _fp8(R, K), _fp8(groups, N, K), _fp8(R, N), _fp8(K, R), _fp8(groups, K, N), _fp8(N, R)
+    one, each = torch.ones((), device=device()), torch.ones(groups, device=device())
+    return lambda: (
+        nt(x, one, w, each, mode, to, False),
+        nt(dy, one, w_t, each, mode, to, True),
+        wgrad(dy_t, one, x_t, one, mode, to),
+    )
+
+
+def attention(B: int, H: int, S: int, d_qk: int, d_v: int) -> Work:
+    """The attention core as the model calls it, forward and backward."""
+    q, k, v = (random(B, H, S, d).requires_grad_() for d in (d_qk, d_qk, d_v))
+    dy = random(B, H, S, d_v)
+
+    def work() -> None:
+        q.grad = k.grad = v.grad = None
+        attention_core(q, k, v, d_qk**-0.5).backward(dy)
+
+    return work
