@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from precision import Plan
+from precision.head import is_chunked
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,20 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool 
     """Bytes that one token's forward pass keeps for its backward pass, by category.
 
     plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
-    attention: q, k, v and result of the core. swiglu: its input. head: logits. Left out: indices and row statistics, a
-    few bytes each. attention_again: of attention only the sublayer's input (its norm's) and the core's result are kept,
-    the rest is computed again.
+    attention: q, k, v and result of the core. swiglu: its input. head: the gradient of its input, or of its logits if
+    it is not computed in chunks. Left out: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
+    attention_again: of attention only the sublayer's input (its norm's) and the core's result are kept, the rest is
+    computed again.
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
     kept: dict[str, float] = dict.fromkeys(("gemm", "norm", "attention", "swiglu", "head"), 0.0)
     same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": ("moe.shared.gate_up",)}
+    head = gemms["lm_head"]
+    chunked = is_chunked(head.recipe)
     for name, row in gemms.items():
+        if row is head and chunked:
+            continue
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
         again = attention_again and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
@@ -94,8 +100,15 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool 
             kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
             widths = c.v_head_dim if attention_again else 2 * c.qk_head_dim + kv_b + c.v_head_dim
             kept["attention"] += c.num_heads * widths * row.format.bytes
-    kept["head"] = gemms["lm_head"].out_features * gemms["lm_head"].rows_per_token * stream
+    kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
     return kept
+
+
+def head_gradient_bytes(plan: Plan) -> float:
+    """Bytes that the head keeps from its forward pass to its backward pass whatever the number of tokens: in chunks,
+    the FP32 gradient of its weight, one for each time that it is used."""
+    head = plan.gemms["lm_head"]
+    return 4.0 * head.in_features * head.out_features * head.rows_per_token * is_chunked(head.recipe)
 
 
 def _attention(c: ModelConfig) -> int:

@@ -36,13 +36,18 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> T
     h [B, S, D]. target [B, S]: int64. Without gradients, or under no_grad, only the loss is computed.
     """
     recipe, operand = lm_head.recipe, lm_head.operand
-    if recipe.is_fp8 or recipe.backend == "transformer_engine":
+    if not is_chunked(recipe):
         return cross_entropy(lm_head(h_BSD), target_BS)
     assert operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
     h_TD, target_T = h_BSD.flatten(0, -2), target_BS.flatten()
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
         return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, recipe)
     return _in_chunks(h_TD, operand, target_T, recipe, None, False)[0]
+
+
+def is_chunked(recipe: GemmRecipe) -> bool:
+    """Whether a head of this recipe is computed in chunks; a whole one keeps its input and its logits' gradient."""
+    return not recipe.is_fp8 and recipe.backend != "transformer_engine"  # whose modules are no GEMMs behind a door
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

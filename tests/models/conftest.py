@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from models import DeepSeek, ModelConfig
 from models.hf import to_hf, to_hf_config
 from precision import Plan, PrecisionConfig, bind
+from precision.config import Precision
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = {
@@ -47,9 +48,11 @@ def _model_config(name: str) -> ModelConfig:
     return config
 
 
-def _on_meta(config: ModelConfig, recipe: str = "fp32") -> tuple[DeepSeek, Plan]:
-    """The model without memory, and its plan."""
-    plan = Plan(_precision(recipe), config.num_layers)
+def _on_meta(config: ModelConfig, recipe: str = "fp32", head: Precision | None = None) -> tuple[DeepSeek, Plan]:
+    """The model without memory, and its plan. head: precision of the head, if not the recipe's."""
+    precision = _precision(recipe)
+    precision.table.lm_head = head or precision.table.lm_head
+    plan = Plan(precision, config.num_layers)
     with torch.device("meta"):
         return DeepSeek(config, plan), plan
 

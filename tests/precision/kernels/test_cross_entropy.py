@@ -91,7 +91,8 @@ for dtype in ("bf16", "fp32"):
         tensors = {"z": f"*{dtype}", "target": "*i64", "weight": "*fp32", "loss": "*fp32"}
         signature = tensors | {"row_stride": "i32"} | dict.fromkeys(constants, "constexpr")
         source = triton.compiler.ASTSource(
-            fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in range(5)}
+            fn=kernel, signature=signature, constexprs=constants,
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(5)},
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
         assert "v4.b32" in ptx, "rows of a round length are read 16 bytes at a time"
