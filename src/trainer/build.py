@@ -24,7 +24,8 @@ from trainer.data.bars import prepare_with_bars
 from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.optim import Optimizer
-from trainer.parallel import parallelize
+from trainer.parallel import Eager, Graphed, Microbatch, parallelize
+from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
 from trainer.sinks import Sinks
@@ -41,6 +42,7 @@ class Engine:
     optimizer: Optimizer
     guard: StepGuard
     injector: Injector | None
+    microbatch: Microbatch
 
     def state(self) -> dict:
         """What a step changes: tensors and JSON values, nested."""
@@ -70,13 +72,15 @@ class Parts:
     run: RunDir
     checkpointer: Checkpointer
     sinks: Sinks
+    profiler: Profiler
 
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
         with ExitStack() as last:
             last.callback(self.run.close)
             last.callback(self.sinks.close, error)
-            self.checkpointer.close()
+            last.callback(self.checkpointer.close)
+            self.profiler.close()
 
     def state(self) -> dict:
         """Everything that must survive."""
@@ -127,7 +131,8 @@ def build(config: Config, overrides: list[str]) -> Parts:
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps))
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
-        parts = Parts(config, engine, data, loader, run, checkpointer, sinks)
+        profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
+        parts = Parts(config, engine, data, loader, run, checkpointer, sinks, profiler)
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
         on_error.pop_all()
@@ -136,6 +141,8 @@ def build(config: Config, overrides: list[str]) -> Parts:
 
 def build_engine(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> Engine:
     """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`."""
+    if config.cuda_graph and device.type != "cuda":
+        raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     torch.manual_seed(config.trainer.seed)
     plan, model = build_model(config, device, saved)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
@@ -146,8 +153,10 @@ def build_engine(config: Config, device: torch.device, saved: Mapping[str, Any] 
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
     parallelize(model, config.recompute, compiled)
+    spoil = injector.loss if injector is not None else None
+    microbatch = Graphed(model) if config.cuda_graph else Eager(model, spoil)
     tune_host(device)
-    return Engine(device, plan, model, arena, optimizer, guard, injector)
+    return Engine(device, plan, model, arena, optimizer, guard, injector, microbatch)
 
 
 def build_model(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> tuple[Plan, DeepSeek]:

@@ -218,6 +218,16 @@ class CompileConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """A window of steps that is recorded: where the time goes, and on a GPU the memory."""
+
+    steps: list[int] | None
+    """First and last step of the window, as [10, 12]; null: none. The files go to the run's folder profile/."""
+    memory: bool
+    """On a GPU also record who allocates memory: a snapshot for https://pytorch.org/memory_viz."""
+
+
+@dataclass
 class InjectConfig:
     """A fault made on purpose."""
 
@@ -266,6 +276,11 @@ class Config:
     recompute: Recompute
     """none; selective: attention except its core is computed again; full: only the blocks' inputs are kept, the least
     memory and a third more work."""
+    cuda_graph: bool
+    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: less waiting for
+    Python. On a GPU only, and not on the transformer_engine backend."""
+    profile: ProfileConfig
+    """A window of steps to look into."""
     debug: DebugConfig
     """Faults on purpose."""
     dry_run: bool

@@ -36,6 +36,7 @@ def check(config: Config) -> Plan:
     _check_ranges(config)
     _check_batch(config)
     _check_debug(config)
+    _check_profile(config)
     check_data(config.data, config.model.vocab_size)
     config.model.validate()
     gpu = None if config.trainer.device is Device.cpu else detect("cuda")
@@ -46,6 +47,7 @@ def check(config: Config) -> Plan:
     if config.compile.enabled is Switch.true and plan.served_by("transformer_engine"):
         why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
         _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
+    _check_cuda_graph(config, plan)
     return plan
 
 
@@ -113,6 +115,30 @@ def _check_debug(config: Config) -> None:
         _refuse("debug.inject.step", inject.step, "there is no such step", fix)
     if math.isfinite(inject.value):
         _refuse("debug.inject.value", inject.value, "a fault is not finite", "set nan or inf")
+
+
+def _check_profile(config: Config) -> None:
+    steps, last = config.profile.steps, config.trainer.max_steps
+    if steps is None:
+        return
+    if len(steps) != 2:
+        _refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
+    if not 1 <= steps[0] <= steps[1] <= last:
+        why = "no such window of steps"
+        _refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to trainer.max_steps={last}")
+
+
+def _check_cuda_graph(config: Config, plan: Plan) -> None:
+    if not config.cuda_graph:
+        return
+    if config.trainer.device is Device.cpu:
+        _refuse("cuda_graph", "true", "trainer.device=cpu has no CUDA graphs", "set cuda_graph=false")
+    if config.debug.inject is not None:
+        why = "debug.inject puts a fault into one step, and a graph is the same in all"
+        _refuse("cuda_graph", "true", why, "set cuda_graph=false")
+    if plan.served_by("transformer_engine"):
+        why = "Transformer Engine's modules do work on the host that a graph would leave out"
+        _refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
 
 
 def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:

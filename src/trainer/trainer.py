@@ -64,6 +64,7 @@ class Trainer:
             with StopSignals() as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
+                    parts.profiler.begin(self.step)
                     self._step(parts.loader.next())
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
@@ -71,6 +72,7 @@ class Trainer:
                     if last or self.step == 1 or self.step % config.logging.every == 0:
                         self._log()
                     with self._throughput.paused():
+                        parts.profiler.end(self.step)
                         if self.step == max_steps or _due(self.step, config.eval.every):
                             validation_loss = self.evaluate(whole=self.step == max_steps)
                         if last or _due(self.step, config.checkpoint.every):
@@ -177,10 +179,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
-        losses = e.model(microbatch)
-        total = losses.total if e.injector is None else e.injector.loss(losses.total)
-        (total / len(microbatches)).backward()
-        seen.append(losses.detached(total))
+        seen.append(e.microbatch(microbatch, i, len(microbatches)))
 
     norms = e.optimizer.grad_norms()
     norm = norms.norm()

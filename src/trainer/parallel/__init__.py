@@ -1,5 +1,6 @@
-"""How blocks are run: recomputation and compilation, applied in one order by `parallelize`."""
+"""How blocks are run (recomputed, compiled: applied in one order by `parallelize`), and how microbatches are."""
 
 from trainer.parallel.blocks import parallelize
+from trainer.parallel.microbatch import Eager, Graphed, Microbatch
 
-__all__ = ["parallelize"]
+__all__ = ["Eager", "Graphed", "Microbatch", "parallelize"]

@@ -24,7 +24,7 @@ from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.trackers import TensorboardTracker, WandbTracker
 
-_EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow"}
+_EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan"}
 _ALARM = "yellow"
 
 

@@ -1,0 +1,90 @@
+"""A window of steps under the microscope: `profile.steps=[10, 12]`.
+
+Two files in the run's folder, for viewers that exist:
+
+    profile/trace_step10-12.json.gz     what the CPU and the GPU did, when: chrome://tracing or https://ui.perfetto.dev
+    profile/memory_step10-12.pickle     every allocation on the GPU and who made it: https://pytorch.org/memory_viz
+
+Recording slows the steps of the window down, and writing takes a while after it; all other steps are untouched. Look at
+steps well after the first, in which blocks are compiled. A run that is resumed within the window, or ends in it,
+records what it has of it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainer.config import ProfileConfig
+
+MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to a few KB each
+
+
+class Profiler:
+    """Records the window. folder: the run's. on_event(kind, step, message, **what): told when the files are written."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, device: torch.device, on_event: Callable[..., None]):
+        self._window = range(config.steps[0], config.steps[1] + 1) if config.steps else range(0)
+        self._folder, self._on_event = folder / "profile", on_event
+        self._cuda = device.type == "cuda"
+        self._memory = config.memory
+        self._profile: profile | None = None
+        self._span: record_function | None = None
+        self._first = self._last = 0
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if step not in self._window:
+            return
+        if self._profile is None:
+            self._start(step)
+        self._last = step
+        self._span = record_function(f"step {step}")
+        self._span.__enter__()
+
+    def end(self, step: int) -> None:
+        """After it; writes the files if it is the last of the window, which takes seconds."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+        if self._profile is not None and step == self._window[-1]:
+            self._write(self._profile)
+
+    def close(self) -> None:
+        """The run ends, perhaps badly: write what there is of a window that is not over."""
+        try:
+            self.end(self._last)
+            if self._profile is not None:
+                self._write(self._profile)
+        except (OSError, RuntimeError) as error:  # after a fault of the GPU nothing can be had from it
+            message = f"steps {self._first} to {self._last} were recorded, but: {str(error).splitlines()[0]}"
+            self._on_event("profile", self._last, message, failed=True)
+
+    def _start(self, step: int) -> None:
+        self._first = step
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        if self._cuda:
+            torch.cuda.synchronize()  # what is under way belongs to the step before
+            if self._memory:
+                torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
+        self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profile.start()
+
+    def _write(self, recorded: profile) -> None:
+        self._profile = None
+        if self._cuda:
+            torch.cuda.synchronize()
+        recorded.stop()
+        self._folder.mkdir(exist_ok=True)
+        window = f"step{self._first}-{self._last}"
+        paths = [self._folder / f"trace_{window}.json.gz"]
+        recorded.export_chrome_trace(str(paths[0]))
+        if self._cuda and self._memory:
+            paths.append(self._folder / f"memory_{window}.pickle")
+            torch.cuda.memory._dump_snapshot(str(paths[1]))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        message = f"steps {self._first} to {self._last} recorded: {', '.join(path.name for path in paths)}"
+        if self._memory and not self._cuda:
+            message += "; no memory snapshot, which there is of a GPU only"
+        self._on_event("profile", self._last, message, paths=[str(path) for path in paths])

@@ -1,0 +1,74 @@
+"""The profiler's window: exactly its steps are in the trace, the run says where it is, windows that cannot be are
+refused."""
+
+import gzip
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import Config
+from trainer.preflight import check
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+Configs = Callable[..., Config]
+
+
+def spans(path: Path) -> list[str]:
+    """Names of what a trace recorded."""
+    with gzip.open(path) as file:
+        return [event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def events(run: Path) -> list[dict]:
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "profile"]
+
+
+def test_the_window_is_in_the_trace_and_nothing_else(config: Configs) -> None:
+    run = Trainer(config("+recipe=fp8_delayed", "profile.steps=[2,3]")).train().folder
+    trace = run / "profile" / "trace_step2-3.json.gz"
+    names = spans(trace)
+    assert sorted(name for name in names if name.startswith("step ")) == ["step 2", "step 3"]
+    assert {"aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_fused_adamw_"} <= set(names)
+    (event,) = events(run)
+    assert event["step"] == 3 and event["paths"] == [str(trace)]
+    assert "no memory snapshot" in event["message"]
+    assert [path.name for path in trace.parent.iterdir()] == [trace.name]
+
+
+def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_goes_on_in_it(config: Configs) -> None:
+    trainer = Trainer(config("run.name=cut", "profile.steps=[2,5]", "profile.memory=false"))
+    step = trainer._step
+
+    def stop_in_the_third(tokens: torch.Tensor) -> None:
+        step(tokens)
+        if trainer.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer._step = stop_in_the_third  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped):
+        trainer.train()
+    run = Trainer(config("run.name=cut", "run.resume=auto", "profile.steps=[2,5]")).train().folder
+    assert {path.name for path in (run / "profile").iterdir()} == {"trace_step2-3.json.gz", "trace_step4-5.json.gz"}
+    assert [event["step"] for event in events(run)] == [3, 5]
+    assert "memory" not in events(run)[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("window", "says"),
+    [
+        ("[0,2]", "profile.steps=[0, 2]: no such window of steps; set [FIRST, LAST], from 1 to trainer.max_steps=6"),
+        ("[3,2]", "profile.steps=[3, 2]: no such window"),
+        ("[5,7]", "profile.steps=[5, 7]: no such window"),
+        ("[5]", "profile.steps=[5]: a window has a first and a last step; set [10, 12], or null"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(config: Configs, window: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check(config(f"profile.steps={window}"))
