@@ -93,6 +93,10 @@ class TransformerEngine:
         make = self._recipes.get(variant)
         return self.pytorch.autocast(enabled=make is not None, recipe=make() if make else None)
 
+    def attention_in_fp8(self) -> Any:
+        """The context in which an attention core runs in FP8."""
+        return self.pytorch.autocast(enabled=True, recipe=self._recipes["te_delayed"](fp8_dpa=True))
+
 
 def transformer_engine(variants: list[str]) -> TransformerEngine | None:
     """Transformer Engine for those of the variants that need it; None, and a line about it, where it is missing."""

@@ -72,10 +72,15 @@ def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
     )
 
 
+def heads(B: int, H: int, S: int, d: int, scale: float = 1.0) -> Tensor:
+    """[B, H, S, d] as a model has it: a view of what a projection made, [B, S, H, d]."""
+    return random(B, S, H, d, scale=scale).transpose(1, 2)
+
+
 def attention(B: int, H: int, S: int, d_qk: int, d_v: int) -> Work:
     """The attention core as the model calls it, forward and backward."""
-    q, k, v = (random(B, H, S, d).requires_grad_() for d in (d_qk, d_qk, d_v))
-    dy = random(B, H, S, d_v)
+    q, k, v = (heads(B, H, S, d).requires_grad_() for d in (d_qk, d_qk, d_v))
+    dy = heads(B, H, S, d_v, scale=1e-3)
 
     def work() -> None:
         q.grad = k.grad = v.grad = None

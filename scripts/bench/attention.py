@@ -1,0 +1,156 @@
+"""The attention core, causal: forward and backward of each kernel that accepts the shape.
+
+    python scripts/bench/attention.py                                    4 x 16 x 4096 with 192/128 (MLA) and 128/128
+    python scripts/bench/attention.py --shape 1x128x8192x192x128 --variants core cudnn
+
+A shape is B x H x S x d_qk x d_v: sequences, heads, positions, head size of queries and keys, of values.
+
+    core         precision.attention_core: what the model calls
+    cudnn flash efficient math    PyTorch's kernels, each by name
+    te te_fp8    te.DotProductAttention in BF16, and with FP8 attention (DelayedScaling) where it accepts that
+
+FLOPs: forward 2 B H S^2 (d_qk + d_v) / 2, the half that the mask leaves; backward 2.5 times that, of which one fifth
+is scores computed again (as papers on attention count). Backward is timed alone, on a graph of autograd that is kept.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import layers
+import measure
+import torch
+from layers import TransformerEngine
+from limits import heads
+from measure import Timing, Variant, both, show
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from precision.attention import attention_core
+from trainer.cli import guarded
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+NAMES = ["core", *KERNELS, "te", "te_fp8"]
+BY_DEFAULT = [name for name in NAMES if name != "math"]  # whose scores fill 4 GiB here
+SHAPES = [(4, 16, 4096, 192, 128), (4, 16, 4096, 128, 128)]
+Shape = tuple[int, int, int, int, int]
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, measure each shape, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="BxHxSxQxV", help="may be given more than once")
+    parser.add_argument(
+        "--variants", nargs="+", choices=NAMES, default=BY_DEFAULT, metavar="NAME", help=f"some of {', '.join(NAMES)}"
+    )
+    measure.add_arguments(parser)
+    options = parser.parse_args()
+    shapes = [parse_shape(text) for text in options.shape or ()] or SHAPES
+    facts = measure.header()
+    te = layers.transformer_engine(options.variants)
+    results: list[dict[str, Any]] = []
+    for shape in shapes:
+        measure.release()
+        B, H, S, d_qk, d_v = shape
+        measure.say(f"\n{B} x {H} x {S}, {d_qk} / {d_v}")
+        made = [
+            v for name in options.variants for v in measure.attempt(name, lambda n=name, s=shape: variants(n, s, te))
+        ]
+        timings = measure.measure(made, options)
+        measure.say(report(shape, timings))
+        results += [{"shape": shape, **measure.record(timing)} for timing in timings.values()]
+    measure.write_json(options.json, facts, results)
+
+
+def parse_shape(text: str) -> Shape:
+    """4x16x4096x192x128 -> B, H, S, d_qk, d_v."""
+    try:
+        b, h, s, q, v = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"--shape {text}: want BxHxSxQxV, as 4x16x4096x192x128") from None
+    if min(b, h, s, q, v) < 1:
+        raise ValueError(f"--shape {text}: sizes are 1 or more")
+    return b, h, s, q, v
+
+
+def variants(name: str, shape: Shape, te: TransformerEngine | None) -> list[Variant]:
+    """Forward and backward of one kernel; an error if it does not accept the shape."""
+    B, H, S, d_qk, d_v = shape
+    torch.manual_seed(3)
+    scale = d_qk**-0.5
+    inputs = q, k, v = tuple(heads(B, H, S, d).requires_grad_() for d in (d_qk, d_qk, d_v))
+    dy = heads(B, H, S, d_v, scale=1e-3)
+    if name == "core":
+        return _both_ways(name, lambda: attention_core(q, k, v, scale), inputs, dy)
+    if name in KERNELS:
+        return _both_ways(name, lambda: _by_name(KERNELS[name], q, k, v, scale), inputs, dy)
+    if te is None:
+        return []
+    core = te.pytorch.DotProductAttention(H, (d_qk, d_v), qkv_format="bshd", attn_mask_type="causal")
+    by_position = [t.transpose(1, 2) for t in inputs]
+
+    def forward() -> Tensor:
+        with te.autocast("te_bf16") if name == "te" else te.attention_in_fp8():
+            return core(*by_position).view(B, S, H, d_v).transpose(1, 2)
+
+    return _both_ways(name, forward, inputs, dy, graph=False)
+
+
+def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def _both_ways(
+    name: str, forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], dy: Tensor, graph: bool = True
+) -> list[Variant]:
+    y = forward()
+    measure.synchronize()
+
+    def backward() -> object:
+        return torch.autograd.grad(y, inputs, dy, retain_graph=True)
+
+    backward()
+    measure.synchronize()
+    # autograd runs backward on the stream of its forward, which is not the one that a graph is captured on
+    return [Variant(f"{name} forward", forward, graph), Variant(f"{name} backward", backward, graph=False)]
+
+
+def report(shape: Shape, timings: dict[str, Timing]) -> str:
+    """The table of a shape. The ratio is to what the model calls."""
+    B, H, S, d_qk, d_v = shape
+    forward = float(B * H * S * S * (d_qk + d_v))
+    rows = []
+    for name, timing in timings.items():
+        kind = name.split()[-1]
+        row = measure.columns(timing, forward * (1 if kind == "forward" else 2.5))
+        row["x core"] = both(timings.get(f"core {kind}"), timing)
+        rows.append(row)
+    for name in sorted({name.split()[0] for name in timings}, key=NAMES.index):
+        pair = [timings.get(f"{name} {kind}") for kind in ("forward", "backward")]
+        if all(pair):
+            total = sum(timing.short for timing in pair if timing)
+            rows.append(
+                {
+                    "variant": f"{name} both",
+                    "ms": show(total, ".3f", 1e3),
+                    "TF/s": show(3.5 * forward / total, ".3g", 1e-12),
+                }
+            )
+    return measure.table(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
