@@ -1,0 +1,38 @@
+"""Engines on the GPU, and their steps, from the same config as training."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from trainer.build import Engine, build_engine
+from trainer.config import Config, load
+from trainer.preflight import check
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture
+def config() -> Callable[..., Config]:
+    """deepseek_tiny on the GPU, with any overrides."""
+
+    def build(*overrides: str) -> Config:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return load(compose("train", [f"trainer.device={DEVICE.type}", *overrides]))
+
+    return build
+
+
+@pytest.fixture
+def engine(config: Callable[..., Config]) -> Callable[..., Engine]:
+    """The engine of such a config, at step 0."""
+
+    def build(*overrides: str) -> Engine:
+        made = config("data=text", f"data.path={CONFIGS}", *overrides)
+        check(made)
+        return build_engine(made, DEVICE)
+
+    return build
