@@ -24,6 +24,7 @@ from precision.backends import Backend, GradOperand, WeightOperand, get_backend
 from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
 from precision.linear import Linear
 from precision.plan import GemmRecipe
+from precision.resolve import TE
 
 _CHUNK_BYTES = 1 << 28  # of a chunk's logits
 _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it multiplies
@@ -47,7 +48,7 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> T
 
 def is_chunked(recipe: GemmRecipe) -> bool:
     """Whether a head of this recipe is computed in chunks; a whole one keeps its input and its logits' gradient."""
-    return not recipe.is_fp8 and recipe.backend != "transformer_engine"  # whose modules are no GEMMs behind a door
+    return not recipe.is_fp8 and recipe.backend != TE  # whose modules are no GEMMs behind a door
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
