@@ -19,7 +19,8 @@ drop, checkpoint and logs are therefore the arena's, as for every other backend,
 updates it in a global list, from which the module is kept). A row without history scales by its own amax, as everywhere
 here; that takes a look at whether there is history, a synchronisation a step until all rows have one. TE's cast lets
 a NaN pass by the amax: it shows in the loss instead. With current and block scaling TE tells no amax and turns a
-non-finite one into scale 1, so it is measured here, one more pass over x and dy.
+non-finite one into scale 1, so it is measured here, one more pass over x and dy. (A GroupedLinear with current scaling
+scales each expert's rows by themselves; the arena shows the scale of the whole tensor.)
 
 *Rows.* FP8 GEMMs take multiples of 16 rows, so rows are padded with zeros, those of each expert too. GroupedLinear
 wants its splits on the host: one synchronisation a call. torch.compile is off in a plan with these modules.
