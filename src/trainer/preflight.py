@@ -9,9 +9,10 @@ Memory of one process, by what it is for:
     parameters        FP32 masters
     gradients         FP32 sums over microbatches
     optimizer         AdamW's two moments, FP32
-    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (two of them with row scales)
+    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (up to two, see `_weight_bytes`)
     activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
     block, with selective all but attention's inside, and that of one block
+    head              gradients of the head's weight, one a use, that wait for the backward pass
 
 Not in it: what an op needs while it runs, the allocator's own losses, and the interpreter.
 """
@@ -21,10 +22,11 @@ import math
 import torch
 
 from models import DeepSeek
-from models.flops import count_parameters, flops_per_token, kept_bytes_per_token
+from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
 from precision.hardware import detect
+from precision.plan import GemmRecipe
 from trainer.config import Config, Device, Recompute, Switch
 from trainer.data.config import check_data
 
@@ -145,8 +147,7 @@ def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
     """Bytes that one process holds, by what they are for; see the module docstring."""
     masters = 4.0 * count_parameters(config.model).total
     weights = sum(
-        row.in_features * row.out_features * row.groups * _weight_bytes(plan, row.recipe.input.bytes)
-        for row in plan.gemms.values()
+        row.in_features * row.out_features * row.groups * _weight_bytes(row.recipe) for row in plan.gemms.values()
     )
     kept = kept_bytes_per_token(config.model, plan)
     head = kept.pop("head")
@@ -165,14 +166,19 @@ def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
         "optimizer": 2 * masters,
         "compute weights": weights,
         "activations": (blocks + head) * tokens,
+        "head": head_gradient_bytes(plan),
     }
 
 
-def _weight_bytes(plan: Plan, width: int) -> int:
-    """Bytes of a compute weight's element: none in FP32, which reads the master; two copies with scales by row."""
-    if width == 1 and plan.config.scaling.granularity is Granularity.row:
-        return 2
-    return 0 if width == 4 else width
+def _weight_bytes(recipe: GemmRecipe) -> int:
+    """Bytes of a compute weight's element: none in FP32, which reads the master. In FP8 the reference has two copies if
+    scales go by row, cuda always; Transformer Engine has two and the BF16 weight."""
+    width = recipe.input.bytes
+    if width != 1:
+        return 0 if width == 4 else width
+    if recipe.backend == "reference":
+        return 2 if recipe.scaling.granularity is Granularity.row else 1
+    return 4 if recipe.backend == "transformer_engine" else 2
 
 
 def report(config: Config, plan: Plan) -> str:

@@ -106,7 +106,8 @@ def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model(
     assert re.search(r"^gemm flops in fp8: 92\.\d% of the model", text, re.MULTILINE)
     assert "parameters   682.64 G total, 37.31 G active" in text  # 671 G and MTP's 11.6 G
     assert re.search(r"^flops +\d+\.\d+ G a token", text, re.MULTILINE)
-    memory = {line[2:18].strip(): float(line[18:]) for line in text.splitlines()[-6:]}
-    assert list(memory) == ["parameters", "gradients", "optimizer", "compute weights", "activations", "total"]
+    memory = {line[2:18].strip(): float(line[18:]) for line in text.splitlines()[-7:]}
+    assert list(memory) == ["parameters", "gradients", "optimizer", "compute weights", "activations", "head", "total"]
     assert memory["parameters"] == pytest.approx(682.64e9 * 4 / 2**30, rel=1e-4)
+    assert memory["head"] == pytest.approx(2 * 129280 * 7168 * 4 / 2**30, rel=1e-3)  # MTP uses it a second time
     assert memory["total"] == pytest.approx(sum(memory.values()) / 2, rel=1e-6)
