@@ -27,7 +27,6 @@ from precision import Plan
 from precision.config import Granularity
 from precision.hardware import detect
 from precision.plan import GemmRecipe
-from precision.plan import GemmRecipe
 from trainer.config import Config, Device, Recompute, Switch
 from trainer.data.config import check_data
 
