@@ -10,13 +10,16 @@ and run faster.
 from collections.abc import Callable
 
 import torch
-from measure import device
+from measure import device, short
 from torch import Tensor
 
+from precision import GemmRow, Plan
 from precision.attention import attention_core
+from trainer.config import Config
 
 Work = Callable[[], object]
 FP8 = torch.float8_e4m3fn
+LARGEST = 1 << 30  # elements of a result that are measured in one piece; larger GEMMs run at the same rate
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -66,8 +69,8 @@ def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
     x, w, dy, x_t, w_t, dy_t = _fp8(R, K), _fp8(groups, N, K), _fp8(R, N), _fp8(K, R), _fp8(groups, K, N), _fp8(N, R)
     one, each = torch.ones((), device=device()), torch.ones(groups, device=device())
     return lambda: (
-        nt(x, one, w, each, mode, to, False),
-        nt(dy, one, w_t, each, mode, to, True),
+        nt(x, one, w, each, mode, to),
+        nt(dy, one, w_t, each, mode, to),
         wgrad(dy_t, one, x_t, one, mode, to),
     )
 
@@ -87,3 +90,42 @@ def attention(B: int, H: int, S: int, d_qk: int, d_v: int) -> Work:
         attention_core(q, k, v, d_qk**-0.5).backward(dy)
 
     return work
+
+
+class StepLimit:
+    """Seconds that the GEMMs and the attention core of a training step take alone. Each shape is measured once."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple, float] = {}
+
+    def seconds(self, config: Config, plan: Plan) -> float:
+        """Of one step of a config. Without FP8 units (on a CPU), FP8 rows count at the rate of BF16."""
+        t, m = config.trainer, config.model
+        tokens = t.microbatch_size * t.sequence_length
+        gemms = sum(self._gemm(row, tokens) for row in plan.gemms.values())
+        shape = t.microbatch_size, m.num_heads, t.sequence_length, m.qk_head_dim, m.v_head_dim
+        core = self._measured(("attention", *shape), lambda: attention(*shape))
+        blocks = m.num_layers + m.num_mtp_layers
+        return (gemms + blocks * core) * (t.global_batch_size // t.microbatch_size)
+
+    def _gemm(self, row: GemmRow, tokens: int) -> float:
+        """Forward and backward of one row of the plan."""
+        fp8, shape = row.recipe.is_fp8 and device().type == "cuda", (row.out_features, row.in_features)
+        if row.groups == 1:
+            M = min(tokens, LARGEST // row.out_features)
+            make = linear_fp8 if fp8 else linear_bf16
+            return row.rows_per_token * tokens / M * self._measured((fp8, M, *shape), lambda: make(M, *shape))
+
+        def grouped() -> Work:
+            chosen = torch.rand(tokens, row.groups, device=device()).topk(int(row.rows_per_token)).indices
+            return (grouped_fp8 if fp8 else grouped_bf16)(chosen, row.groups, *shape)
+
+        return self._measured((fp8, tokens, row.rows_per_token, row.groups, *shape), grouped)
+
+    def _measured(self, key: tuple, make: Callable[[], Work]) -> float:
+        if key not in self._seconds:
+            work = make()
+            for _ in range(3):
+                work()
+            self._seconds[key] = short(work, 10)
+        return self._seconds[key]

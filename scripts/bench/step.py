@@ -1,12 +1,22 @@
-"""Time the whole training step of one recipe against another, in turn, in one process.
+"""Time the whole training step of recipes against another, in turn, in one process.
 
     python scripts/bench/step.py fp8_delayed                         deepseek_tiny, against bf16
     python scripts/bench/step.py fp8_block --against fp8_jit --steps 20 model=deepseek_300m trainer.microbatch_size=2
+    python scripts/bench/step.py fp8_delayed fp8_jit fp8_block model=moonlight_16b model.num_layers=5 \
+        model.vocab_size=32768 trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
 
 Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quantisation of the weights, everything
-`train_step` does, on the same random tokens. Printed for each: median tokens per second, spread (10th to 90th
-percentile), memory (state that stays, and the peak of a step above it), share of the blocks' GEMM FLOPs in FP8; then
-the ratio of the medians, and what loading a batch of the configured data costs against a step.
+`train_step` does, on the same random tokens. In the table:
+
+    tokens/s     short: of the median step, each waited for; 10th to 90th percentile in brackets
+    sustained    steps in a row for `--hold` seconds after as long a warm-up, none waited for; watts, tokens per joule
+    limit        milliseconds of the model's GEMMs at the rates that this process measured for their shapes (FP8 where
+                 the plan says so, casts not counted), and of the attention core: nothing else; and the share of it that
+                 is reached, short / sustained
+    state, peak  memory that stays between steps, and the most that a step takes above it
+
+Then the ratios to `--against`, and what loading a batch of the configured data costs against a step. Contestants share
+the GPU's memory; `--apart` builds, measures and frees one after the other where that is too little.
 """
 
 import argparse
@@ -14,13 +24,19 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import limits
+import measure
+import torch
+from measure import Timing, both, show
 
 from trainer.cli import compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
+MIB = 2**20
 
 
 def main() -> int:
@@ -31,87 +47,183 @@ def main() -> int:
 def run() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
+    parser.add_argument("words", nargs="+", metavar="RECIPE | KEY=VALUE", help="recipes, and overrides as for train.py")
     parser.add_argument("--against", default="bf16", help="recipe to compare with (default: bf16)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each (default: 20)")
-    parser.add_argument("overrides", nargs="*", help="config overrides, as for train.py")
-    arguments = parser.parse_intermixed_args()
-    sys.argv[1:] = arguments.overrides
+    parser.add_argument("--hold", type=float, help="sustained: seconds; 0: leave it out (default: 3, on a CPU 0)")
+    parser.add_argument("--rounds", type=int, default=2, help="sustained: rounds in turn (default: 2)")
+    parser.add_argument("--apart", action="store_true", help="one contestant in memory at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    options = parser.parse_intermixed_args()
+    recipes = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    if not recipes:
+        raise ValueError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
+    if options.steps < 2:
+        raise ValueError(f"--steps {options.steps}: a spread takes at least 2")
+    from trainer.build import pick_device
 
-    import torch
+    facts = measure.header()
+    if options.hold is None:
+        options.hold = 3.0 if torch.cuda.is_available() else 0.0
+    others = [name for name in dict.fromkeys(recipes) if name != options.against]
+    contestants = [Contestant(name, overrides) for name in [*others, options.against]]
+    limit = limits.StepLimit()
+    for contestant in contestants:
+        if pick_device(contestant.config.trainer.device).type == measure.device().type:
+            contestant.limit = limit.seconds(contestant.config, contestant.plan)
+    measure.release()
+    for together in [[c] for c in contestants] if options.apart else [contestants]:
+        race(together, options)
+    base = contestants[-1]
+    measure.say(measure.table([contestant.row() for contestant in contestants]))
+    for contestant in contestants[:-1]:
+        measure.say(contestant.against(base))
+    load = loading_seconds(base.config)
+    step = statistics.median(base.seconds)
+    measure.say(f"loading a batch: {load * 1e3:.2f} ms, {load / step:.2%} of a step of {base.recipe}")
+    measure.write_json(options.json, facts, [contestant.record() for contestant in contestants])
 
-    contestants = [Contestant(name, arguments.overrides) for name in (arguments.recipe, arguments.against)]
-    config = contestants[0].config
-    shape = config.trainer.global_batch_size, config.trainer.sequence_length + 1
+
+def race(contestants: "list[Contestant]", options: argparse.Namespace) -> None:
+    """Build, time and free contestants, each step in turn."""
+    for contestant in contestants:
+        contestant.build()
+    shape = contestants[0].config.trainer.global_batch_size, contestants[0].config.trainer.sequence_length + 1
     torch.manual_seed(0)
-    for step in range(WARM_UP + arguments.steps):
-        tokens = torch.randint(config.model.vocab_size, shape)
+    for step in range(WARM_UP + options.steps):
+        tokens = torch.randint(contestants[0].config.model.vocab_size, shape)
         for contestant in contestants:
             contestant.step(step, tokens, timed=step >= WARM_UP)
+    meter = measure.Meter()
+    for _ in range(options.rounds if options.hold > 0 else 0):
+        for contestant in contestants:
+            contestant.hold(tokens, options.hold, meter)
     for contestant in contestants:
-        print(contestant.report())
-    a, b = (statistics.median(contestant.seconds) for contestant in contestants)
-    print(
-        f"{arguments.recipe} takes {a / b:.2f} times the step of {arguments.against} ({b / a:.2f} times its tokens/s)"
-    )
-    load = loading_seconds(config)
-    print(f"loading a batch: {load * 1e3:.2f} ms, {load / b:.2%} of a step of {arguments.against}")
+        contestant.free()
+    measure.release()
 
 
-@dataclass
 class Contestant:
-    """A recipe's engine and its times."""
+    """A recipe's engine and what was measured of it. Bytes, seconds, watts."""
 
-    recipe: str
-    overrides: list[str]
-    seconds: list[float] = field(default_factory=list)
-    peak: int = 0
-
-    def __post_init__(self) -> None:
-        from trainer.build import build_engine, pick_device
+    def __init__(self, recipe: str, overrides: list[str]):
         from trainer.config import load
-        from trainer.metrics import state_bytes
         from trainer.preflight import check
 
-        sys.argv[1:] = [f"+recipe={self.recipe}", *self.overrides]
+        self.recipe = recipe
+        sys.argv[1:] = [f"+recipe={recipe}", *overrides]
         (job,) = compose(CONFIGS)
         self.config = load(job.tree)
-        check(self.config)
+        self.plan = check(self.config)
+        self.limit: float | None = None
+        self.engine: Any = None
+        self.state = self.peak = 0
+        self.seconds: list[float] = []
+        self.sustained: dict[str, list[float]] = {}
+
+    def build(self) -> None:
+        """Model, optimizer and all, on the device."""
+        from trainer.build import build_engine, pick_device
+        from trainer.metrics import state_bytes
+
         self.engine = build_engine(self.config, pick_device(self.config.trainer.device))
         self.state = state_bytes(self.engine.model, self.engine.optimizer.state_dict())
 
-    def step(self, number: int, tokens, timed: bool) -> None:
+    def free(self) -> None:
+        """Let go of it."""
+        self.engine = None
+
+    def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
         """One step; its time and peak memory count if `timed`."""
-        import torch
-
-        from trainer.trainer import train_step
-
         cuda = self.engine.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else reset_peak_resident()
         began = time.perf_counter()
-        train_step(self.engine, number, tokens, self.config.trainer.microbatch_size)
+        self._train(number, tokens)
         if cuda:
             torch.cuda.synchronize()
         if timed:
             self.seconds.append(time.perf_counter() - began)
+        if timed or self.config.cuda_graph:  # a graph takes its memory while it is recorded
             after = torch.cuda.max_memory_allocated() if cuda else peak_resident()
             self.peak = max(self.peak, after - before)
 
-    def report(self) -> str:
-        """A line of results."""
-        tokens = self.config.trainer.global_batch_size * self.config.trainer.sequence_length
-        deciles = statistics.quantiles(self.seconds, n=10)
-        median = statistics.median(self.seconds)
-        share = self.engine.plan.blocks_fp8_share
-        return (
-            f"{self.recipe:<12} {tokens / median:10,.0f} tokens/s "
-            f"({tokens / deciles[-1]:,.0f} to {tokens / deciles[0]:,.0f}), step {median * 1e3:.0f} ms, "
-            f"state {self.state / 2**20:,.0f} MiB, step's peak above it {self.peak / 2**20:,.0f} MiB, "
-            f"{share:.0%} of the blocks' GEMM FLOPs in FP8"
-        )
+    def hold(self, tokens: torch.Tensor, seconds: float, meter: measure.Meter) -> None:
+        """Steps in a row, none waited for. The tokens are on the device before: a copy from the host would wait."""
+        tokens = tokens.to(self.engine.device)
+        number = WARM_UP + len(self.seconds)
+        unit = statistics.median(self.seconds)
+        for key, value in measure.sustained(lambda: self._train(number, tokens), unit, seconds, meter).items():
+            if value is not None:
+                self.sustained.setdefault(key, []).append(value)
+
+    def _train(self, number: int, tokens: torch.Tensor) -> None:
+        from trainer.trainer import train_step
+
+        train_step(self.engine, number, tokens, self.config.trainer.microbatch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.trainer.global_batch_size * self.config.trainer.sequence_length
+
+    @property
+    def timing(self) -> Timing:
+        """Medians, as the other benches have them."""
+        medians = {key: statistics.median(values) for key, values in self.sustained.items()}
+        timing = Timing(self.recipe, "step", statistics.median(self.seconds))
+        for key, value in medians.items():
+            setattr(timing, key, value)
+        return timing
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        """Under sustained load; None where nothing measures energy."""
+        return None if self.timing.joules is None else self.tokens / self.timing.joules
+
+    def row(self) -> dict[str, str]:
+        """The results, a line of the table."""
+        timing, deciles = self.timing, statistics.quantiles(self.seconds, n=10)
+        limit = None if self.limit is None else Timing("limit", "", self.limit, self.limit)
+        return {
+            "recipe": self.recipe,
+            "tokens/s": f"{self.tokens / timing.short:,.0f} "
+            f"({self.tokens / deciles[-1]:,.0f} to {self.tokens / deciles[0]:,.0f})",
+            "ms": show(timing.short, ".1f", 1e3),
+            "sustained tokens/s": show(measure.ratio(self.tokens, timing.sustained), ",.0f"),
+            "ms ": show(timing.sustained, ".1f", 1e3),
+            "W": show(timing.watts, ".0f"),
+            "tokens/J": show(self.tokens_per_joule, ".4g"),
+            "limit ms": show(self.limit, ".1f", 1e3),
+            "of limit": measure.share(limit, timing),
+            "state MiB": show(self.state, ",.0f", 1 / MIB),
+            "peak above": show(self.peak, ",.0f", 1 / MIB),
+            "both": show(self.state + self.peak, ",.0f", 1 / MIB),
+            "FP8 of blocks": f"{self.plan.blocks_fp8_share:.0%}",
+            "of model": f"{self.plan.fp8_share:.0%}",
+        }
+
+    def against(self, base: "Contestant") -> str:
+        """The ratios to another contestant, in words."""
+        a, b = self.timing, base.timing
+        line = f"{self.recipe} takes {a.short / b.short:.2f} times the step of {base.recipe}"
+        line += f" ({both(b, a)} times its tokens/s, short / sustained"
+        ours, theirs = self.tokens_per_joule, base.tokens_per_joule
+        line += f"; {ours / theirs:.2f} times its tokens per joule)" if ours and theirs else ")"
+        return f"{line}; {(self.state + self.peak) / (base.state + base.peak):.2f} times its memory"
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **measure.record(self.timing),
+            "rounds": {"short": self.seconds, **self.sustained},
+            **{key: getattr(self, key) for key in ("tokens", "tokens_per_joule", "limit", "state", "peak")},
+            "fp8_share": self.plan.fp8_share,
+            "blocks_fp8_share": self.plan.blocks_fp8_share,
+        }
 
 
 def reset_peak_resident() -> int:

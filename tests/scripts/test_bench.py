@@ -1,0 +1,178 @@
+"""The benches run to the end on a machine without a GPU, and what they share computes what it says."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "scripts" / "bench"
+QUICK = ["--rounds", "1", "--repeat", "1"]
+SMALL_STEP = [
+    *("model.vocab_size=320", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2"),
+    *("model.kv_lora_rank=16", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"),
+    *("model.intermediate_size=48", "model.moe_intermediate_size=16", "model.num_experts=4"),
+    *("trainer.global_batch_size=2", "trainer.microbatch_size=2", "trainer.sequence_length=24", "trainer.device=cpu"),
+    *("data=text", "data.path=.", "data.glob='*.txt'", "data.validation_fraction=0.5"),
+]
+
+
+def bench(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a bench in a folder, without a GPU."""
+    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """Lines of a table by their first word."""
+    return {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
+
+
+@pytest.fixture(scope="module")
+def measure() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure", BENCH / "measure.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure"] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(**given: object) -> argparse.Namespace:
+    return argparse.Namespace(**({"rounds": 2, "repeat": 2, "hold": 0.0, "no_graph": False} | given))
+
+
+def test_variants_run_in_turn(measure: ModuleType) -> None:
+    order: list[str] = []
+    variants = [measure.Variant(name, lambda name=name: order.append(name)) for name in "ab"]
+    measure.measure(variants, options(rounds=3, repeat=1))
+    assert order == ["a", "b", *"ababab"]  # once each to warm up, then in turn
+
+
+def test_times_are_medians_short_and_sustained(measure: ModuleType) -> None:
+    timing = measure.measure([measure.Variant("nap", lambda: time.sleep(0.01))], options(hold=0.05))["nap"]
+    assert 0.01 <= timing.short < 0.1 and 0.01 <= timing.sustained < 0.1
+    assert len(timing.rounds["short"]) == len(timing.rounds["sustained"]) == 2
+    assert timing.watts is None and timing.joules is None
+    assert measure.columns(timing, 1e9)["W"] == "n/a"
+
+
+def test_a_variant_that_fails_costs_a_line(measure: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("refused\nhere")
+
+    timings = measure.measure([measure.Variant("bad", fail), measure.Variant("good", lambda: None)], options())
+    assert list(timings) == ["good"]
+    assert capsys.readouterr().out == "bad: left out, RuntimeError: refused here\n"
+
+
+def test_ratios_and_joules(measure: ModuleType) -> None:
+    slow, fast = measure.Timing("slow", "cpu", 3.0, 4.0), measure.Timing("fast", "cpu", 2.0, 2.0, watts=700.0)
+    assert measure.both(slow, fast) == "1.50 / 2.00" and measure.both(None, fast) == "n/a"
+    assert measure.share(fast, slow) == "67% / 50%"
+    assert fast.joules == 1400.0
+    assert measure.columns(fast, 4e12)["sust. TF/s"] == "2"
+
+
+def test_linear(tmp_path: Path) -> None:
+    shapes = ["--shape", "33x32x48", "--shape", "16x16x16"]
+    done = bench("linear", tmp_path, *shapes, *QUICK, "--hold", "0.001", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    assert "33 x 32 x 48" in done.stdout
+    assert {"torch", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"} <= set(rows(done.stdout))
+    assert "te_bf16, te_delayed, te_current, te_block: left out" in done.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["machine"].startswith("CPU") and "--shape 33x32x48" in found["command"]
+    names = {result["name"] for result in found["results"] if result["shape"] == [33, 32, 48]}
+    assert {"torch", "fp8 limit", "fp8_block", "fp8_block +w"} <= names
+    assert all(result["short"] > 0 for result in found["results"])
+
+
+def test_linear_of_a_model(tmp_path: Path) -> None:
+    few = ["--variants", "torch", "fp8_jit", "--hold", "0", *QUICK]
+    done = bench("linear", tmp_path, "--model", "deepseek_tiny", "--tokens", "32", *few)
+    assert done.returncode == 0, done.stderr
+    assert "32 x 384 x 256   attn.q" in done.stdout  # 4 heads of 64 + 32
+    assert "32 x 256 x 256   attn.o moe.shared.gate_up" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("linear", ["--shape", "12x3"], "--shape 12x3: want MxNxK"),
+        ("linear", ["--table"], "--table: the table of rates is of the cuda backend, and reference serves here"),
+        ("linear", ["--model", "deepseek_tny"], "did you mean deepseek_tiny?"),
+        ("experts", ["--chosen", "9", "--experts", "8"], "--chosen 9: a token chooses 1 to --experts 8"),
+        ("step", ["model.num_layers=2"], "no recipe to measure; name one: fp8_delayed"),
+    ],
+)
+def test_mistakes_are_one_line(name: str, arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = bench(name, tmp_path, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("octet: error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_experts(tmp_path: Path) -> None:
+    size = ["--tokens", "24", "--hidden", "32", "--width", "16", "--experts", "4", "--chosen", "2"]
+    done = bench("experts", tmp_path, *size, *QUICK, "--hold", "0.001", "--json", "out.json")
+    assert done.returncode == 0, done.stderr
+    assert "24 tokens, top-2 of 4" in done.stdout
+    assert {"a2", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"} <= set(rows(done.stdout))
+    kept = {r["name"]: r.get("kept") for r in json.loads((tmp_path / "out.json").read_text())["results"]}
+    # 48 rows: the input of both GEMMs, SwiGLU's input, and a few indices
+    assert 48 * 2 * (32 + 16 + 32) <= kept["bf16"] < 1.5 * 48 * 2 * (32 + 16 + 32)
+    assert kept["fp8_delayed"] < kept["bf16"] < kept["a2"]
+
+
+def test_attention(tmp_path: Path) -> None:
+    shape = ["--shape", "2x2x24x24x16", "--variants", "core", "math", "cudnn", "te"]
+    done = bench("attention", tmp_path, *shape, *QUICK, "--hold", "0.001")
+    assert done.returncode == 0, done.stderr
+    assert "cudnn: left out, RuntimeError" in done.stdout and "te: left out: it needs a GPU" in done.stdout
+    lines = done.stdout.splitlines()
+    for name in ("core", "math"):
+        assert [line.split()[1] for line in lines if line.startswith(f"{name} ")] == ["forward", "backward", "both"]
+
+
+def test_step(tmp_path: Path) -> None:
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"some text of file {i}, and more of it\n" * 40)
+    flags = ["--steps", "2", "--hold", "0.01", "--rounds", "1", "--json", "out.json"]
+    done = bench("step", tmp_path, "fp8_delayed", "fp8_jit", *flags, *SMALL_STEP)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [result["name"] for result in found] == ["fp8_delayed", "fp8_jit", "bf16"]
+    assert all(r["limit"] > 0 and r["sustained"] > 0 and r["state"] > 0 and r["tokens"] == 48 for r in found)
+    assert found[0]["blocks_fp8_share"] > 0.5 and found[2]["blocks_fp8_share"] == 0
+    assert "fp8_jit takes" in done.stdout and "loading a batch:" in done.stdout
+
+
+def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one() -> None:
+    """a2 with the project's kernels, here in Triton's interpreter, against the same layer in plain PyTorch."""
+    code = f"""
+import argparse, sys
+sys.path[:0] = [{str(BENCH)!r}, {str(ROOT / "src")!r}]
+import torch, experts, limits
+problem = experts.Problem(argparse.Namespace(tokens=40, experts=4, chosen=2, hidden=64, width=48, backend=None))
+w1, w2 = limits.random(4, 96, 64, scale=0.02).requires_grad_(), limits.random(4, 64, 48, scale=0.02).requires_grad_()
+found = []
+for fast in (False, True):
+    x, weight = problem.leaves()
+    args = problem.expert_TK, weight, w1, w2
+    y = experts._A2.apply(x, *args) if fast else experts.plain_torch(problem, x, weight, w1, w2)
+    found.append([y, *torch.autograd.grad(y, (x, weight, w1, w2), problem.dy)])
+for a, b in zip(*found):
+    assert (a.float() - b.float()).norm() < 0.01 * a.float().norm()
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
