@@ -85,7 +85,7 @@ class TransformerEngineGemm:
     def __call__(self, x: Operand | Tensor, master: Tensor, offsets: Tensor | None) -> Tensor:
         """y [..., N] BF16 of x [..., K]; offsets [G] int32 of a GroupedLinear. Gradients go to x and to the master."""
         plain = x.tensor if isinstance(x, Operand) else x
-        rows = plain.reshape(-1, plain.shape[-1]).to(torch.bfloat16)
+        rows = plain.reshape(-1, plain.shape[-1]).to(torch.bfloat16).contiguous()
         if self._fp8 and not self._has_history:
             self._note(0, absolute_max(rows))
         weights = _Lend.apply(master, self)
