@@ -69,7 +69,6 @@ def _fused(
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
-    from precision.backends.cuda import cast_of
 
     recipe, w1, w2 = gate_up.recipe, gate_up.operand, down.operand
     assert w1 is not None and w2 is not None, "compute weights are missing: call precision.refresh_weights(model)"

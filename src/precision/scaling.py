@@ -71,13 +71,11 @@ def record_amax(row: Tensor, amax: Tensor) -> None:
 def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingConfig, delayed: bool) -> Tensor:
     """Scale of one tensor in this step, 0-d or [count].
 
-    delayed: the arena's scale, or the tensor's own where it has no history. current: its own, noted in the arena for
-    the logs.
+    delayed: the arena's scale, or the tensor's own where it has no history. current: its own.
     """
     own = scale_from_amax(amax, limit, scaling.margin, scaling.power_of_two)
     if delayed:
         return torch.where(row_scale > 0, row_scale, own)
-    row_scale.copy_(own)
     return own
 
 
@@ -122,8 +120,11 @@ class ScalingArena:
 
     def commit(self, ok: Tensor) -> None:
         """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else
-        nothing."""
-        if not self.delayed or not self.names:
+        nothing. With current scaling there is no history; the scales of the step are noted."""
+        if not self.names:
+            return
+        if not self.delayed:  # scales were the tensors' own: what stands here is for the logs
+            self._set_scale(self.amax)
             return
         pushed = torch.cat([self.amax[:, None], self.history[:, :-1]], dim=1)
         self.history.copy_(torch.where(ok, pushed, self.history))
@@ -155,6 +156,8 @@ class ScalingArena:
         return [name for name in self.names if name not in row_of]
 
     def _update_scale(self) -> None:
-        peak = self.history.amax(dim=1)
+        self._set_scale(self.history.amax(dim=1))
+
+    def _set_scale(self, peak: Tensor) -> None:
         scale = scale_from_amax(peak, self.limit, self._scaling.margin, self._scaling.power_of_two)
         self.scale.copy_(torch.where((peak > 0) & self.scaled, scale, 0.0))

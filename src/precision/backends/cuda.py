@@ -1,9 +1,7 @@
 """The cuda backend: Hopper's FP8 tensor cores (sm_90), fed by kernels that cast once.
 
     granularity   Linear                                       GroupedLinear
-    tensor        torch._scaled_mm (cuBLAS)                     kernels.grouped_gemm
-    row           torch._scaled_mm with rows, columns           kernels.grouped_gemm
-    block         kernels.grouped_gemm                          kernels.grouped_gemm
+    any FP8       torch._scaled_mm (cuBLAS)                     kernels.grouped_gemm
     BF16          torch.mm                                      torch._grouped_mm
 
 Operands are what `reference` makes of the same numbers, with two differences of layout: a weight's `data_t` is stored
@@ -22,17 +20,16 @@ import torch
 from torch import Tensor
 
 from precision.backends.interface import GradOperand, WeightOperand
-from precision.config import Granularity
 from precision.formats import Format
 from precision.kernels import ops
 from precision.kernels.common import MODES, Cast
-from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad, plain_nt, plain_wgrad
+from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
+from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
 
 if TYPE_CHECKING:
     from precision.plan import GemmRecipe
 
-_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (no public name before torch 2.12)
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -80,13 +77,13 @@ class CudaBackend:
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
         """y [R, N] in recipe.output's dtype."""
-        return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transposed=False)
+        return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe)
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
         """dx [R, K] in recipe.output's dtype."""
         if dy.scale_inv is None or weight.data_t is None:
-            return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe, transposed=True)
-        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.scale_inv_t, offsets, recipe, transposed=True)
+            return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe)
+        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.scale_inv_t, offsets, recipe)
 
     def wgrad(
         self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
@@ -105,11 +102,7 @@ class CudaBackend:
             )  # fmt: skip
         x_t, x_t_inv = ops.transpose(x, x_inv, cast_of(recipe, recipe.input).text)
         x_t_inv = x_inv if x_t_inv.numel() == 0 else x_t_inv
-        if recipe.scaling.granularity is Granularity.block:
-            return plain_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv)
-        return _scaled_mm(
-            dy.data_t, x_t.t(), scale_a=dy.scale_inv_t, scale_b=x_t_inv, out_dtype=torch.float32, use_fast_accum=False
-        )
+        return scaled_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv, MODES[recipe.scaling.granularity])
 
     def _nt(
         self,
@@ -119,7 +112,6 @@ class CudaBackend:
         w_inv: Tensor | None,
         offsets: Tensor | None,
         recipe: GemmRecipe,
-        transposed: bool,
     ) -> Tensor:
         """a [R, K] times w [(G,) N, K]^T, both contiguous along K."""
         out = recipe.output.dtype
@@ -130,9 +122,6 @@ class CudaBackend:
                 return torch.mm(a, w.t(), out_dtype=out)
             return (a.to(out) @ w.to(out).t()) if out != a.dtype else a @ w.t()
         if offsets is not None:
-            return grouped_nt(a, a_inv, w, w_inv, offsets, cast_of(recipe, recipe.input).text, transposed).to(out)
-        if recipe.scaling.granularity is Granularity.block:
-            return plain_nt(a, a_inv, w, w_inv, transposed).to(out)
-        w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
-        return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
+            return grouped_nt(a, a_inv, w, w_inv, offsets, cast_of(recipe, recipe.input).text).to(out)
+        return scaled_nt(a, a_inv, w, w_inv, MODES[recipe.scaling.granularity], out)
 

@@ -53,7 +53,6 @@ class ReferenceBackend:
         if scaling.granularity is Granularity.tensor:
             scale = step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)
             return saturating_cast(x, scale, fmt), scale.reciprocal()
-        step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)  # for the logs
         if scaling.granularity is Granularity.row:
             scale = scale_from_amax(_amax_along(x, -1), fmt.max, scaling.margin, scaling.power_of_two)
             return saturating_cast(x, scale, fmt), scale.reciprocal()

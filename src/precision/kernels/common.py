@@ -124,8 +124,7 @@ def is_known(scale_row, DELAYED: tl.constexpr):
     """Whether the arena has a scale, so that no amax has to be taken first."""
     if DELAYED:
         return tl.load(scale_row) > 0
-    else:
-        return False
+    return False
 
 
 @triton.jit
@@ -145,10 +144,9 @@ def as_bf16(x):
     """x rounded to BF16, in FP32: what the plain ops hand on, and so what is quantised."""
     if ON_GPU:
         return x.to(tl.bfloat16).to(tl.float32)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
-        return tl.where(x != x, x, rounded)
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, rounded)
 
 
 @triton.jit
@@ -156,18 +154,17 @@ def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
     """Saturating cast of FP32, to nearest even; NaN stays NaN."""
     if ON_GPU:
         return x.to(F8)
-    else:
-        MANTISSA: tl.constexpr = 3 if LIMIT == 448.0 else 2
-        clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT))
-        bits = clamped.to(tl.int32, bitcast=True)
-        CUT: tl.constexpr = 23 - MANTISSA
-        rounded = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) & ~((1 << CUT) - 1)
-        normal = rounded.to(tl.float32, bitcast=True)
-        # below the smallest normal number steps are equal: adding 1.5 * 2^23 of them rounds
-        SMALLEST: tl.constexpr = 2.0**-6 if LIMIT == 448.0 else 2.0**-14
-        MAGIC: tl.constexpr = 1.5 * 2.0**23 * SMALLEST / (1 << MANTISSA)
-        exact = tl.where(tl.abs(clamped) < SMALLEST, (clamped + MAGIC) - MAGIC, normal)
-        return tl.where(x != x, x, exact).to(F8)
+    MANTISSA: tl.constexpr = 3 if LIMIT == 448.0 else 2
+    clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT))
+    bits = clamped.to(tl.int32, bitcast=True)
+    CUT: tl.constexpr = 23 - MANTISSA
+    rounded = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) & ~((1 << CUT) - 1)
+    normal = rounded.to(tl.float32, bitcast=True)
+    # below the smallest normal number steps are equal: adding 1.5 * 2^23 of them rounds
+    SMALLEST: tl.constexpr = 2.0**-6 if LIMIT == 448.0 else 2.0**-14
+    MAGIC: tl.constexpr = 1.5 * 2.0**23 * SMALLEST / (1 << MANTISSA)
+    exact = tl.where(tl.abs(clamped) < SMALLEST, (clamped + MAGIC) - MAGIC, normal)
+    return tl.where(x != x, x, exact).to(F8)
 
 
 @triton.jit
@@ -195,5 +192,4 @@ def sigmoid(x):
             is_pure=True,
             pack=1,
         )
-    else:
-        return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp(-x))

@@ -20,11 +20,10 @@ from precision.kernels import grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
 from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
 from precision.kernels.route import Route, combine, gather, route
+from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
 
-_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-_BF16_ALIGN = 16  # rows; what torch's grouped GEMM wants
 
 
 def rows_of(tokens: int, chosen: int, experts: int, align: int) -> int:
@@ -49,28 +48,26 @@ class _Casts:
         return self.forward.mode if self.forward is not None else 0
 
 
-def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route | None, transposed: bool) -> Tensor:
+def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route | None) -> Tensor:
     """a [R, K] times w [(G,) N, K]^T."""
     if mode == 0:
         return _grouped_mm(a, w.mT, offs=to.ends) if to is not None else a @ w.mT
-    if to is not None or mode == BLOCK.value:
-        return grouped_gemm.nt(a, a_inv, w if w.dim() == 3 else w[None], w_inv, mode, to, transposed)
-    w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
-    return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=torch.bfloat16, use_fast_accum=True)
+    if to is not None:
+        return grouped_gemm.nt(a, a_inv, w, w_inv, mode, to)
+    return scaled_nt(a, a_inv, w, w_inv, mode, torch.bfloat16)
 
 
 def _wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, to: Route | None) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] FP32."""
-    if to is not None or mode == BLOCK.value:
-        d = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
-        return d if to is not None else d[0]
-    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
+    if to is not None:
+        return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
+    return scaled_wgrad(a, a_inv, b, b_inv, mode)
 
 
 def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None) -> Tensor:
     """a [R, M], b [R, N] BF16 -> [(E,) M, N] FP32."""
     if to is not None:
-        return _grouped_mm(a.t(), b, offs=to.ends).float()
+        return grouped_gemm.wgrad_bf16(a, b, to)
     return torch.mm(a.t(), b, out_dtype=torch.float32) if a.is_cuda else (a.t() @ b).float()
 
 
@@ -89,16 +86,16 @@ def ffn_forward(
     casts = _Casts.parse(how)
     T, D = x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
-    to = route(expert, weight, experts, 128 if casts.mode else _BF16_ALIGN) if experts else None
+    to = route(expert, weight, experts, 128 if casts.mode else grouped_gemm.BF16_ALIGN) if experts else None
     rows, rows_inv = (x, x_inv)
     if to is not None:
         rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
         rows_inv = gathered if gathered is not None else x_inv
-    y1 = _nt(rows, rows_inv, w1, w1_inv, casts.mode, to, transposed=False)
+    y1 = _nt(rows, rows_inv, w1, w1_inv, casts.mode, to)
     h, h_inv = swiglu(
         y1, to.weight if to is not None else None, to.ends if to is not None else None, h_scale, h_amax, casts.forward
     )
-    y = _nt(h, h_inv[0] if casts.mode == TENSOR.value else h_inv, w2, w2_inv, casts.mode, to, transposed=False)
+    y = _nt(h, h_inv[0] if casts.mode == TENSOR.value else h_inv, w2, w2_inv, casts.mode, to)
     if to is not None:
         y, _ = combine(y, to, add if add.numel() else None)
     elif add.numel():
@@ -116,7 +113,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
-    R = rows_of(T, expert.shape[1], experts, 128 if mode else _BF16_ALIGN) if experts else T
+    R = rows_of(T, expert.shape[1], experts, 128 if mode else grouped_gemm.BF16_ALIGN) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
     h_inv = _empty(x, *{TENSOR.value: (2,), ROW.value: (R, 1)}.get(mode, ()))
@@ -153,7 +150,7 @@ def ffn_backward(
         d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
-    dh = _nt(d, d_inv, w2, w2_inv, mode, to, transposed=True)
+    dh = _nt(d, d_inv, w2, w2_inv, mode, to)
     if mode == TENSOR.value:
         d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
             dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
@@ -170,7 +167,7 @@ def ffn_backward(
         _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
     dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to)
-    dx = _nt(d1, d1_inv, w1, w1_inv, mode, to, transposed=True)
+    dx = _nt(d1, d1_inv, w1, w1_inv, mode, to)
     if to is None:
         xt, xt_inv = transpose(x, x_inv, casts.forward)
         dweight = _empty(x)
@@ -198,10 +195,10 @@ def _backward_bf16(
     """x: the rows of tokens for experts."""
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     d = gather(dy, None, to, None)[0] if to is not None else dy
-    dh = _nt(d, d, w2, w2, 0, to, transposed=True)
+    dh = _nt(d, d, w2, w2, 0, to)
     d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
     dw2 = _wgrad_bf16(d, h, to)
-    dx, dweight = _nt(d1, d1, w1, w1, 0, to, transposed=True), _empty(dy)
+    dx, dweight = _nt(d1, d1, w1, w1, 0, to), _empty(dy)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)
         assert made is not None

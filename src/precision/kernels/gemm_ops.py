@@ -12,41 +12,19 @@ from precision.kernels.common import BLOCK, Cast
 from precision.kernels.route import Route, gather
 
 
-@torch.library.custom_op("octet::plain_nt", mutates_args=())
-def plain_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, transposed: bool) -> Tensor:
-    """BLOCK scales: a [R, K], w [N, K] -> [R, N] BF16."""
-    return grouped_gemm.nt(a, a_inv, w[None], w_inv, BLOCK.value, None, transposed)
-
-
-@plain_nt.register_fake
-def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, transposed: bool) -> Tensor:
-    return torch.empty(a.shape[0], w.shape[0], device=a.device, dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("octet::plain_wgrad", mutates_args=())
-def plain_wgrad(dy_t: Tensor, dy_inv: Tensor, x_t: Tensor, x_inv: Tensor) -> Tensor:
-    """BLOCK scales: dy_t [N, R'], x_t [K, R'] -> [N, K] FP32."""
-    return grouped_gemm.wgrad(dy_t, dy_inv, x_t, x_inv, BLOCK.value, None)[0]
-
-
-@plain_wgrad.register_fake
-def _(dy_t: Tensor, dy_inv: Tensor, x_t: Tensor, x_inv: Tensor) -> Tensor:
-    return torch.empty(dy_t.shape[0], x_t.shape[0], device=x_t.device, dtype=torch.float32)
-
-
 @torch.library.custom_op("octet::grouped_nt", mutates_args=())
 def grouped_nt(
-    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, transposed: bool
+    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str
 ) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)
     assert inv is not None
-    return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to, transposed).index_select(0, to.position.view(-1))
+    return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to).index_select(0, to.position.view(-1))
 
 
 @grouped_nt.register_fake
-def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, transposed: bool) -> Tensor:
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
     return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""FP8 GEMMs over rows sorted by expert, and plain ones: persistent, loads by the tensor memory accelerator.
+"""GEMMs over rows sorted by expert: persistent, loads by the tensor memory accelerator.
 
     nt      y[r, n]    = sum over k of a[r, k] b[e(r), n, k]            forward and input gradient
     wgrad   d[e, m, n] = sum over e's rows r of a[m, r] b[n, r]         weight gradient, of transposed operands
@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from precision.kernels.common import BLOCK, INTERPRETED, ROW, TENSOR
 from precision.kernels.route import Route
 
+BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
 
 @triton.jit
 def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
@@ -32,21 +33,18 @@ def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _nt_kernel(
-    a, b, c, scale_a, scale_b, tile_expert, ends, R, sb_e, sb_n, sb_k,
+    a, b, c, scale_a, scale_b, tile_expert, ends, R,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr, GROUPED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    if GROUPED:
-        m_tiles = tl.load(ends + E - 1) // BM
-    else:
-        m_tiles = (R + BM - 1) // BM
+    m_tiles = tl.load(ends + E - 1) // BM
     N_TILES: tl.constexpr = (N + BN - 1) // BN
+    N_BLOCKS: tl.constexpr = (N + 127) // 128  # with BLOCK scales tiles are 128 wide
+    K_BLOCKS: tl.constexpr = (K + 127) // 128
     for tile in tl.range(tl.program_id(0), m_tiles * N_TILES, GRID, flatten=True):
         m = tile // N_TILES
         n = tile % N_TILES
-        e = 0
-        if GROUPED:
-            e = tl.load(tile_expert + m * BM // 128)
+        e = tl.load(tile_expert + m * BM // 128)
         acc = tl.zeros((BM, BN), tl.float32)
         r = m * BM + tl.arange(0, BM)
         for k in range((K + BK - 1) // BK):
@@ -54,7 +52,7 @@ def _nt_kernel(
             y = b.load([e * N + n * BN, k * BK])
             if MODE == BLOCK:
                 rows = tl.load(scale_a + k * R + r, mask=r < R, other=1.0)
-                acc += tl.dot(x, y.T) * (rows * tl.load(scale_b + e * sb_e + n * sb_n + k * sb_k))[:, None]
+                acc += tl.dot(x, y.T) * (rows * tl.load(scale_b + (e * N_BLOCKS + n) * K_BLOCKS + k))[:, None]
             else:
                 acc = tl.dot(x, y.T, acc)
         if MODE == TENSOR:
@@ -100,9 +98,9 @@ def _put(c, d, e, m, n, acc, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
 
 @triton.jit
 def _wgrad_kernel(
-    a, b, c, d, scale_a, scale_b, starts, ends, R,
+    a, b, c, d, scale_a, scale_b, starts, ends,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GRID: tl.constexpr, MODE: tl.constexpr, GROUPED: tl.constexpr, TRANS: tl.constexpr, EVEN: tl.constexpr,
+    GRID: tl.constexpr, MODE: tl.constexpr, TRANS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     M_TILES: tl.constexpr = (M + BM - 1) // BM
     N_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -110,11 +108,8 @@ def _wgrad_kernel(
         e = tile // (M_TILES * N_TILES)
         m = tile % (M_TILES * N_TILES) // N_TILES
         n = tile % N_TILES
-        first = 0
-        steps = (R + BK - 1) // BK
-        if GROUPED:
-            first = tl.load(starts + e)
-            steps = (tl.load(ends + e) - first) // BK
+        first = tl.load(starts + e)
+        steps = (tl.load(ends + e) - first) // BK
         acc = tl.zeros((BM, BN), tl.float32)
         row = m * BM + tl.arange(0, BM)
         col = n * BN + tl.arange(0, BN)
@@ -133,38 +128,53 @@ def _wgrad_kernel(
         _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
 
 
+@triton.jit
+def _wgrad_bf16_kernel(
+    a, b, c, d, starts, ends,
+    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GRID: tl.constexpr, TRANS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """BF16 factors may lie along rows: a [R', M], b [R', N]."""
+    M_TILES: tl.constexpr = (M + BM - 1) // BM
+    N_TILES: tl.constexpr = (N + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), E * M_TILES * N_TILES, GRID):
+        e = tile // (M_TILES * N_TILES)
+        m = tile % (M_TILES * N_TILES) // N_TILES
+        n = tile % N_TILES
+        first = tl.load(starts + e)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range((tl.load(ends + e) - first) // BK):
+            x = a.load([first + k * BK, m * BM])
+            y = b.load([first + k * BK, n * BN])
+            acc = tl.dot(x.T, y, acc)
+        _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
+
+
 def nt(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route | None, transposed: bool
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route
 ) -> Tensor:
     """a [R, K] FP8, b [E, N, K] FP8 contiguous -> [R, N] BF16. Scales are inverse scales: TENSOR 0-d and [E] (or 0-d);
-    ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [(E,) N / 128, K / 128], or
-    [(E,) K / 128, N / 128] if `transposed`. to: the experts' rows; None: one product."""
+    ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128]."""
     (E, N, K), R = b.shape, a.shape[0]
     BM, BK = 128, 128
     BN = 256 if mode != BLOCK.value and N % 256 == 0 else 128
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     if R == 0:
         return y
-    strides = (0, 0, 0)
-    if mode == BLOCK.value:
-        blocks = scale_b.view(E, *scale_b.shape[-2:])
-        strides = blocks.stride(0), *((blocks.stride(2), blocks.stride(1)) if transposed else blocks.stride()[1:])
     grid = _multiprocessors(a)
     _nt_kernel[(grid,)](
         TensorDescriptor.from_tensor(a, [BM, BK]),
         TensorDescriptor.from_tensor(b.view(E * N, K), [BN, BK]),
         TensorDescriptor.from_tensor(y, [BM, BN]),
-        scale_a, scale_b, to.tile_expert if to is not None else y, to.ends if to is not None else y, R, *strides,
-        E, N, K, BM, BN, BK, grid, mode, to is not None, num_stages=3 if BN == 256 else 4, num_warps=8,
+        scale_a, scale_b, to.tile_expert, to.ends, R, E, N, K, BM, BN, BK, grid, mode, num_stages=3 if BN == 256 else 4, num_warps=8,
     )  # fmt: skip
     return y
 
 
-def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route | None) -> Tensor:
-    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] FP32 ([1, M, N] without `to`). Inverse scales: 0-d (TENSOR, ROW), or
+def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route) -> Tensor:
+    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] FP32. Inverse scales: 0-d (TENSOR, ROW), or
     [R' / 128, M] and [R' / 128, N] (BLOCK)."""
-    M, N, R = a.shape[0], b.shape[0], a.shape[1]
-    E = 1 if to is None else to.starts.shape[0]
+    M, N, E = a.shape[0], b.shape[0], to.starts.shape[0]
     d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
     BM, BK = 128, 128
     trans = N % 256 != 0 and M % 256 == 0 and mode != BLOCK.value
@@ -179,8 +189,31 @@ def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to:
         TensorDescriptor.from_tensor(a, [BM, BK]),
         TensorDescriptor.from_tensor(b, [BN, BK]),
         TensorDescriptor.from_tensor(flat, box) if even else d,
-        d, scale_a, scale_b, to.starts if to is not None else d, to.ends if to is not None else d, R,
-        E, M, N, BM, BN, BK, grid, mode, to is not None, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
+        d, scale_a, scale_b, to.starts, to.ends,
+        E, M, N, BM, BN, BK, grid, mode, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
+    )  # fmt: skip
+    return d
+
+
+def wgrad_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
+    """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] FP32. torch's grouped GEMM
+    returns BF16, and turning that into FP32 costs as much as a quarter of the product."""
+    M, N, E = a.shape[1], b.shape[1], to.starts.shape[0]
+    d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
+    BM, BK = 128, BF16_ALIGN
+    trans = N % 256 != 0 and M % 256 == 0
+    if trans:
+        a, b, M, N = b, a, N, M
+    BN = 256 if N % 256 == 0 else 128
+    even = M % BM == 0 and N % BN == 0
+    grid = _multiprocessors(a)
+    flat = d.view(E * N, M) if trans else d.view(E * M, N)
+    box = [BN // 4, BM] if trans else [BM, BN // 4]
+    _wgrad_bf16_kernel[(grid,)](
+        TensorDescriptor.from_tensor(a, [BK, BM]),
+        TensorDescriptor.from_tensor(b, [BK, BN]),
+        TensorDescriptor.from_tensor(flat, box) if even else d,
+        d, to.starts, to.ends, E, M, N, BM, BN, BK, grid, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
     )  # fmt: skip
     return d
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import BLOCK, ROW, Cast, as_bytes
 from precision.kernels.cast import gathered_scales
+from precision.kernels.common import BLOCK, ROW, Cast, as_bytes
 
 _CHOICES = 256  # choices of one program
 

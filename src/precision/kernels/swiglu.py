@@ -58,16 +58,14 @@ def _gradients(dh, g, u, w):
 def _rows_left(ends, R, GROUPS: tl.constexpr):
     if GROUPS > 0:
         return tl.load(ends + GROUPS - 1)
-    else:
-        return R
+    return R
 
 
 @triton.jit
 def _weights(weight, r, R, GROUPS: tl.constexpr):
     if GROUPS > 0:
         return tl.load(weight + r, mask=r < R, other=0.0)
-    else:
-        return tl.full(r.shape, 1.0, tl.float32)
+    return tl.full(r.shape, 1.0, tl.float32)
 
 
 @triton.jit

@@ -79,12 +79,14 @@ def _cast_kernel(
         scale = tensor_scale(scale_row + g, own + g, LIMIT, HEADROOM, POW2, DELAYED)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inv + g, inverse(scale))
-        s0 = s1 = s2 = s3 = st = scale
+        s0, s1, s2, s3, st = scale, scale, scale, scale, scale
     elif MODE == BLOCK:
         scale = scale_of(top.to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
         at = (g * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
         tl.store(inv + at, inverse(scale))
-        s0 = s1 = s2 = s3 = st = scale
+        at = (g * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(inv_t + at, inverse(scale))
+        s0, s1, s2, s3, st = scale, scale, scale, scale, scale
     else:
         rows = by_row + g * N + n4 * 4
         s0 = scale_of(tl.load(rows, mask=n4 * 4 < N, other=0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
@@ -121,7 +123,8 @@ def cast_weight(
     """master [N, K] or [G, N, K] FP32, N and K multiples of 16 -> data, inverse scales, the transposed copy [(G,) K, N]
     and its inverse scales, in the memory of `out` if given.
 
-    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128].
+    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128] and
+    its transpose.
     """
     *stack, N, K = master.shape
     G, device = stack[0] if stack else 1, master.device
@@ -130,7 +133,8 @@ def cast_weight(
         new = {"device": device, "dtype": torch.float32}
         shape = {TENSOR.value: (*stack,), ROW.value: (*stack, N, 1), BLOCK.value: (*stack, *blocks)}[how.mode]
         inv = torch.empty(shape, **new)
-        inv_t = torch.empty((*stack, 1, K), **new) if how.mode == ROW.value else inv
+        shape_t = {TENSOR.value: None, ROW.value: (*stack, 1, K), BLOCK.value: (*stack, *blocks[::-1])}[how.mode]
+        inv_t = inv if shape_t is None else torch.empty(shape_t, **new)
         w8 = torch.empty(master.shape, device=device, dtype=how.fmt.dtype)
         out = w8, inv, torch.empty((*stack, K, N), device=device, dtype=how.fmt.dtype), inv_t
     w8, inv, wt, inv_t = out

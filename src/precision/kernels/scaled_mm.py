@@ -1,0 +1,33 @@
+"""Plain FP8 GEMMs: cuBLAS through `torch._scaled_mm`, with the layouts of scales that it wants.
+
+    scales   a                                     b
+    TENSOR   0-d                                   0-d
+    ROW      [R, 1]                                [1, N]
+    BLOCK    [R, K / 128], stored [K / 128, R]     [K / 128, N / 128], stored [N / 128, K / 128]
+    wgrad    0-d, or [M, R' / 128], stored [R' / 128, M], and [R' / 128, N]
+
+The forward product and the input gradient sum in the tensor cores' own precision; the weight gradient, whose sum runs
+over all rows of a microbatch, is promoted to FP32 on the way.
+"""
+
+import torch
+from torch import Tensor
+
+from precision.kernels.common import BLOCK
+
+_scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
+
+
+def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
+    """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
+    if mode == BLOCK.value:
+        return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv.t(), out_dtype=torch.bfloat16).to(out)
+    w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
+    return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
+
+
+def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) -> Tensor:
+    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] FP32 (BF16 on the way with BLOCK scales)."""
+    if mode == BLOCK.value:
+        return _scaled_mm(a, b.t(), scale_a=a_inv.t(), scale_b=b_inv, out_dtype=torch.bfloat16).float()
+    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)

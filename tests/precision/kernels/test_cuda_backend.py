@@ -1,0 +1,188 @@
+"""The cuda backend against the reference backend on random data and awkward shapes: in Triton's interpreter, or on a GPU.
+
+Same FP8 numbers, another order of sums, results rounded to BF16: so values agree to a few roundings of BF16, scales and
+amaxes bit for bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from precision import (
+    Feed,
+    GroupedLinear,
+    Linear,
+    Plan,
+    PrecisionConfig,
+    ScalingArena,
+    begin_step,
+    bind,
+    expert_ffn,
+    gated_ffn,
+    rms_norm,
+)
+
+Recipe = Callable[..., PrecisionConfig]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CURRENT = {"scaling__method": "current", "scaling__granularity": "tensor", "scaling__power_of_two": False}
+ROW = {"scaling__method": "current", "scaling__granularity": "row", "scaling__power_of_two": True}
+RECIPES = {
+    "bf16": ("bf16", {}),
+    "delayed": ("fp8_delayed", {}),
+    "current": ("fp8_jit", CURRENT),
+    "row": ("fp8_jit", ROW),
+    "row_margin_e4m3": ("fp8_jit", ROW | {"scaling__backward": "e4m3", "scaling__margin": 1}),
+    "block": ("fp8_block", {}),
+}
+ON_GPU = torch.cuda.is_available()  # else interpreted, which takes its time: fewer shapes
+STEPS = 2  # the second one scales by the history of the first
+
+
+class Layers(nn.Module):
+    """Norm, dense feed-forward layer, experts, and two lone linears."""
+
+    def __init__(self, config: PrecisionConfig, backend: str, width: int, inner: int, experts: int):
+        super().__init__()
+        plan = Plan(config, 1)
+
+        def linear(name: str, op: str, k: int, n: int, groups: int = 1) -> Linear | GroupedLinear:
+            row = plan.gemm(f"layers.0.{name}", op, k, n, groups, 2 if groups > 1 else 1)
+            row = replace(row, recipe=replace(row.recipe, backend=backend))
+            return GroupedLinear(row) if groups > 1 else Linear(row)
+
+        self.alone = linear("attn.o", "attn.o", width, inner)
+        self.grouped = linear("moe.experts.alone", "moe.experts", width, inner, experts)
+        self.up, self.down = linear("ffn.up", "ffn", width, 2 * inner), linear("ffn.down", "ffn", inner, width)
+        self.ups = linear("moe.experts.up", "moe.experts", width, 2 * inner, experts)
+        self.downs = linear("moe.experts.down", "moe.experts", inner, width, experts)
+        self.gain = nn.Parameter(torch.ones(width))
+        self.kernels = backend
+        self.feed = Feed(self.up, self.ups, tensor=True)
+        self.down_feed, self.downs_feed = Feed(self.down), Feed(self.downs)
+        self.plan = plan
+
+
+def build(config: PrecisionConfig, backend: str, *sizes: int) -> tuple[Layers, ScalingArena]:
+    torch.manual_seed(1)
+    layers = Layers(config, backend, *sizes)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
+    layers.to(DEVICE)
+    return layers, bind(layers, layers.plan, DEVICE)
+
+
+def close(ours: Tensor, theirs: Tensor, what: str, tolerance: float = 1e-2) -> None:
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    assert torch.isfinite(ours).all(), what
+    error = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
+    assert error < tolerance, f"{what}: relative error {error:.2e}"
+
+
+def compare(config: PrecisionConfig, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
+    """Outputs, gradients, scales and amaxes of `run` on both backends."""
+    if config.name == "fp8_block" and not ON_GPU and run.__qualname__.split(".")[0] in ("test_linear", "test_norm_and_dense_ffn"):
+        pytest.skip("torch._scaled_mm takes block scales on a GPU only")
+    results = []
+    for backend in ("reference", "cuda"):
+        layers, arena = build(config, backend, *sizes)
+        seen: list[Tensor] = []
+        for step in range(STEPS):
+            begin_step(layers, arena)
+            seen += run(layers, step)
+            seen += [p.grad for p in layers.parameters() if p.grad is not None]
+            layers.zero_grad()
+            amax = arena.amax.clone()
+            arena.commit(arena.finite())
+            seen.append(amax)
+        results.append((seen, arena))
+    (theirs, their_arena), (ours, our_arena) = results
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        close(a, b, f"tensor {i}")
+    assert their_arena.names == our_arena.names
+    close(our_arena.scale, their_arena.scale, "scales")
+
+
+def draw(step: int, *shape: int) -> Tensor:
+    torch.manual_seed(100 + step)
+    x = torch.randn(shape) * torch.logspace(-1, 1, shape[0])[:, None]
+    return x.to(DEVICE, torch.bfloat16).requires_grad_()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "inner"),
+    [(37, 144, 272), (1, 16, 48), (130, 256, 128), (1000, 768, 512)][: None if ON_GPU else 1],
+)
+def test_linear(recipe: Recipe, name: str, rows: int, width: int, inner: int) -> None:
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, rows, width)
+        y = layers.alone(x)
+        y.backward(torch.randn_like(y) * 1e-4)
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    base, overrides = RECIPES[name]
+    compare(recipe(base, **overrides), (width, inner, 2), run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("sizes", [(5, 0, 131, 1), (0, 0, 7, 0), (300, 200, 1, 0)][: None if ON_GPU else 1])
+def test_grouped_linear(recipe: Recipe, name: str, sizes: tuple[int, ...]) -> None:
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, sum(sizes), 144)
+        y = layers.grouped(x, torch.tensor(sizes, device=DEVICE).cumsum(0).int())
+        y.backward(torch.randn_like(y) * 1e-4)
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    base, overrides = RECIPES[name]
+    compare(recipe(base, **overrides), (144, 48, len(sizes)), run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "inner"), [(37, 144, 80), (3, 16, 32), (129, 256, 256), (1000, 768, 512)][: None if ON_GPU else 1]
+)
+def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, inner: int) -> None:
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, rows, width)
+        y = gated_ffn(
+            rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), layers.up, layers.down, layers.down_feed
+        )
+        y.backward(torch.randn_like(y) * 1e-4)
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    base, overrides = RECIPES[name]
+    compare(recipe(base, **overrides), (width, inner, 2), run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("spread", ["random", "one expert has all", "one has none"])
+def test_norm_and_experts(recipe: Recipe, name: str, spread: str) -> None:
+    rows, width, inner, experts = 45, 144, 80, 5
+
+    def run(layers: Layers, step: int) -> list[Tensor]:
+        x = draw(step, rows, width)
+        first = {
+            "random": torch.randint(experts - 1, (rows,)),
+            "one expert has all": torch.zeros(rows, dtype=torch.long),
+        }
+        chosen = first.get(spread, torch.randint(2, (rows,)))
+        expert = torch.stack([chosen, torch.full_like(chosen, experts - 1)], 1).to(DEVICE)
+        weight = torch.rand(rows, 2).to(DEVICE).requires_grad_()
+        add = torch.randn(rows, width).to(DEVICE, torch.bfloat16).requires_grad_()
+        made = rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels)
+        y = expert_ffn(
+            made, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed,
+            rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=add,
+        )  # fmt: skip
+        y.backward(torch.randn_like(y) * 1e-4)
+        assert x.grad is not None and weight.grad is not None and add.grad is not None
+        return [y.detach(), x.grad, weight.grad, add.grad]
+
+    base, overrides = RECIPES[name]
+    compare(recipe(base, **overrides), (width, inner, experts), run)
