@@ -10,19 +10,44 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/precision.md"]
+PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md"]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
     "trainer.sequence_length": "32", "eval.every": "0", "checkpoint.every": "0", "trainer.device": "cpu",
 }  # fmt: skip
+BENCH = {"--model": "deepseek_tiny", "--tokens": "32", "--rounds": "1", "--repeat": "1", "--hold": "0"}
+BENCHES = {
+    "linear.py": {**BENCH, "--shape": "32x32x32"},
+    "experts.py": {**BENCH, "--hidden": "32", "--width": "16", "--experts": "4", "--chosen": "2"},
+    "attention.py": {**BENCH, "--shape": "1x2x16x24x16"},
+}
 
 
 def commands(page: str) -> list[str]:
     """The lines of a page's code blocks that start a program, without their comments."""
     lines = [line[4:] for line in (ROOT / page).read_text().splitlines() if line.startswith("    ")]
     return [line.split("  #")[0].strip() for line in lines if line.startswith(("python ", "make "))]
+
+
+def benched(words: list[str]) -> list[str]:
+    """A command of docs/benchmarks.md with its sizes cut: they are a GPU's."""
+    if words[0].endswith("compare_runs.py"):  # of runs that commands before it have made
+        return words
+    sizes = BENCHES.get(Path(words[0]).name)
+    if sizes is not None:
+        cut = [sizes.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+        given = {word for word in words if word.startswith("--")}
+        needed = {"--rounds", "--repeat", "--hold", *(sizes.keys() - BENCH.keys())}
+        if words[0].endswith("experts.py"):
+            needed.add("--tokens")
+        if "--model" in given:
+            needed.discard("--shape")
+        return [*cut, *(part for option in sorted(needed - given) for part in (option, sizes[option]))]
+    own = {"model", "data", "data.path", "model.vocab_size", *SMALL}
+    kept = [word for word in words if word.partition("=")[0] not in own]
+    return smaller([*kept, "data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"])
 
 
 def smaller(words: list[str]) -> list[str]:
@@ -50,7 +75,8 @@ def test_commands_run(page: str, checkout: Path) -> None:
     for command in commands(page):
         program, *words = shlex.split(command)
         # make: what its targets do is what this test is part of; that they exist is all that is left to check
-        line = ["make", "-n", *words] if program == "make" else [sys.executable, *smaller(words)]
+        cut = benched if page == "docs/benchmarks.md" else smaller
+        line = ["make", "-n", *words] if program == "make" else [sys.executable, *cut(words)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -84,16 +84,24 @@ def say(*words: object) -> None:
 
 def header() -> dict[str, str]:
     """What every figure has to be quoted with; printed as well."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     facts = {
         "command": COMMAND,
-        "commit": git.stdout.strip() or NONE,
+        "commit": _commit(),
         "machine": gpu,
         "torch": torch.__version__,
     }
     say("   ".join(f"{key}: {value}" for key, value in facts.items()))
     return facts
+
+
+def _commit() -> str:
+    """Commit of the checkout; n/a where there is none."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return NONE
+    return done.stdout.strip() or NONE
 
 
 def attempt(name: str, make: Callable[[], list]) -> list:
@@ -237,12 +245,19 @@ class Meter:
             try:
                 self._nvml = importlib.import_module("pynvml")
                 self._nvml.nvmlInit()
-                uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # NVML counts GPUs that are hidden from torch
-                self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+                self._gpu = self._find()
                 self._energy()
             except Exception as error:
                 say(f"no watts: {type(error).__name__}: {error} (pip install nvidia-ml-py)")
                 self._nvml = None
+
+    def _find(self) -> Any:
+        """NVML's handle of torch's first GPU; NVML also counts GPUs that are hidden from torch."""
+        try:
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            return self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        except self._nvml.NVMLError:
+            return self._nvml.nvmlDeviceGetHandleByIndex(0)
 
     def _energy(self) -> float:
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1e3

@@ -101,6 +101,7 @@ def race(contestants: "list[Contestant]", options: argparse.Namespace) -> None:
             contestant.hold(tokens, options.hold, meter)
     for contestant in contestants:
         contestant.free()
+    torch.compiler.reset()
     measure.release()
 
 
@@ -131,7 +132,12 @@ class Contestant:
         self.state = state_bytes(self.engine.model, self.engine.optimizer.state_dict())
 
     def free(self) -> None:
-        """Let go of it."""
+        """Let go of it. Steps that were dropped were no whole steps: say so."""
+        skipped = int(self.engine.guard.skipped)
+        if skipped:
+            measure.say(
+                f"{self.recipe}: {skipped} steps were not finite and changed nothing; its times are no steps' times"
+            )
         self.engine = None
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
