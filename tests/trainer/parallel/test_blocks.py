@@ -75,21 +75,21 @@ def kept(model: DeepSeek) -> int:
     """Bytes that the blocks' forward pass of 2 x 128 tokens leaves alive: what autograd saves, and what a checkpoint's
     cache does."""
 
-    def alive() -> dict[int, int]:
+    def alive() -> list[Tensor]:
         gc.collect()
-        storages = (t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor and t.device == CPU)
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return [t for t in gc.get_objects() if type(t) is Tensor]
 
     saved: list[Tensor] = []
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     before = alive()
+    known = {id(t) for t in before}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         hidden = model.hidden(tokens)
-    after = alive()
-    operands = [t for layer in gemm_layers(model) for t in layer.operand or () if t is not None]
-    before |= {t.untyped_storage().data_ptr(): 0 for t in operands}
-    assert hidden.requires_grad
-    return sum(size for pointer, size in after.items() if pointer not in before)
+    new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive() if id(t) not in known}
+    operands = (t for layer in gemm_layers(model) for t in layer.operand or () if t is not None)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *operands)}
+    assert hidden.requires_grad and before
+    return sum(size for pointer, size in new.items() if pointer not in own)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
