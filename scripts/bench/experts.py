@@ -27,7 +27,7 @@ import layers
 import limits
 import measure
 import torch
-from layers import OURS, SCALING, TE, TransformerEngine
+from layers import OURS, TE, TransformerEngine
 from measure import Timing, Variant, both, show
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -339,14 +339,12 @@ def entries(problem: Problem, timings: dict[str, Timing]) -> list[str]:
         timing = timings.get(name)
         return None if timing is None else 1e3 * (timing.sustained or timing.short)
 
-    lines, rows = [], problem.T * problem.K
-    for recipe, scaling in SCALING.items():
-        times = {"bf16": ms("bf16"), "cuda": ms(recipe), "transformer_engine": ms(TE[recipe])}
-        for shape, part in (((2 * problem.F, problem.D), 2 / 3), ((problem.D, problem.F), 1 / 3)):
-            measured = {run: part * value for run, value in times.items() if value is not None}
-            if measured:
-                lines.append(record("grouped", scaling, (*shape, problem.E), rows, measured))
-    return lines
+    parts = ((2 * problem.F, problem.D, problem.E), 2 / 3), ((problem.D, problem.F, problem.E), 1 / 3)
+    return [
+        record("grouped", scaling, shape, problem.T * problem.K, {run: part * value for run, value in times.items()})
+        for scaling, times in layers.rated(ms).items()
+        for shape, part in parts
+    ]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gemm_layers
-from precision.backends.availability import te_missing
+from precision.backends.availability import te_missing, te_refusal
 from precision.config import BackendChoice
 from precision.hardware import detect
 from trainer.cli import compose
@@ -21,7 +22,6 @@ from trainer.cli import compose
 CONFIGS = ROOT / "configs"
 OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
 TE = {"bf16": "te_bf16", "fp8_delayed": "te_delayed", "fp8_jit": "te_current", "fp8_block": "te_block"}
-SCALING = {"fp8_delayed": "delayed/tensor", "fp8_jit": "current/tensor", "fp8_block": "current/block"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> None:
@@ -39,11 +39,33 @@ def backend_of(choice: str | None) -> str:
     return choice or ("cuda" if torch.cuda.is_available() else "reference")
 
 
-def plan_of(recipe: str, device: torch.device, tokens: int, backend: str | None = None) -> Plan:
-    """An empty plan of a recipe for one block."""
+def config_of(recipe: str) -> PrecisionConfig:
+    """The precision section of a recipe."""
     schema, values = OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / "precision" / f"{recipe}.yaml")
     config = OmegaConf.to_object(OmegaConf.merge(schema, values))
     assert isinstance(config, PrecisionConfig)
+    return config
+
+
+def rated(times: Callable[[str], float | None]) -> dict[str, dict[str, float]]:
+    """For the table of rates: by scaling, what was measured of BF16, ours and Transformer Engine's under it.
+
+    times: milliseconds of a variant, None if it did not run.
+    """
+    out = {}
+    for recipe in OURS[1:]:
+        scaling = config_of(recipe).scaling
+        theirs = None if te_refusal(scaling) else times(TE[recipe])
+        found = {"bf16": times("bf16"), "cuda": times(recipe), "transformer_engine": theirs}
+        measured = {run: ms for run, ms in found.items() if ms is not None}
+        if measured:
+            out[f"{scaling.method.value}/{scaling.granularity.value}"] = measured
+    return out
+
+
+def plan_of(recipe: str, device: torch.device, tokens: int, backend: str | None = None) -> Plan:
+    """An empty plan of a recipe for one block."""
+    config = config_of(recipe)
     config.backend = BackendChoice(backend_of(backend))
     return Plan(config, 1, detect(device), tokens)
 

@@ -25,13 +25,13 @@ import measure
 import torch
 from layers import (
     OURS,
-    SCALING,
     TE,
     TransformerEngine,
     add_arguments,
     backend_of,
     plan_of,
     plan_of_model,
+    rated,
     ready,
     settle,
     transformer_engine,
@@ -190,13 +190,8 @@ def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
         timing = timings.get(name)
         return None if timing is None else 1e3 * (timing.sustained or timing.short)
 
-    lines = []
-    for recipe, scaling in SCALING.items():
-        times = {"bf16": ms("bf16"), "cuda": ms(recipe), "transformer_engine": ms(TE[recipe])}
-        measured = {run: value for run, value in times.items() if value is not None}
-        if measured:
-            lines.append(record("linear", scaling, (shape[1], shape[2], 1), shape[0], measured))
-    return lines
+    M, N, K = shape
+    return [record("linear", scaling, (N, K, 1), M, times) for scaling, times in rated(ms).items()]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from precision.rates import load_rates
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
 QUICK = ["--rounds", "1", "--repeat", "1"]
@@ -176,3 +178,25 @@ for a, b in zip(*found):
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_lines_for_the_table_of_rates_are_by_the_recipes_own_scaling(tmp_path: Path) -> None:
+    """As `load_rates` reads them; no time of Transformer Engine under a scaling that it does not have."""
+    code = f"""
+import sys
+sys.path[:0] = [{str(BENCH)!r}, {str(ROOT / "src")!r}]
+import linear, yaml
+from measure import Timing
+names = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block", "te_delayed", "te_current"]
+timings = {{name: Timing(name, "graph", 1e-3 * i, 2e-3 * i) for i, name in enumerate(names, 1)}}
+print("gpu: mine\\nentries:")
+print("\\n".join(linear.entries((64, 32, 16), timings)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    table = load_rates("mine", tmp_path)
+    delayed = table.nearest("linear", "delayed/tensor", (32, 16, 1), 64, {"cuda"})
+    assert delayed is not None and delayed.ms == {"bf16": 2.0, "cuda": 4.0, "transformer_engine": 10.0}
+    assert table.nearest("linear", "current/row", (32, 16, 1), 64, {"transformer_engine"}) is None
+    assert len(table) == 3
