@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from precision.backends import get_backend
 from precision.linear import GroupedLinear, Linear, refresh_weights
 from precision.plan import Plan
 from precision.scaling import ScalingArena
@@ -17,6 +18,9 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
     """
     layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | Watch)]
     slots = [slot for layer in layers for slot in layer.slots()]
+    for layer in layers:
+        if isinstance(layer, Linear | GroupedLinear) and layer.te is None:
+            get_backend(layer.recipe.backend)  # imported now: compiled code cannot
     arena = ScalingArena(slots, plan.config.scaling, plan.delayed, device)
     refresh_weights(model, force=True)
     return arena

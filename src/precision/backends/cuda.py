@@ -21,7 +21,7 @@ from torch import Tensor
 
 from precision.backends.interface import GradOperand, WeightOperand
 from precision.formats import Format
-from precision.kernels import ops
+from precision.kernels import ffn_ops, ops
 from precision.kernels.common import MODES, Cast
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from precision.plan import GemmRecipe
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["CudaBackend", "cast_of", "ffn_ops"]  # ffn_ops registers the operators of whole layers
 
 
 def cast_of(recipe: GemmRecipe, fmt: Format) -> Cast:

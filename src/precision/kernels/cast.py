@@ -108,35 +108,21 @@ def _rows_kernel(
 
 
 @triton.jit
-def _block_part(x, r4, c, R, C, i: tl.constexpr):
+def _block_part(
+    x, r4, c, R, C, i: tl.constexpr,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Rows 4 r4 + i of 128 columns: FP8 under the rows' scales, these, the rows' amaxes, and the numbers that the
+    transposed copy is cast from."""
     r = (r4 * 4 + i).to(tl.int64)
     inside = (r < R)[:, None] & (c < C)[None, :]
     v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
-    return v, amax_along(v, 1)
-
-
-@triton.jit
-def _store_block_rows(
-    x8, scale, y, inv, r4, c, R, C, i: tl.constexpr
-):  # fmt: skip
-    r = (r4 * 4 + i).to(tl.int64)
-    tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
-    tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
-
-
-@triton.jit
-def column_tile(
-    v0, v1, v2, v3, yt, inv_t, r4, c, C, R4,
-    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
-    """Store the transposed copy of 128 rows under one scale a column; v_i [32, BC] holds rows 4 r4 + i."""
-    b01 = tl.maximum(tl.max(abs_bits(v0), 0), tl.max(abs_bits(v1), 0))
-    b23 = tl.maximum(tl.max(abs_bits(v2), 0), tl.max(abs_bits(v3), 0))
-    scale = scale_of(tl.maximum(b01, b23).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
-    words = byte(to_fp8(v0 * scale[None, :], F8, LIMIT), 0) | byte(to_fp8(v1 * scale[None, :], F8, LIMIT), 1)
-    words |= byte(to_fp8(v2 * scale[None, :], F8, LIMIT), 2) | byte(to_fp8(v3 * scale[None, :], F8, LIMIT), 3)
-    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
-    tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale), mask=c < C)
+    top = amax_along(v, 1)
+    scale = scale_of(top, LIMIT, HEADROOM, POW2)
+    x8 = to_fp8(v * scale[:, None], F8, LIMIT)
+    if AGAIN:
+        v = x8.to(tl.float32) * inverse(scale)[:, None]
+    return x8, scale, top, v
 
 
 @triton.jit
@@ -146,62 +132,68 @@ def _blocks_kernel(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 x 128: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1 column. AGAIN: y^T is cast from y's numbers,
-    else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist."""
+    else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
+
+    Four parts of 32 rows, twice: the columns' scales are known after the first time, and reading the tile again from the
+    cache leaves registers for another tile beside it."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
-        v0, a0 = _block_part(x, r4, c, R, C, 0)
-        v1, a1 = _block_part(x, r4, c, R, C, 1)
-        v2, a2 = _block_part(x, r4, c, R, C, 2)
-        v3, a3 = _block_part(x, r4, c, R, C, 3)
-        s0 = scale_of(a0, LIMIT, HEADROOM, POW2)
-        s1 = scale_of(a1, LIMIT, HEADROOM, POW2)
-        s2 = scale_of(a2, LIMIT, HEADROOM, POW2)
-        s3 = scale_of(a3, LIMIT, HEADROOM, POW2)
-        if ROWS or AGAIN:
-            q0 = to_fp8(v0 * s0[:, None], F8, LIMIT)
-            q1 = to_fp8(v1 * s1[:, None], F8, LIMIT)
-            q2 = to_fp8(v2 * s2[:, None], F8, LIMIT)
-            q3 = to_fp8(v3 * s3[:, None], F8, LIMIT)
+        columns = tl.zeros((32, 128), tl.int32)
+        rows = tl.zeros((32,), tl.int32)
+        for i in tl.static_range(4):
+            x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
+            rows = tl.maximum(rows, abs_bits(top))
+            columns = tl.maximum(columns, abs_bits(v))
             if ROWS:
-                _store_block_rows(q0, s0, y, inv, r4, c, R, C, 0)
-                _store_block_rows(q1, s1, y, inv, r4, c, R, C, 1)
-                _store_block_rows(q2, s2, y, inv, r4, c, R, C, 2)
-                _store_block_rows(q3, s3, y, inv, r4, c, R, C, 3)
-            if AGAIN:
-                v0 = q0.to(tl.float32) * inverse(s0)[:, None]
-                v1 = q1.to(tl.float32) * inverse(s1)[:, None]
-                v2 = q2.to(tl.float32) * inverse(s2)[:, None]
-                v3 = q3.to(tl.float32) * inverse(s3)[:, None]
-        top = tl.maximum(tl.maximum(abs_bits(a0), abs_bits(a1)), tl.maximum(abs_bits(a2), abs_bits(a3)))
-        tl.atomic_max(amax, tl.max(top))
+                r = (r4 * 4 + i).to(tl.int64)
+                tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
+                tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
+        tl.atomic_max(amax, tl.max(rows))
         if TRANSPOSED:
-            column_tile(v0, v1, v2, v3, yt, inv_t, r4, c, C, R4, F8, LIMIT, HEADROOM, POW2)
+            scale_t = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+            tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale_t), mask=c < C)
+            tl.debug_barrier()  # or the compiler keeps the first reading in registers
+            words = tl.zeros((32, 128), tl.int32)
+            for i in tl.static_range(4):
+                x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
+                words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
+            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+
+
+@triton.jit
+def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
+    """Which rows of x rows 4 r4 + i are, and whether there are such."""
+    t = r4 * 4 + i
+    if GATHER:
+        t = tl.load(token + t)
+    return t.to(tl.int64), (t >= 0) & (t < T)
+
+
+@triton.jit
+def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr):
+    """What rows 4 r4 + i of FP8 are multiplied by to be read."""
+    t, live = _source(token, r4, T, i, GATHER)
+    if MODE == BLOCK:
+        return tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
+    else:
+        return tl.load(inv + t, mask=live, other=1.0)
 
 
 @triton.jit
 def _transpose_part(
     x, token, inv, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """Rows 4 r4 + i of x in FP8, and the factor that turns them into what is cast again."""
-    r = r4 * 4 + i
-    if GATHER:
-        t = tl.load(token + r)
-        live = t >= 0
-    else:
-        t = r
-        live = r < T
-    t = t.to(tl.int64)
+    """Rows 4 r4 + i of x in FP8, and their factors."""
+    t, live = _source(token, r4, T, i, GATHER)
     x8 = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
-    factor = tl.full(t.shape, 1.0, tl.float32)
-    if MODE == ROW:
-        factor = tl.load(inv + t, mask=live, other=1.0)
-    if MODE == BLOCK:
-        factor = tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
-    return x8, factor
+    if MODE == TENSOR:
+        return x8, t
+    else:
+        return x8, _factors(token, inv, r4, c, T, i, GATHER, MODE)
 
 
 @triton.jit
@@ -218,34 +210,33 @@ def _transpose_kernel(
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
-        q0, f0 = _transpose_part(x, token, inv, r4, c, T, C, 0, GATHER, MODE)
-        q1, f1 = _transpose_part(x, token, inv, r4, c, T, C, 1, GATHER, MODE)
-        q2, f2 = _transpose_part(x, token, inv, r4, c, T, C, 2, GATHER, MODE)
-        q3, f3 = _transpose_part(x, token, inv, r4, c, T, C, 3, GATHER, MODE)
-        words = byte(q0, 0) | byte(q1, 1) | byte(q2, 2) | byte(q3, 3)
-        if ROWS:
-            for i in tl.static_range(4):
+        words = tl.zeros((32, 128), tl.int32)
+        columns = tl.zeros((32, 128), tl.int32)
+        for i in tl.static_range(4):
+            x8, factor = _transpose_part(x, token, inv, r4, c, T, C, i, GATHER, MODE)
+            words |= byte(x8, i)
+            if MODE == BLOCK:
+                columns = tl.maximum(columns, abs_bits(x8.to(tl.float32) * factor[:, None]))
+            if ROWS:
                 r = (r4 * 4 + i).to(tl.int64)
-                f = f0 if i == 0 else (f1 if i == 1 else (f2 if i == 2 else f3))
                 tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=(c < C)[None, :])
                 if MODE == ROW:
-                    if tl.program_id(0) == 0:
-                        tl.store(inv_rows + r, f)
+                    tl.store(inv_rows + r, factor, mask=(r4 >= 0) & (tl.program_id(0) == 0))
                 if MODE == BLOCK:
-                    tl.store(inv_rows + tl.program_id(0).to(tl.int64) * (R4 * 4) + r, f)
+                    tl.store(inv_rows + tl.program_id(0).to(tl.int64) * (R4 * 4) + r, factor)
         if MODE != TENSOR:
-            v0 = q0.to(tl.float32) * f0[:, None]
-            v1 = q1.to(tl.float32) * f1[:, None]
-            v2 = q2.to(tl.float32) * f2[:, None]
-            v3 = q3.to(tl.float32) * f3[:, None]
             if MODE == BLOCK:
-                column_tile(v0, v1, v2, v3, yt, inv_t, r4, c, C, R4, F8, LIMIT, HEADROOM, POW2)
+                scale = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+                tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale), mask=c < C)
             else:
-                scale = inverse(tl.load(inv_t))
-                words = byte(to_fp8(v0 * scale, F8, LIMIT), 0) | byte(to_fp8(v1 * scale, F8, LIMIT), 1)
-                words |= byte(to_fp8(v2 * scale, F8, LIMIT), 2) | byte(to_fp8(v3 * scale, F8, LIMIT), 3)
-        if MODE != BLOCK:
-            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+                scale = tl.full((128,), 1.0, tl.float32) * inverse(tl.load(inv_t))
+            as_rows = words
+            words = tl.zeros((32, 128), tl.int32)
+            for i in tl.static_range(4):
+                x8 = unbyte(as_rows, i).to(x.dtype.element_ty, bitcast=True)
+                factor = _factors(token, inv, r4, c, T, i, GATHER, MODE)
+                words |= byte(to_fp8(x8.to(tl.float32) * factor[:, None] * scale[None, :], F8, LIMIT), i)
+        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
 
 
 def cast(
@@ -305,7 +296,7 @@ def cast_blocks(
     _blocks_kernel[(blocks, Rt // 128)](
         x, y, as_words(yt), ends if ends is not None else inv, as_bits(amax), inv, inv_t, R, C, Rt // 4,
         **how.constants, GROUPS=0 if ends is None else ends.shape[0], ROWS=rows, TRANSPOSED=transposed, AGAIN=again,
-        num_warps=8,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
     return y, inv.t(), yt if transposed else None, inv_t if transposed else None
 
@@ -320,7 +311,7 @@ def transpose(x8: Tensor, inv: Tensor, how: Cast, ends: Tensor | None = None) ->
     _transpose_kernel[(triton.cdiv(C, 128), Rt // 128)](
         x8, x8, as_words(yt), x8, ends if ends is not None else x8, inv, inv, inv_t, R, C, Rt // 4,
         **how.constants, MODE=how.mode, GROUPS=0 if ends is None else ends.shape[0], GATHER=False, ROWS=False,
-        num_warps=8,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
     return yt, inv_t
 
@@ -339,7 +330,7 @@ def gather_transposed(
     _transpose_kernel[(triton.cdiv(C, 128), R // 128)](
         x8, as_bytes(y) if y is not None else x8, as_words(yt), token, ends, inv,
         inv_rows if inv_rows is not None else inv, inv_t, T, C, R // 4,
-        **how.constants, MODE=how.mode, GROUPS=ends.shape[0], GATHER=True, ROWS=rows, num_warps=8,
+        **how.constants, MODE=how.mode, GROUPS=ends.shape[0], GATHER=True, ROWS=rows, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return y, inv_rows.t() if inv_rows is not None and how.mode == BLOCK.value else inv_rows, yt, inv_t
 

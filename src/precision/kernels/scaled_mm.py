@@ -13,7 +13,9 @@ over all rows of a microbatch, is promoted to FP32 on the way.
 import torch
 from torch import Tensor
 
-from precision.kernels.common import BLOCK
+from precision.kernels import grouped_gemm
+from precision.kernels.common import BLOCK, padded_rows
+from precision.kernels.route import Route
 
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
 
@@ -21,6 +23,8 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (tor
 def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
     if mode == BLOCK.value:
+        if _ragged(*w.shape):
+            return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
         return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv.t(), out_dtype=torch.bfloat16).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
@@ -29,5 +33,19 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
 def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] FP32 (BF16 on the way with BLOCK scales)."""
     if mode == BLOCK.value:
+        if _ragged(a.shape[0], b.shape[0]):
+            return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]))[0]
         return _scaled_mm(a, b.t(), scale_a=a_inv.t(), scale_b=b_inv, out_dtype=torch.bfloat16).float()
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
+
+
+def _ragged(*sizes: int) -> bool:
+    """cuBLAS takes block scales for whole blocks only; elsewhere the grouped kernels serve, with one group."""
+    return any(size % 128 for size in sizes)
+
+
+def _one_group(like: Tensor, rows: int) -> Route:
+    size = padded_rows(rows)
+    none, zero = (torch.zeros(n, device=like.device, dtype=torch.int32) for n in (0, 1))
+    ends = torch.full((1,), size, device=like.device, dtype=torch.int32)
+    return Route(none, none, none, zero, ends, torch.zeros(size // 128, device=like.device, dtype=torch.int32))

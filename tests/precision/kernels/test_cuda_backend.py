@@ -82,7 +82,12 @@ def close(ours: Tensor, theirs: Tensor, what: str, tolerance: float = 1e-2) -> N
 
 
 def compare(config: PrecisionConfig, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
-    """Outputs, gradients, scales and amaxes of `run` on both backends."""
+    """Outputs, gradients, scales and amaxes of `run` on both backends.
+
+    Where one GEMM's result is quantised again, a rounding of BF16 in an amax changes a scale that is no power of two, and
+    with it how every number is rounded: there two correct results differ by about the rounding of FP8 itself.
+    """
+    tolerance = 1e-2 if run.__qualname__.startswith(("test_linear", "test_grouped")) else 3e-2
     if config.name == "fp8_block" and not ON_GPU and run.__qualname__.split(".")[0] in ("test_linear", "test_norm_and_dense_ffn"):
         pytest.skip("torch._scaled_mm takes block scales on a GPU only")
     results = []
@@ -100,9 +105,9 @@ def compare(config: PrecisionConfig, sizes: tuple[int, ...], run: Callable[[Laye
         results.append((seen, arena))
     (theirs, their_arena), (ours, our_arena) = results
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        close(a, b, f"tensor {i}")
+        close(a, b, f"tensor {i}", tolerance)
     assert their_arena.names == our_arena.names
-    close(our_arena.scale, their_arena.scale, "scales")
+    close(our_arena.scale, their_arena.scale, "scales", tolerance)
 
 
 def draw(step: int, *shape: int) -> Tensor:
