@@ -3,11 +3,10 @@
 Nothing here asks the plan what it meant to do. What is observed:
 
 - every GEMM, at the backend's door: the dtypes of operands and result, the shapes and values of the scales, and which
-layer it was (by
-  the address of its weight). A sample of rows is multiplied again in float64: FP32 accumulation passes, BF16 would not;
+  layer it was (by the address of its weight). A sample of rows is multiplied again in float64: FP32 accumulation
+  passes, BF16 would not;
 - everything else below autograd, as PyTorch dispatches it inside the module of that name: the `rsqrt` of a norm, the
-attention
-  kernel, the permutation to the experts, the sum over a token's experts;
+  attention kernel, the permutation to the experts, the sum over a token's experts;
 - parameters, gradients and moments, after the step.
 
 Two steps are run, so that delayed scales come from a history; the second one is recorded.
@@ -31,6 +30,7 @@ from precision.scaling import Slot
 from trainer.optim import Optimizer
 
 NAME_OF = {fmt.dtype: fmt.name for fmt in BY_NAME.values()} | {torch.uint8: "e4m3"}  # FP8 rows are gathered as bytes
+EXPERTS = ".moe.experts"  # the modules inside which tokens become rows and rows a token's sum
 SAMPLE = 8  # rows of each product that are checked in float64
 GEMM_PARTS = ("input", "weight", "grad", "saved", "output", "scales", "sums")
 
@@ -182,11 +182,11 @@ class _Operations(TorchDispatchMode):
             self._seen.note(inside, out.dtype)
         elif op.startswith("_scaled_dot_product") and "backward" not in op:
             self._seen.note(f"{inside}.core", args[0].dtype)
-        elif inside.endswith(".moe") and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales
-            back = self._gemms.latest == f"{inside}.experts.down"
-            self._seen.note(f"{inside}.{'combine' if back else 'dispatch'}", args[0].dtype)
-        elif inside.endswith(".moe") and op == "add_" and out.dim() == 2:
-            self._seen.note(f"{inside}.accumulate", out.dtype)
+        elif inside.endswith(EXPERTS) and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales
+            back = self._gemms.latest == f"{inside}.down"
+            self._seen.note(f"{inside.removesuffix(EXPERTS)}.moe.{'combine' if back else 'dispatch'}", args[0].dtype)
+        elif inside.endswith(EXPERTS) and op in ("add_", "add") and out.dim() == 2:
+            self._seen.note(f"{inside.removesuffix(EXPERTS)}.moe.accumulate", out.dtype)
         return out
 
 

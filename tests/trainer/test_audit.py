@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from models import DeepSeek, ModelConfig
-from precision import Plan, PrecisionConfig, bind
+from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
 from precision.config import RulesException
 from trainer.audit import Finding, audit
@@ -89,3 +89,21 @@ def test_a_norm_in_bf16_is_noticed() -> None:
             return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
 
     assert wrong_rows("bf16", lambda model: setattr(model, "norm", Bf16Norm())) == ["norm"]
+
+
+@pytest.mark.parametrize("part", ["combine", "accumulate"])
+def test_a_sum_over_experts_in_another_format_is_noticed(part: str) -> None:
+    def lie(model: DeepSeek) -> None:
+        moe = model.layers[1].moe  # type: ignore[union-attr]
+        other = torch.bfloat16 if part == "accumulate" else torch.float32
+        setattr(moe, f"{part}_dtype", other)
+
+    assert wrong_rows("fp8_delayed", lie) == [f"layers.1.moe.{part}"]
+
+
+def test_tokens_that_travel_in_another_format_are_noticed() -> None:
+    def lie(model: DeepSeek) -> None:
+        moe = model.layers[1].moe  # type: ignore[union-attr]
+        moe.dispatch_dtype, moe.rows_feed = torch.bfloat16, Feed(moe.experts.gate_up)  # type: ignore[union-attr]
+
+    assert wrong_rows("fp8_delayed", lie) == ["layers.1.moe.dispatch"]
