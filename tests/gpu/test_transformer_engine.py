@@ -23,8 +23,8 @@ RECIPES = {
         "fp8_delayed",
         {"scaling__backward": "e4m3", "scaling__margin": 1, "scaling__power_of_two": True},
     ),
-    "current": ("fp8_jit", {}),
-    "current, powers of two": ("fp8_jit", {"scaling__power_of_two": True}),
+    "current": ("fp8_jit", {"scaling__granularity": "tensor", "scaling__power_of_two": False}),
+    "current, powers of two": ("fp8_jit", {"scaling__granularity": "tensor"}),
     "block": ("fp8_block", {}),
 }
 FP8 = [name for name in RECIPES if name != "bf16"]

@@ -16,9 +16,9 @@ from precision.formats import BY_NAME, Format
 Recipe = Callable[..., PrecisionConfig]
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "delayed": ("fp8_delayed", {}),
-    "jit": ("fp8_jit", {}),
-    "jit_power_of_two": ("fp8_jit", {"scaling__power_of_two": True, "scaling__margin": 1}),
-    "row": ("fp8_jit", {"scaling__granularity": "row", "scaling__power_of_two": True}),
+    "current": ("fp8_jit", {"scaling__granularity": "tensor", "scaling__power_of_two": False}),
+    "current_power_of_two": ("fp8_jit", {"scaling__granularity": "tensor", "scaling__margin": 1}),
+    "row": ("fp8_jit", {}),
     "block": ("fp8_block", {}),
     "block_any_scale": ("fp8_block", {"scaling__power_of_two": False}),
     "bf16": ("bf16", {}),
@@ -144,7 +144,7 @@ def test_grouped_gemms_with_uneven_and_empty_experts(recipe: Recipe, name: str, 
         assert arena.finite() and (arena.amax > 0).all(), "weights of experts without tokens have an amax, too"
 
 
-@pytest.mark.parametrize("name", ["delayed", "jit", "row", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_number_anywhere_shows_in_the_amaxes(recipe: Recipe, name: str, bad: float) -> None:
     base, overrides = RECIPES[name]
@@ -166,7 +166,7 @@ def test_a_non_finite_number_anywhere_shows_in_the_amaxes(recipe: Recipe, name: 
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
-@pytest.mark.parametrize("name", ["delayed", "jit", "row", "block"])
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 def test_zero_tiny_and_huge_inputs_give_finite_results(recipe: Recipe, name: str, value: float) -> None:
     base, overrides = RECIPES[name]
     plan = Plan(recipe(base, **overrides), 1)
@@ -196,7 +196,8 @@ def test_delayed_scale_saturates_what_outgrows_it(recipe: Recipe) -> None:
 
 
 def test_weights_are_quantised_once_a_step_and_from_bf16(recipe: Recipe) -> None:
-    plan = Plan(recipe("fp8_jit"), 1)
+    base, overrides = RECIPES["current"]
+    plan = Plan(recipe(base, **overrides), 1)
     layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 64, 64))
     torch.nn.init.normal_(layer.weight)
     arena = bind(layer, plan, "cpu")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models import DeepSeek
-from precision.permutation import permutation
 from models.moe import MoE
+from precision.permutation import permutation
 
 Build = Callable[..., DeepSeek]
 

@@ -110,7 +110,7 @@ def test_scaling_that_does_not_exist_is_refused(recipe: Recipe) -> None:
     with pytest.raises(ValueError, match=r"granularity=block with method=delayed"):
         resolve(recipe("fp8_delayed", scaling__granularity="block"))
     with pytest.raises(ValueError, match=r"granularity=row with power_of_two=false"):
-        resolve(recipe("fp8_jit", scaling__granularity="row"))
+        resolve(recipe("fp8_jit", scaling__power_of_two=False))
     with pytest.raises(ValueError, match=r"first_blocks: 1 matches nothing .* FP8"):
         resolve(recipe("bf16", rules__first_blocks=1))
 
