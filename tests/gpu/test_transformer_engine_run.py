@@ -72,7 +72,12 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.parametrize("name", ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
 def test_a_run_learns_saves_plain_tensors_and_goes_on(config: Make, name: str, recompute: str):
     scaling = ["precision.scaling.granularity=tensor"] if name == "fp8_jit" else []
-    settings = f"+recipe={name}", *scaling, f"recompute={recompute}", "debug.inject={step: 2, where: gradient, value: nan}"
+    settings = (
+        f"+recipe={name}",
+        *scaling,
+        f"recompute={recompute}",
+        "debug.inject={step: 2, where: gradient, value: nan}",
+    )
     whole = Trainer(config(*settings, "run.name=whole")).train()
     assert whole.skipped_steps == 1 and losses(whole.folder)[-1] < losses(whole.folder)[0]
     plan = (whole.folder / "precision_plan.txt").read_text()

@@ -17,7 +17,7 @@ from trainer.preflight import check, forecast_memory, report
 Make = Callable[..., Config]
 PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
 CONFIGS = Path(__file__).parents[2] / "configs"
-BY_ROW = ["precision=fp8_jit", "precision.scaling.granularity=row", "precision.scaling.power_of_two=true"]
+BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_dimension_that_fp8_cannot_have_is_refused_but_bf16_takes_it(config: M
         check(config(odd, "precision=fp8_delayed"))
 
 
-@pytest.mark.parametrize("precision", [[f"precision={name}"] for name in PRECISIONS] + [BY_ROW], ids=str)
+@pytest.mark.parametrize("precision", [[f"precision={name}"] for name in PRECISIONS] + [BY_TENSOR], ids=str)
 def test_the_forecast_of_weights_is_what_a_bound_model_holds(config: Make, precision: list[str]):
     made = config(*precision)
     plan, model = build_model(made, torch.device("cpu"))
