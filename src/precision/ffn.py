@@ -1,11 +1,11 @@
-"""Gated feed-forward layers, plain and over experts, from the operand that a norm made to the sum over a token's experts.
+"""Gated feed-forward layers, plain and over experts: from the operand that a norm made to a token's sum over experts.
 
     gated_ffn    y = w_down (silu(w_gate x) * w_up x)
     expert_ffn   y = sum over the K chosen experts of weight * FFN_expert(x)  (+ add)
 
 Where the backend has kernels for the whole layer (`cuda`, both GEMMs in one precision), they run as one operator each
-way: see `kernels.ffn_ops`. Elsewhere the layer is put together from the ops of `fused` and the linears, which is what it
-means.
+way: see `kernels.ffn_ops`. Elsewhere the layer is put together from the ops of `fused` and the linears, which is what
+it means.
 
 Legend: T tokens, K chosen experts of a token, R = T K rows, D hidden, E experts.
 """
@@ -69,7 +69,6 @@ def _fused(
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
-
     recipe, w1, w2 = gate_up.recipe, gate_up.operand, down.operand
     assert w1 is not None and w2 is not None, "compute weights are missing: call precision.refresh_weights(model)"
     inv, how = None, ""
@@ -112,7 +111,12 @@ class _Ffn(torch.autograd.Function):
             keep_x, inv, *kept, (w1 if w1t is None else w1t).mT, w1t_inv, (w2 if w2t is None else w2t).mT, w2t_inv
         )
         # arena rows are not saved for backward: other views of the arena are written in between
-        ctx.rows, ctx.how, ctx.shape, ctx.dtype = (dy_scale, dy_amax, d1_scale, d1_amax), how, carrier.shape, carrier.dtype
+        ctx.rows, ctx.how, ctx.shape, ctx.dtype = (
+            (dy_scale, dy_amax, d1_scale, d1_amax),
+            how,
+            carrier.shape,
+            carrier.dtype,
+        )
         ctx.weighted, ctx.added = weight is not None, add is not None
         return y.view(carrier.shape)
 

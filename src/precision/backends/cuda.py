@@ -5,11 +5,11 @@
     BF16          torch.mm                                      torch._grouped_mm
 
 Operands are what `reference` makes of the same numbers, with two differences of layout: a weight's `data_t` is stored
-transposed (contiguous along what the input gradient sums over), and an output gradient comes with a transposed copy. x is
-kept as FP8 rows and transposed in the backward pass.
+transposed (contiguous along what the input gradient sums over), and an output gradient comes with a transposed copy. x
+is kept as FP8 rows and transposed in the backward pass.
 
-A `GroupedLinear` by itself takes rows without gaps and moves them into tiles and back; `precision.ffn` keeps the rows of
-a whole expert layer in tiles and needs no such moves.
+A `GroupedLinear` by itself takes rows without gaps and moves them into tiles and back; `precision.ffn` keeps the rows
+of a whole expert layer in tiles and needs no such moves.
 """
 
 from __future__ import annotations
@@ -126,4 +126,3 @@ class CudaBackend:
         if offsets is not None:
             return grouped_nt(a, a_inv, w, w_inv, offsets, cast_of(recipe, recipe.input).text).to(out)
         return scaled_nt(a, a_inv, w, w_inv, MODES[recipe.scaling.granularity], out)
-

@@ -131,11 +131,11 @@ def _blocks_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 128 x 128: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1 column. AGAIN: y^T is cast from y's numbers,
-    else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
+    """A tile of 128 x 128: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1 column. AGAIN: y^T is cast from y's
+    numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
 
-    Four parts of 32 rows, twice: the columns' scales are known after the first time, and reading the tile again from the
-    cache leaves registers for another tile beside it."""
+    Four parts of 32 rows, twice: the columns' scales are known after the first time, and reading the tile again from
+    the cache leaves registers for another tile beside it."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
@@ -242,8 +242,8 @@ def _transpose_kernel(
 def cast(
     x: Tensor, scale_row: Tensor, amax: Tensor, how: Cast, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x [R, C] BF16 or FP32, contiguous -> FP8 data [R, C] and inverse scales; with `transposed` also data_t [C, R'] and
-    its inverse scales. Raises the arena row `amax`.
+    """x [R, C] BF16 or FP32, contiguous -> FP8 data [R, C] and inverse scales; with `transposed` also data_t [C, R']
+    and its inverse scales. Raises the arena row `amax`.
 
     Inverse scales: TENSOR 0-d; ROW [R, 1]; BLOCK [R, C / 128] (a view of [C / 128, R]) and [R' / 128, C].
     """
@@ -350,4 +350,3 @@ def gathered_scales(inv: Tensor, rows: int, how: Cast) -> Tensor:
         return inv
     shape = (rows, 1) if how.mode == ROW.value else (inv.shape[1], rows)
     return torch.empty(shape, device=inv.device, dtype=torch.float32)
-

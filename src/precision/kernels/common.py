@@ -1,4 +1,4 @@
-"""What the kernels share: scales and casts as `precision.scaling` and `precision.formats` define them, and transposition.
+"""What the kernels share: scales and casts as `precision.scaling` and `precision.formats` define them; transposition.
 
 Scale of a tensor, by MODE:
 
@@ -110,7 +110,9 @@ def inverse(scale):
 
 
 @triton.jit
-def tensor_scale(scale_row, own, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr):
+def tensor_scale(
+    scale_row, own, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr
+):
     """`scaling.step_scale`: the arena's scale, or the tensor's own."""
     scale = scale_of(tl.load(own).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
     if DELAYED:

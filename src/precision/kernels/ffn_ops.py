@@ -5,8 +5,8 @@
                -> dx = [dg, du] w1 -> sum over a token's rows; x^T from the FP8 that was kept -> dw1 = [dg, du]^T x
 
 Every operand is cast once, by the kernel that makes it; x once for gate and up. The router's weight is applied inside
-SwiGLU, so the experts' outputs need not be kept and the weight's gradient falls out of SwiGLU's. Kept for backward: x in
-FP8 in token order, and the first GEMM's result in BF16.
+SwiGLU, so the experts' outputs need not be kept and the weight's gradient falls out of SwiGLU's. Kept for backward: x
+in FP8 in token order, and the first GEMM's result in BF16.
 
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
@@ -133,8 +133,9 @@ def ffn_backward(
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
     dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward` returned
-    it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32 (or empty)."""
+    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
+    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32
+    (or empty)."""
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
     if casts.forward is None or casts.grad is None:

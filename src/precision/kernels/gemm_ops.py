@@ -13,9 +13,7 @@ from precision.kernels.route import Route, gather
 
 
 @torch.library.custom_op("octet::grouped_nt", mutates_args=())
-def grouped_nt(
-    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str
-) -> Tensor:
+def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)

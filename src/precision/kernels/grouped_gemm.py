@@ -26,6 +26,7 @@ from precision.kernels.route import Route
 
 BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
 
+
 @triton.jit
 def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
@@ -150,9 +151,7 @@ def _wgrad_bf16_kernel(
         _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
 
 
-def nt(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route
-) -> Tensor:
+def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route) -> Tensor:
     """a [R, K] FP8, b [E, N, K] FP8 contiguous -> [R, N] BF16. Scales are inverse scales: TENSOR 0-d and [E] (or 0-d);
     ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128]."""
     (E, N, K), R = b.shape, a.shape[0]
@@ -166,7 +165,8 @@ def nt(
         TensorDescriptor.from_tensor(a, [BM, BK]),
         TensorDescriptor.from_tensor(b.view(E * N, K), [BN, BK]),
         TensorDescriptor.from_tensor(y, [BM, BN]),
-        scale_a, scale_b, to.tile_expert, to.ends, R, E, N, K, BM, BN, BK, grid, mode, num_stages=3 if BN == 256 else 4, num_warps=8,
+        scale_a, scale_b, to.tile_expert, to.ends, R, E, N, K, BM, BN, BK, grid, mode,
+        num_stages=3 if BN == 256 else 4, num_warps=8,
     )  # fmt: skip
     return y
 
@@ -196,8 +196,8 @@ def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to:
 
 
 def wgrad_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
-    """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] FP32. torch's grouped GEMM
-    returns BF16, and turning that into FP32 costs as much as a quarter of the product."""
+    """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] FP32. torch's grouped
+    GEMM returns BF16, and turning that into FP32 costs as much as a quarter of the product."""
     M, N, E = a.shape[1], b.shape[1], to.starts.shape[0]
     d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
     BM, BK = 128, BF16_ALIGN

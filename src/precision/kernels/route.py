@@ -24,9 +24,9 @@ _CHOICES = 256  # choices of one program
 class Route(NamedTuple):
     """Where rows come from and go to; all int32 but `weight`.
 
-    token [R']: the token of each row, -1 for padding. weight [R'] FP32: the router's, 0 for padding. position [T, K]: the
-    row of each choice. starts, ends [E]: each expert's rows, ends rounded up to `align`. tile_expert [R' / 128]: the
-    expert of each 128 rows (only with align = 128).
+    token [R']: the token of each row, -1 for padding. weight [R'] FP32: the router's, 0 for padding. position [T, K]:
+    the row of each choice. starts, ends [E]: each expert's rows, ends rounded up to `align`. tile_expert [R' / 128]:
+    the expert of each 128 rows (only with align = 128).
     """
 
     token: Tensor

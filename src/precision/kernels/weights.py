@@ -1,4 +1,4 @@
-"""Weights: FP32 master -> BF16 -> FP8, and the transposed copy that the input gradient reads, in one read of the master.
+"""Weights: FP32 master -> BF16 -> FP8, with the transposed copy that the input gradient reads; one read of the master.
 
 A stack [G, N, K] has scales of its own for each group. TENSOR and BLOCK (128 x 128) copies hold the same numbers; ROW
 scales rows of w for the forward product and columns for the input gradient (both sum along the other axis), which takes
@@ -123,8 +123,8 @@ def cast_weight(
     """master [N, K] or [G, N, K] FP32, N and K multiples of 16 -> data, inverse scales, the transposed copy [(G,) K, N]
     and its inverse scales, in the memory of `out` if given.
 
-    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128] and
-    its transpose.
+    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128]
+    and its transpose.
     """
     *stack, N, K = master.shape
     G, device = stack[0] if stack else 1, master.device
@@ -146,9 +146,7 @@ def cast_weight(
         amaxes = torch.zeros(G * (N + K), device=device, dtype=torch.int32)
         rows, columns = amaxes[: G * N], amaxes[G * N :]
     if how.mode != BLOCK.value:
-        _amax_kernel[grid](
-            master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8
-        )
+        _amax_kernel[grid](master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8)
     _cast_kernel[grid](
         master, as_bytes(w8), as_words(wt), scale_row, own, as_bits(amax), inv, inv_t, rows, columns, N, K,
         **how.constants, MODE=how.mode, num_warps=8,

@@ -1,4 +1,4 @@
-"""The cuda backend against the reference backend on random data and awkward shapes: in Triton's interpreter, or on a GPU.
+"""The cuda backend against the reference backend on random data, awkward shapes: in Triton's interpreter, or on a GPU.
 
 Same FP8 numbers, another order of sums, results rounded to BF16: so values agree to a few roundings of BF16, scales and
 amaxes bit for bit.
@@ -84,11 +84,15 @@ def close(ours: Tensor, theirs: Tensor, what: str, tolerance: float = 1e-2) -> N
 def compare(config: PrecisionConfig, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
     """Outputs, gradients, scales and amaxes of `run` on both backends.
 
-    Where one GEMM's result is quantised again, a rounding of BF16 in an amax changes a scale that is no power of two, and
-    with it how every number is rounded: there two correct results differ by about the rounding of FP8 itself.
+    Where one GEMM's result is quantised again, a rounding of BF16 in an amax changes a scale that is no power of two,
+    and with it how every number is rounded: there two correct results differ by about the rounding of FP8 itself.
     """
     tolerance = 1e-2 if run.__qualname__.startswith(("test_linear", "test_grouped")) else 3e-2
-    if config.name == "fp8_block" and not ON_GPU and run.__qualname__.split(".")[0] in ("test_linear", "test_norm_and_dense_ffn"):
+    if (
+        config.name == "fp8_block"
+        and not ON_GPU
+        and run.__qualname__.split(".")[0] in ("test_linear", "test_norm_and_dense_ffn")
+    ):
         pytest.skip("torch._scaled_mm takes block scales on a GPU only")
     results = []
     for backend in ("reference", "cuda"):
