@@ -1,19 +1,27 @@
 """AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
 
-A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the fused AdamW as
-`found_inf`, which leaves parameters, moments and step counts as they were when it is 1, and the schedule reads the
-number of *committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies as its
-`grad_scale` (both attributes are what torch.amp.GradScaler sets): no pass of its own over the gradients. Weight decay
-(decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the kernel, which
+leaves parameters, moments and step counts as they were when it is false, and the schedule reads the number of
+*committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
+own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+
+The kernel is `precision.kernels.adamw` on a GPU with Triton, else torch's fused AdamW, which takes flag and divisor as
+`found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it writes the scaled gradients
+back.
 """
 
+import importlib.util
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
+
+if TYPE_CHECKING:
+    from precision.kernels.adamw import FusedAdamW
 
 # What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -41,6 +49,11 @@ class LearningRate:
         if c.schedule is Schedule.cosine:
             fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
         return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio))
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Whether `precision.kernels.adamw` runs here."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 class Optimizer:
@@ -72,6 +85,17 @@ class Optimizer:
                 "exp_avg": torch.zeros_like(p, dtype=moments),
                 "exp_avg_sq": torch.zeros_like(p, dtype=moments),
             }
+        self._kernel = self._make_kernel(config) if _has_kernel(device) else None
+
+    def _make_kernel(self, config: OptimConfig) -> "FusedAdamW":
+        from precision.kernels.adamw import FusedAdamW  # needs Triton
+
+        pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
+        parameters, decays = zip(*pairs, strict=True)
+        first, second, steps = (
+            [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        return FusedAdamW(parameters, first, second, steps, decays, (config.betas[0], config.betas[1]), config.eps)
 
     def grad_norms(self) -> Tensor:
         """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
@@ -90,9 +114,14 @@ class Optimizer:
         norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
         """
         self._lr.copy_(self.schedule.at(committed))
+        divisor = None
+        if norm is not None and self._clip is not None:
+            divisor = ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        if self._kernel is not None:
+            self._kernel.step(ok, self._lr, divisor)
+            return self._lr
         self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
-        clipped = norm is not None and self._clip is not None
-        self._adamw.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1.0) if clipped else None  # type: ignore[attr-defined]
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.step()
         return self._lr
 

@@ -125,3 +125,31 @@ def test_state_goes_round() -> None:
     other.load_state_dict(optimizer.state_dict())
     for name, state in optimizer.state_dict().items():
         assert all(torch.equal(other.state_dict()[name][key], tensor) for key, tensor in state.items())
+
+
+def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: clipped steps, a dropped one, a parameter without a gradient, state that goes round."""
+    pytest.importorskip("triton")
+    config = replace(CONFIG, eps=1e-3)
+    twin, plain = model_and_optimizer(config)
+    monkeypatch.setattr("trainer.optim._has_kernel", lambda device: True)
+    model, optimizer = model_and_optimizer(config)
+    assert optimizer._kernel is not None and plain._kernel is None
+    for step in range(6):
+        for m, o in ((model, optimizer), (twin, plain)):
+            (10.0**step * m(torch.ones(2, 4)).square().sum()).backward()
+            if step == 2:
+                m[0].bias.grad = None  # type: ignore[index]
+            o.step(torch.tensor(step != 3), torch.tensor(step), o.grad_norms().norm())
+            o.zero_grad()
+        if step == 4:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(plain.state_dict())
+            plain.load_state_dict(state)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for name, expected in plain.state_dict().items():
+        state = optimizer.state_dict()[name]
+        assert state.keys() == expected.keys() and state["step"] == expected["step"]
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor)

@@ -1,0 +1,204 @@
+"""AdamW over all parameters in two launches, at the speed of memory.
+
+Per parameter p with gradient g, moments m and v, in step t (arXiv 1711.05101; torch.optim.AdamW):
+
+    g = g / divisor                                     the clipping, a number on the device
+    m = m + (1 - beta1) (g - m)        v = v + (1 - beta2) (g^2 - v)
+    p = p - (lr decay p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+
+An element is 16 bytes read and 12 written, which is all the time there is. So gradients are not written back, and what
+is the same for a whole tensor is made beforehand: `_prepare_kernel` advances the step counts and computes each tensor's
+factors, in FP64 because 1 - beta^t loses the digits that FP32 has; `_adamw_kernel` streams. A program of it owns a
+chunk of one tensor, which it looks up in a table made once; where tensors lie comes from a table of addresses.
+(Gradients are new tensors in each step: the table is copied, asynchronously, when an address has changed.)
+
+Nothing is written where the flag `ok` is false: both kernels read it and leave. The twin is torch.optim.AdamW.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048  # elements at a time, 8 a thread: two loads of 16 bytes from each of four tensors in flight
+_BLOCKS = 8  # that a program handles one after the other
+_WARPS = 8
+_PREPARED = 256  # tensors that one program prepares
+
+
+@triton.jit
+def _prepare_kernel(
+    gradients, steps, decays, ok, lr, divisor, factors, P,
+    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step counts + 1; factors [P, 4]: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr * decay, 1 / divisor."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    go = (i < P) & tl.load(ok)
+    go &= tl.load(gradients + i, mask=i < P, other=0) != 0
+    step = tl.load(steps + i, mask=go, other=0).to(tl.pointer_type(tl.float32))
+    t32 = tl.load(step, mask=go, other=0) + 1
+    tl.store(step, t32, mask=go)
+    t = t32.to(tl.float64)
+    rate = tl.load(lr)
+    one = tl.full((BLOCK,), 1.0, tl.float64)
+    kept1 = one - tl.exp(t * tl.full((BLOCK,), LOG_BETA1, tl.float64))
+    kept2 = one - tl.exp(t * tl.full((BLOCK,), LOG_BETA2, tl.float64))
+    to = factors + i * 4
+    tl.store(to, (rate.to(tl.float64) / kept1).to(tl.float32), mask=go)
+    tl.store(to + 1, (one / tl.sqrt(kept2)).to(tl.float32), mask=go)
+    tl.store(to + 2, rate * tl.load(decays + i, mask=go, other=0), mask=go)
+    tl.store(to + 3, (one / tl.load(divisor)).to(tl.float32), mask=go)
+
+
+@triton.jit
+def _towards(old, new, BETA: tl.constexpr):
+    """beta old + (1 - beta) new, in the form that rounds least: the change is small beside `old` for beta near 1."""
+    if BETA > 0.5:
+        return old + (new - old) * (1.0 - BETA)
+    return new + (old - new) * BETA
+
+
+@triton.jit
+def _update(
+    p, g, m, v, begin, end, rate, root, decay, shrink,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements from `begin` on; WHOLE: none of them is past `end`, so that loads are wide."""
+    at = begin + tl.arange(0, BLOCK)
+    inside = None if WHOLE else at < end
+    gradient = tl.load(g + at, mask=inside, eviction_policy="evict_first") * shrink
+    first = tl.load(m + at, mask=inside, eviction_policy="evict_first")
+    second = tl.load(v + at, mask=inside, eviction_policy="evict_first")
+    master = tl.load(p + at, mask=inside, eviction_policy="evict_first")
+    first = _towards(first, gradient, BETA1)
+    second = _towards(second, gradient * gradient, BETA2)
+    master -= decay * master + rate * (first / (tl.sqrt(second) * root + EPS))
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    tl.store(p + at, master, mask=inside)
+
+
+@triton.jit
+def _adamw_kernel(
+    chunks, gradients, tensors, factors, ok,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
+    addresses of p, m and v, number of elements. All addresses are multiples of ALIGN."""
+    entry = chunks + tl.program_id(0).to(tl.int64) * 2
+    i = tl.load(entry)
+    begin = tl.load(entry + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    go = tl.load(ok)
+    gradient = tl.load(gradients + i)
+    row = tensors + i * 4
+    p = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), ALIGN)
+    m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), ALIGN)
+    v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), ALIGN)
+    size = tl.load(row + 3)
+    if go & (gradient != 0):
+        g = tl.multiple_of(gradient.to(tl.pointer_type(tl.float32)), ALIGN)
+        rate = tl.load(factors + i * 4)
+        root = tl.load(factors + i * 4 + 1)
+        decay = tl.load(factors + i * 4 + 2)
+        shrink = tl.load(factors + i * 4 + 3)
+        whole = tl.minimum((size - begin) // BLOCK, BLOCKS).to(tl.int32)
+        for _ in range(whole):
+            _update(p, g, m, v, begin, size, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, True)
+            begin += BLOCK
+        if (whole < BLOCKS) & (begin < size):
+            _update(p, g, m, v, begin, size, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, False)
+
+
+class FusedAdamW:
+    """Updates P parameters in place, with their moments and step counts.
+
+    parameters, first, second: P tensors each, FP32, contiguous, of equal shapes; steps: P 0-d FP32 tensors, one each;
+    weight_decay: P numbers. All on one device. Moments and step counts stay where they are in memory from now on;
+    parameters and gradients may move. block, blocks, num_warps: how the work is cut, `block` elements at a time and
+    `blocks` times that by a program.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        weight_decay: Sequence[float],
+        betas: tuple[float, float],
+        eps: float,
+        block: int = _BLOCK,
+        blocks: int = _BLOCKS,
+        num_warps: int = _WARPS,
+    ):
+        self._parameters, self._kept = list(parameters), [*first, *second, *steps]
+        for tensor in [*self._parameters, *self._kept]:
+            assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._betas, self._eps = betas, eps
+        self._block, self._blocks, self._num_warps = block, blocks, num_warps
+        self._device = device = self._parameters[0].device
+        chunks = [-(-p.numel() // (block * blocks)) for p in self._parameters]
+        counts = torch.tensor(chunks)
+        index = torch.repeat_interleave(torch.arange(len(chunks)), counts)
+        within = torch.arange(sum(chunks)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        self._chunks = torch.stack([index, within], dim=1).int().to(device)
+        self._steps = torch.tensor([t.data_ptr() for t in steps], device=device)
+        self._decays = torch.tensor(weight_decay, dtype=torch.float32, device=device)
+        self._moments = list(zip((t.data_ptr() for t in first), (t.data_ptr() for t in second), strict=True))
+        self._sizes = [p.numel() for p in self._parameters]
+        self._factors = torch.empty(len(chunks), 4, device=device)
+        self._one = torch.ones((), device=device)
+        self._addresses: tuple[list[int], list[int]] = [], []
+        self._tensors = self._gradients = torch.empty(0, dtype=torch.int64, device=device)
+        self._align = 4
+
+    def step(self, ok: Tensor, lr: Tensor, divisor: Tensor | None = None) -> None:
+        """One step with the parameters' gradients if `ok`, nothing otherwise. A parameter without a gradient stays.
+
+        ok: bool; lr: FP32; divisor of all gradients: FP32, None: 1; all 0-d, on the device. Does not wait for it.
+        """
+        gradients = [None if p.grad is None else p.grad.contiguous() for p in self._parameters]
+        self._look_up([0 if g is None else g.data_ptr() for g in gradients])
+        divisor = self._one if divisor is None else divisor
+        beta1, beta2 = self._betas
+        P = len(self._parameters)
+        _prepare_kernel[(triton.cdiv(P, _PREPARED),)](
+            self._gradients, self._steps, self._decays, ok, lr, divisor, self._factors, P,
+            _log(beta1), _log(beta2), _PREPARED,
+        )  # fmt: skip
+        if len(self._chunks):
+            _adamw_kernel[(len(self._chunks),)](
+                self._chunks, self._gradients, self._tensors, self._factors, ok,
+                beta1, beta2, self._eps, self._block, self._blocks, self._align,
+                num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
+            )  # fmt: skip
+        written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
+        torch.autograd.graph.increment_version(written)  # what is made from a parameter asks for its version
+
+    def _look_up(self, gradients: list[int]) -> None:
+        """Bring the tables of addresses up to date."""
+        parameters = [p.data_ptr() for p in self._parameters]
+        known = self._addresses
+        if (parameters, gradients) == known:
+            return
+        if parameters != known[0]:
+            rows = [(p, *moments, n) for p, moments, n in zip(parameters, self._moments, self._sizes, strict=True)]
+            self._tensors = self._copied(rows)
+        if gradients != known[1]:
+            self._gradients = self._copied(gradients)
+        self._addresses = parameters, gradients
+        every = [*parameters, *gradients, *(address for pair in self._moments for address in pair)]
+        self._align = 16 if all(address % 16 == 0 for address in every) else 4
+
+    def _copied(self, numbers: list) -> Tensor:
+        pinned = self._device.type == "cuda"  # or the copy would wait
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+        return host.to(self._device, non_blocking=True)
+
+
+def _log(beta: float) -> float:
+    return math.log(max(beta, 1e-300))

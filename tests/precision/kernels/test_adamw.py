@@ -1,0 +1,181 @@
+"""The AdamW kernels do what torch.optim.AdamW does, in Triton's interpreter, and compile for Hopper."""
+
+import copy
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+adamw = pytest.importorskip("precision.kernels.adamw", reason="Triton is missing")
+SHAPES = [(1,), (37,), (8, 16), (50, 100), (200,), (3, 64)]  # chunks of 128: less than one, exactly one, many
+LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.1, 0.3, 0.0, 0.1)
+
+
+class Run:
+    """P tensors and both optimizers' state, in any dtype for the twin."""
+
+    def __init__(self, betas: tuple[float, float] = BETAS, eps: float = EPS, shapes=SHAPES):
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.sizes = [10.0 ** torch.randint(-6, 3, shape, generator=generator) for shape in shapes]  # of gradients
+        self.first, self.second = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+        self.steps = [torch.zeros(()) for _ in shapes]
+        self.generator, self.betas, self.eps = generator, betas, eps
+        self.kernel = adamw.FusedAdamW(
+            self.parameters, self.first, self.second, self.steps, DECAYS[: len(shapes)], betas, eps, block=64, blocks=2
+        )
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [*self.parameters, *self.first, *self.second, *self.steps]
+
+    def twin(self, dtype: torch.dtype = torch.float64) -> torch.optim.AdamW:
+        """torch's optimizer over copies of the parameters."""
+        groups = [
+            {"params": [p.detach().to(dtype)], "weight_decay": decay}
+            for p, decay in zip(self.parameters, DECAYS, strict=False)
+        ]
+        return torch.optim.AdamW(groups, LR, self.betas, self.eps)
+
+    def set_gradients(self, twin: torch.optim.AdamW, divisor: float = 1.0) -> None:
+        """The same gradients, for both; the twin's are divided."""
+        for p, size, group in zip(self.parameters, self.sizes, twin.param_groups, strict=True):
+            p.grad = torch.randn(p.shape, generator=self.generator) * size
+            (theirs,) = group["params"]
+            theirs.grad = p.grad.to(theirs.dtype) / divisor
+
+    def step(self, ok: bool = True, divisor: float | None = None) -> None:
+        number = None if divisor is None else torch.tensor(divisor)
+        self.kernel.step(torch.tensor(ok), torch.tensor(LR), number)
+
+    def check(self, twin: torch.optim.AdamW) -> None:
+        for i, group in enumerate(twin.param_groups):
+            (theirs,) = group["params"]
+            state = twin.state[theirs]
+            torch.testing.assert_close(self.parameters[i], theirs.float(), rtol=3e-7, atol=5e-6 * LR)
+            first, second = state["exp_avg"], state["exp_avg_sq"]
+            assert ((self.first[i] - first).abs() <= 1e-6 * self.sizes[i]).all()
+            torch.testing.assert_close(self.second[i], second.float(), rtol=2e-6, atol=1e-16)
+            assert self.steps[i] == state["step"]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.3)])
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_equals_adamw_in_float64(betas: tuple[float, float], eps: float) -> None:
+    run = Run(betas, eps)
+    twin = run.twin()
+    for _ in range(4):
+        run.set_gradients(twin)
+        run.step()
+        twin.step()
+    run.check(twin)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 7.3, 1e4])
+def test_gradients_are_divided_and_not_written(divisor: float) -> None:
+    run = Run(eps=1e-3)
+    twin = run.twin()
+    for _ in range(2):
+        run.set_gradients(twin, divisor)
+        before = [p.grad.clone() for p in run.parameters]  # type: ignore[union-attr]
+        run.step(divisor=divisor)
+        twin.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(run.parameters, before, strict=True))  # type: ignore[arg-type]
+    run.check(twin)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+def test_a_dropped_step_changes_no_bit(bad: float) -> None:
+    run = Run()
+    twin = run.twin()
+    run.set_gradients(twin)
+    run.step()
+    twin.step()
+    before = copy.deepcopy(run.all)
+    for p in run.parameters:
+        p.grad = torch.full_like(p, bad)
+    run.step(ok=False, divisor=bad)
+    assert all(torch.equal(a, b) for a, b in zip(run.all, before, strict=True))
+    run.set_gradients(twin)
+    run.step()
+    twin.step()
+    run.check(twin)  # the dropped step did not count
+
+
+def test_a_parameter_without_a_gradient_stays_and_its_count_too() -> None:
+    run = Run()
+    twin = run.twin()
+    for missing in (None, 3, 0, None):
+        run.set_gradients(twin)
+        if missing is not None:
+            run.parameters[missing].grad = twin.param_groups[missing]["params"][0].grad = None
+        run.step()
+        twin.step()
+    run.check(twin)
+    assert [int(t) for t in run.steps] == [3, 4, 4, 3, 4, 4]
+
+
+def test_addresses_are_followed() -> None:
+    """Gradients that are views at odd addresses, not contiguous ones, and parameters that moved."""
+    run = Run()
+    twin = run.twin()
+    for change in ("odd", "transposed", "moved", "same"):
+        run.set_gradients(twin)
+        for p in run.parameters:
+            assert p.grad is not None
+            if change == "odd":
+                p.grad = torch.cat([p.grad.new_zeros(1), p.grad.flatten()])[1:].view(p.shape)
+            elif change == "transposed" and p.dim() == 2:
+                p.grad = p.grad.t().contiguous().t()
+                assert not p.grad.is_contiguous()
+            elif change == "moved":
+                p.data = p.data.clone()
+        run.step()
+        twin.step()
+    run.check(twin)
+
+
+def test_versions_count_up() -> None:
+    """What is made from a parameter, such as the operand of a product, asks for its version."""
+    run = Run()
+    twin = run.twin()
+    run.set_gradients(twin)
+    run.parameters[1].grad = None
+    before = [p._version for p in run.parameters]
+    run.step()
+    changed = [p._version > version for p, version in zip(run.parameters, before, strict=True)]
+    assert changed == [True, False, True, True, True, True]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from precision.kernels import adamw
+
+def ptx(kernel, tensors, constants, numbers=None, warps=4):
+    signature = tensors | (numbers or {}) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(tensors))}
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+
+tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1", "lr": "*fp32", "divisor": "*fp32",
+           "factors": "*fp32"}
+ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
+tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "factors": "*fp32", "ok": "*i1"}
+constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16}
+made = ptx(adamw._adamw_kernel, tensors, constants, warps=adamw._WARPS)
+wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
+count = lambda start: sum(start in line and "v4.b32" in line for line in made.splitlines())
+assert (count("ld.global"), count("st.global")) == (4 * wide, 3 * wide), "16 bytes at a time"
+assert ".local" not in made
+"""
+
+
+def test_compiles_for_hopper(tmp_path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
