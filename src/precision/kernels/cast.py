@@ -37,6 +37,7 @@ from precision.kernels.common import (
     scale_of,
     tensor_scale,
     to_fp8,
+    turned,
     unbyte,
 )
 
@@ -83,7 +84,7 @@ def _tensor_transposed_kernel(
         r = (r4 * 4 + i).to(tl.int64)
         inside = (r < R)[:, None] & (c < C)[None, :]
         tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=inside)
-    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
     tl.atomic_max(amax, tl.max(largest))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inv, inverse(scale))
@@ -161,7 +162,7 @@ def _blocks_kernel(
             for i in tl.static_range(4):
                 x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
                 words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
-            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
 
 
 @triton.jit
@@ -236,7 +237,7 @@ def _transpose_kernel(
                 x8 = unbyte(as_rows, i).to(x.dtype.element_ty, bitcast=True)
                 factor = _factors(token, inv, r4, c, T, i, GATHER, MODE)
                 words |= byte(to_fp8(x8.to(tl.float32) * factor[:, None] * scale[None, :], F8, LIMIT), i)
-        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
+        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
 
 
 def cast(

@@ -183,6 +183,18 @@ def unbyte(words, i: tl.constexpr):
 
 
 @triton.jit
+def turned(words):
+    """words^T. Left to itself, Triton 3.6 moves the change of layout up to the BF16 tile that the words were made from,
+    and there it goes wrong on the GPU (half of the columns; not in the interpreter): so the words pass an instruction that
+    it may not move."""
+    if ON_GPU:
+        words = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+    return tl.trans(words)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x) with two special-function instructions; within a few ulp."""
     if ON_GPU:

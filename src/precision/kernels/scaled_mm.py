@@ -23,7 +23,7 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (tor
 def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
     if mode == BLOCK.value:
-        if _ragged(*w.shape):
+        if _ragged(*w.shape) or a.shape[0] % 4:
             return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
         return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv.t(), out_dtype=torch.bfloat16).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
@@ -40,7 +40,7 @@ def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) 
 
 
 def _ragged(*sizes: int) -> bool:
-    """cuBLAS takes block scales for whole blocks only; elsewhere the grouped kernels serve, with one group."""
+    """cuBLAS takes block scales for whole blocks only, and rows in fours; elsewhere the grouped kernels serve, with one group."""
     return any(size % 128 for size in sizes)
 
 

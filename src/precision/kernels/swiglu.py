@@ -33,6 +33,7 @@ from precision.kernels.common import (
     sigmoid,
     tensor_scale,
     to_fp8,
+    turned,
     unbyte,
 )
 
@@ -70,16 +71,18 @@ def _weights(weight, r, R, GROUPS: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    y, h, weight, ends, scale_row, own, amax, inv, R, F,
+    y, h, weight, ends, scale_row, own, amax, inv, R, F, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     MODE: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    skip = tl.program_id(1) * BR >= _rows_left(ends, R, GROUPS)
+    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
+    column = tl.program_id(0) % COLUMNS
+    skip = row * BR >= _rows_left(ends, R, GROUPS)
     if AMAX_ONLY:
         skip = skip | is_known(scale_row, DELAYED)
     if not skip:
-        r = tl.program_id(1) * BR + tl.arange(0, BR)
-        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        r = row * BR + tl.arange(0, BR)
+        c = column * BC + tl.arange(0, BC)
         inside = (r < R)[:, None] & (c < F)[None, :]
         i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
         w = _weights(weight, r, R, GROUPS)
@@ -95,31 +98,33 @@ def _forward_kernel(
             scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
             tl.store(h + o, to_fp8(v * scale, F8, LIMIT), mask=inside)
             tl.atomic_max(amax, tl.max(abs_bits(v)))
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            if tl.program_id(0) == 0:
                 tl.store(inv, inverse(scale))
                 tl.store(inv + 1, scale)
         else:  # the tile is as wide as what shares a scale
             top = amax_along(v, 1)
             scale = scale_of(top, LIMIT, HEADROOM, POW2)
             tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-            tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
+            tl.store(inv + column.to(tl.int64) * R + r, inverse(scale), mask=r < R)
             tl.atomic_max(amax, tl.max(abs_bits(top)))
 
 
 @triton.jit
 def _backward_kernel(
-    dh, y, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4,
+    dh, y, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     H8: tl.constexpr, H_LIMIT: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One scale a tensor: [dg, du], its transposed copy and h's, in FP8. All loads come before all stores."""
-    skip = tl.program_id(1) * BR >= _rows_left(ends, R, GROUPS)
+    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
+    column = tl.program_id(0) % COLUMNS
+    skip = row * BR >= _rows_left(ends, R, GROUPS)
     if AMAX_ONLY:
         skip = skip | is_known(scale_row, DELAYED)
     if not skip:
-        r4 = tl.program_id(1) * (BR // 4) + tl.arange(0, BR // 4)
-        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        r4 = row * (BR // 4) + tl.arange(0, BR // 4)
+        c = column * BC + tl.arange(0, BC)
         wg = tl.zeros((BR // 4, BC), tl.int32)
         wu = tl.zeros((BR // 4, BC), tl.int32)
         wh = tl.zeros((BR // 4, BC), tl.int32)
@@ -151,8 +156,8 @@ def _backward_kernel(
         else:
             tl.atomic_max(amax, tl.max(largest))
             if GROUPS > 0:
-                tl.store(dw + tl.program_id(0).to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
-            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(dw + column.to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
+            if tl.program_id(0) == 0:
                 tl.store(inv, inverse(scale))
             for i in tl.static_range(4):
                 r = r4 * 4 + i
@@ -162,9 +167,9 @@ def _backward_kernel(
                 tl.store(d + o + F, unbyte(wu, i), mask=inside)
             t = c[:, None].to(tl.int64) * R4 + r4[None, :]
             mask = (c < F)[:, None]
-            tl.store(dt + t, tl.trans(wg), mask=mask)
-            tl.store(dt + t + R4.to(tl.int64) * F, tl.trans(wu), mask=mask)
-            tl.store(ht + t, tl.trans(wh), mask=mask)
+            tl.store(dt + t, turned(wg), mask=mask)
+            tl.store(dt + t + R4.to(tl.int64) * F, turned(wu), mask=mask)
+            tl.store(ht + t, turned(wh), mask=mask)
 
 
 @triton.jit
@@ -221,9 +226,10 @@ def swiglu(
         BR, warps = max(1, 4096 // BC), row_warps(BC)
     else:
         BR, BC, warps = 64, 128, 4
+    columns = triton.cdiv(F, BC)
     for amax_only in (True, False) if mode == TENSOR.value else (False,):
-        _forward_kernel[(triton.cdiv(F, BC), triton.cdiv(R, BR))](
-            y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F,
+        _forward_kernel[(columns * triton.cdiv(R, BR),)](
+            y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
             **constants, MODE=mode, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=warps,
         )  # fmt: skip
     return h, inv.t() if mode == BLOCK.value else inv
@@ -241,13 +247,14 @@ def swiglu_backward_tensor(
     dt = torch.empty(2 * F, Rt, device=device, dtype=how.fmt.dtype)
     ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
     BR, BC = 64, 64
-    grid = triton.cdiv(F, BC), Rt // BR
-    dw = torch.empty(grid[0] if weight is not None else 0, R, device=device)
+    columns = triton.cdiv(F, BC)
+    grid = (columns * (Rt // BR),)
+    dw = torch.empty(columns if weight is not None else 0, R, device=device)
     own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
     for amax_only in (True, False):
         _backward_kernel[grid](
             dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
-            as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, **how.constants, H8=how_h.constants["F8"],
+            as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
             H_LIMIT=how_h.fmt.max, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=4,
         )  # fmt: skip
     return d, dt, ht, inv, dw

@@ -26,6 +26,7 @@ from precision.kernels.common import (
     scale_of,
     tensor_scale,
     to_fp8,
+    turned,
     unbyte,
 )
 
@@ -114,7 +115,7 @@ def _cast_kernel(
         words = byte(to_fp8(v0 * st, F8, LIMIT), 0) | byte(to_fp8(v1 * st, F8, LIMIT), 1)
         words |= byte(to_fp8(v2 * st, F8, LIMIT), 2) | byte(to_fp8(v3 * st, F8, LIMIT), 3)
     at = wt + (g * K + k[:, None]) * (N // 4) + n4[None, :]
-    tl.store(at, tl.trans(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+    tl.store(at, turned(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
 
 
 def cast_weight(

@@ -10,6 +10,7 @@ from precision import IGNORED
 from precision.cross_entropy import mean_weight, plain_rows
 
 kernels = pytest.importorskip("precision.kernels.cross_entropy", reason="Triton is missing")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_cross_entropy.py has the GPU")
 SMALL_BLOCK = 64  # so that rows of a few hundred columns take several
 
 
