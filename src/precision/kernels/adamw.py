@@ -105,12 +105,12 @@ def _adamw_kernel(
         root = tl.load(factors + i * 4 + 1)
         decay = tl.load(factors + i * 4 + 2)
         shrink = tl.load(factors + i * 4 + 3)
-        whole = tl.minimum((size - begin) // BLOCK, BLOCKS).to(tl.int32)
-        for _ in range(whole):
-            _update(p, g, m, v, begin, size, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, True)
+        end = tl.minimum(begin + BLOCK * BLOCKS, size)
+        while begin + BLOCK <= end:
+            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, True)
             begin += BLOCK
-        if (whole < BLOCKS) & (begin < size):
-            _update(p, g, m, v, begin, size, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, False)
+        if begin < end:
+            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, False)
 
 
 class FusedAdamW:
