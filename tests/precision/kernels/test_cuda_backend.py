@@ -25,6 +25,7 @@ from precision import (
     rms_norm,
 )
 
+pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CURRENT = {"scaling__method": "current", "scaling__granularity": "tensor", "scaling__power_of_two": False}
