@@ -145,6 +145,22 @@ def test_grouped_gemms_with_uneven_and_empty_experts(recipe: Recipe, name: str, 
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
+def test_a_row_of_zeros_costs_the_others_no_digits(recipe: Recipe, name: str) -> None:
+    base, overrides = RECIPES[name]
+    plan = Plan(recipe(base, **overrides), 1)
+    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 32, 48))
+    torch.nn.init.normal_(layer.weight)
+    arena = bind(layer, plan, "cpu")
+    x, dy = torch.randn(40, 32, dtype=torch.bfloat16), torch.randn(40, 48, dtype=torch.bfloat16) * 1e-6
+    x[3], dy[7] = 0, 0
+    begin_step(layer, arena)
+    layer(x.requires_grad_()).backward(dy)
+    assert layer.weight.grad is not None
+    exact = dy.float().t() @ x.detach().float()
+    assert (layer.weight.grad - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_non_finite_number_anywhere_shows_in_the_amaxes(recipe: Recipe, name: str, bad: float) -> None:
     base, overrides = RECIPES[name]
