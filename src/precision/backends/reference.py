@@ -54,8 +54,10 @@ class ReferenceBackend:
             scale = step_scale(amax, scale_row, fmt.max, scaling, recipe.delayed)
             return saturating_cast(x, scale, fmt), scale.reciprocal()
         if scaling.granularity is Granularity.row:
-            scale = scale_from_amax(_amax_along(x, -1), fmt.max, scaling.margin, scaling.power_of_two)
-            return saturating_cast(x, scale, fmt), scale.reciprocal()
+            top = _amax_along(x, -1)
+            scale = scale_from_amax(top, fmt.max, scaling.margin, scaling.power_of_two)
+            # a row of zeros must not count among the largest scales of wgrad
+            return saturating_cast(x, scale, fmt), torch.where(top == 0, 0.0, scale.reciprocal())
         tiles = _tile(x, 1, BLOCK)  # [R, 1, blocks, 128]
         scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
         return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], -1)
@@ -228,6 +230,7 @@ def _recast_under_largest(x: Tensor, scale_inv: Tensor, like: Tensor) -> Tensor:
     1, under which gradients of 1e-6 would vanish."""
     scale_inv = torch.where((x != 0).any(1, keepdim=True), scale_inv, 2.0**-126)
     largest = scale_inv.amax() if scale_inv.numel() else scale_inv.new_ones(())
+    largest = torch.where(largest == 0, 1.0, largest)
     fmt = E4M3 if like.dtype == torch.float8_e4m3fn else E5M2
     return fp8_values(saturating_cast(x, largest.reciprocal(), fmt)).mul_(largest.to(torch.bfloat16))
 

@@ -31,13 +31,14 @@ from precision.kernels.common import (
     as_words,
     byte,
     inverse,
+    inverse_of_row,
     is_known,
     padded_rows,
     row_warps,
     scale_of,
+    settled,
     tensor_scale,
     to_fp8,
-    turned,
     unbyte,
 )
 
@@ -62,7 +63,7 @@ def _tensor_kernel(
             tl.store(inv, inverse(scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
 def _tensor_transposed_kernel(
     x, y, yt, scale_row, own, amax, inv, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
@@ -80,17 +81,18 @@ def _tensor_transposed_kernel(
         v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
         largest = tl.maximum(largest, abs_bits(v))
         words |= byte(to_fp8(v * scale, F8, LIMIT), i)
+    words = settled(words)
     for i in tl.static_range(4):
         r = (r4 * 4 + i).to(tl.int64)
         inside = (r < R)[:, None] & (c < C)[None, :]
         tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=inside)
-    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
+    tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
     tl.atomic_max(amax, tl.max(largest))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inv, inverse(scale))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
 def _rows_kernel(
     x, y, amax, inv, R, C,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
@@ -104,7 +106,7 @@ def _rows_kernel(
     top = amax_along(v, 1)
     scale = scale_of(top, LIMIT, HEADROOM, POW2)
     tl.store(y + r[:, None] * C + c[None, :], to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-    tl.store(inv + r, inverse(scale), mask=r < R)
+    tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
     tl.atomic_max(amax, tl.max(abs_bits(top)))
 
 
@@ -126,7 +128,7 @@ def _block_part(
     return x8, scale, top, v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
 def _blocks_kernel(
     x, y, yt, ends, amax, inv, inv_t, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
@@ -162,7 +164,8 @@ def _blocks_kernel(
             for i in tl.static_range(4):
                 x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
                 words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
-            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
+            words = settled(words)
+            tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
 
 
 @triton.jit
@@ -181,7 +184,7 @@ def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: 
     if MODE == BLOCK:
         return tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
     else:
-        return tl.load(inv + t, mask=live, other=1.0)
+        return tl.load(inv + t, mask=live, other=0.0)
 
 
 @triton.jit
@@ -197,7 +200,7 @@ def _transpose_part(
         return x8, _factors(token, inv, r4, c, T, i, GATHER, MODE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # one row compiled apart gave wrong results on the GPU
 def _transpose_kernel(
     x, y, yt, token, ends, inv, inv_rows, inv_t, T, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
@@ -237,7 +240,8 @@ def _transpose_kernel(
                 x8 = unbyte(as_rows, i).to(x.dtype.element_ty, bitcast=True)
                 factor = _factors(token, inv, r4, c, T, i, GATHER, MODE)
                 words |= byte(to_fp8(x8.to(tl.float32) * factor[:, None] * scale[None, :], F8, LIMIT), i)
-        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], turned(words), mask=(c < C)[:, None])
+        words = settled(words)
+        tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
 
 
 def cast(
@@ -341,7 +345,10 @@ def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor
     if how.mode == TENSOR.value:
         return inv
     if how.mode == ROW.value:
-        return inv.amax() if inv.numel() else inv.new_ones(())
+        if not inv.numel():
+            return inv.new_ones(())
+        largest = inv.amax()
+        return torch.where(largest == 0, 1.0, largest)
     return torch.empty(rows // 128, columns, device=inv.device, dtype=torch.float32)
 
 

@@ -110,6 +110,12 @@ def inverse(scale):
 
 
 @triton.jit
+def inverse_of_row(scale, amax):
+    """What a row of FP8 is multiplied by; 0 for a row of zeros, so that it does not count among the largest."""
+    return tl.where(amax == 0, 0.0, inverse(scale))
+
+
+@triton.jit
 def tensor_scale(
     scale_row, own, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr
 ):
@@ -183,15 +189,16 @@ def unbyte(words, i: tl.constexpr):
 
 
 @triton.jit
-def turned(words):
-    """words^T. Left to itself, Triton 3.6 moves the change of layout up to the BF16 tile that the words were made from,
-    and there it goes wrong on the GPU (half of the columns; not in the interpreter): so the words pass an instruction that
-    it may not move."""
+def settled(words):
+    """words, made before anything is done with them. Where BF16 turns into words of FP8 that are both taken apart again and
+    transposed, the code that Triton 3.6 ends in transposes wrong words (half of them; not in the interpreter). So they
+    pass an instruction that may not be moved."""
     if ON_GPU:
-        words = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
-    return tl.trans(words)
+    else:
+        return words
 
 
 @triton.jit

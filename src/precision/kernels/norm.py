@@ -21,6 +21,7 @@ from precision.kernels.common import (
     as_bf16,
     as_bits,
     inverse,
+    inverse_of_row,
     is_known,
     row_warps,
     scale_of,
@@ -64,7 +65,7 @@ def _forward_kernel(
                 top = amax_along(v, 1)
                 scale = scale_of(top, LIMIT, HEADROOM, POW2)
                 tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-                tl.store(inv + r, inverse(scale), mask=r < R)
+                tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
                 tl.atomic_max(amax, tl.max(abs_bits(top)))
             if MODE == BLOCK:
                 blocks = tl.reshape(v, (BR * (BC // 128), 128))

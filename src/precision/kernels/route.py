@@ -94,7 +94,7 @@ def _gather_kernel(
         v = tl.load(x + t[:, None] * C + c[None, :], mask=(t >= 0)[:, None] & (c < C)[None, :], other=0)
         tl.store(y + r[:, None].to(tl.int64) * C + c[None, :], v, mask=(r < R)[:, None] & (c < C)[None, :])
         if MODE == ROW:
-            tl.store(inv_rows + r, tl.load(inv + t, mask=t >= 0, other=1.0), mask=r < R)
+            tl.store(inv_rows + r, tl.load(inv + t, mask=t >= 0, other=0.0), mask=r < R)
         if MODE == BLOCK:
             for b in tl.static_range(BLOCKS):
                 one = tl.load(inv + b * T + t, mask=t >= 0, other=1.0)

@@ -11,12 +11,15 @@ over all rows of a microbatch, is promoted to FP32 on the way.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from precision.kernels import grouped_gemm
 from precision.kernels.common import BLOCK, padded_rows
 from precision.kernels.route import Route
 
+ROWS, SQUARES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
 
 
@@ -25,7 +28,8 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
     if mode == BLOCK.value:
         if _ragged(*w.shape) or a.shape[0] % 4:
             return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
-        return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv.t(), out_dtype=torch.bfloat16).to(out)
+        w_inv = F.pad(w_inv, (0, -w_inv.shape[1] % 4)).t()  # cuBLAS reads blocks along the sum in fours
+        return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv, SQUARES, output_dtype=torch.bfloat16).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
 
@@ -35,7 +39,7 @@ def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) 
     if mode == BLOCK.value:
         if _ragged(a.shape[0], b.shape[0]):
             return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]))[0]
-        return _scaled_mm(a, b.t(), scale_a=a_inv.t(), scale_b=b_inv, out_dtype=torch.bfloat16).float()
+        return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).float()
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
 
 

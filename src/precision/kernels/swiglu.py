@@ -26,14 +26,15 @@ from precision.kernels.common import (
     as_words,
     byte,
     inverse,
+    inverse_of_row,
     is_known,
     padded_rows,
     row_warps,
     scale_of,
+    settled,
     sigmoid,
     tensor_scale,
     to_fp8,
-    turned,
     unbyte,
 )
 
@@ -105,7 +106,8 @@ def _forward_kernel(
             top = amax_along(v, 1)
             scale = scale_of(top, LIMIT, HEADROOM, POW2)
             tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-            tl.store(inv + column.to(tl.int64) * R + r, inverse(scale), mask=r < R)
+            one = inverse_of_row(scale, top) if MODE == ROW else inverse(scale)
+            tl.store(inv + column.to(tl.int64) * R + r, one, mask=r < R)
             tl.atomic_max(amax, tl.max(abs_bits(top)))
 
 
@@ -119,7 +121,7 @@ def _backward_kernel(
     """One scale a tensor: [dg, du], its transposed copy and h's, in FP8. All loads come before all stores."""
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
     column = tl.program_id(0) % COLUMNS
-    skip = row * BR >= _rows_left(ends, R, GROUPS)
+    skip = row * BR >= _rows_left(ends, R4 * 4, GROUPS)  # plain rows: up to the end of the transposed copies
     if AMAX_ONLY:
         skip = skip | is_known(scale_row, DELAYED)
     if not skip:
@@ -159,6 +161,9 @@ def _backward_kernel(
                 tl.store(dw + column.to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
             if tl.program_id(0) == 0:
                 tl.store(inv, inverse(scale))
+            wg = settled(wg)
+            wu = settled(wu)
+            wh = settled(wh)
             for i in tl.static_range(4):
                 r = r4 * 4 + i
                 inside = (r < R)[:, None] & (c < F)[None, :]
@@ -167,9 +172,9 @@ def _backward_kernel(
                 tl.store(d + o + F, unbyte(wu, i), mask=inside)
             t = c[:, None].to(tl.int64) * R4 + r4[None, :]
             mask = (c < F)[:, None]
-            tl.store(dt + t, turned(wg), mask=mask)
-            tl.store(dt + t + R4.to(tl.int64) * F, turned(wu), mask=mask)
-            tl.store(ht + t, turned(wh), mask=mask)
+            tl.store(dt + t, tl.trans(wg), mask=mask)
+            tl.store(dt + t + R4.to(tl.int64) * F, tl.trans(wu), mask=mask)
+            tl.store(ht + t, tl.trans(wh), mask=mask)
 
 
 @triton.jit
@@ -197,11 +202,14 @@ def _backward_rows_kernel(
             tl.store(h + r.to(tl.int64) * F + c, hh.to(tl.bfloat16), mask=inside)
         else:
             top = tl.max(tl.maximum(abs_bits(dg), abs_bits(du)), 0)
-            scale = scale_of(top.to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
+            one_h = tl.load(inv_h + r)
+            scale_h = tl.where(one_h > 0, inverse(tl.where(one_h > 0, one_h, 1.0)), 1.0)
+            amax_row = top.to(tl.float32, bitcast=True)
+            scale = scale_of(amax_row, LIMIT, HEADROOM, POW2)
             tl.store(d + o, to_fp8(dg * scale, F8, LIMIT), mask=inside)
             tl.store(d + o + F, to_fp8(du * scale, F8, LIMIT), mask=inside)
-            tl.store(h + r.to(tl.int64) * F + c, to_fp8(hh * inverse(tl.load(inv_h + r)), H8, H_LIMIT), mask=inside)
-            tl.store(inv + r, inverse(scale))
+            tl.store(h + r.to(tl.int64) * F + c, to_fp8(hh * scale_h, H8, H_LIMIT), mask=inside)
+            tl.store(inv + r, inverse_of_row(scale, amax_row))
             tl.atomic_max(amax, top)
         if GROUPS > 0:
             tl.store(dw + r, tl.sum(addend, 0))

@@ -24,9 +24,9 @@ from precision.kernels.common import (
     inverse,
     is_known,
     scale_of,
+    settled,
     tensor_scale,
     to_fp8,
-    turned,
     unbyte,
 )
 
@@ -107,6 +107,7 @@ def _cast_kernel(
         s0, s1, s2, s3, st = s0[:, None], s1[:, None], s2[:, None], s3[:, None], st[None, :]
     words = byte(to_fp8(v0 * s0, F8, LIMIT), 0) | byte(to_fp8(v1 * s1, F8, LIMIT), 1)
     words |= byte(to_fp8(v2 * s2, F8, LIMIT), 2) | byte(to_fp8(v3 * s3, F8, LIMIT), 3)
+    words = settled(words)
     for i in tl.static_range(4):
         n = n4 * 4 + i
         at = w8 + (g * N + n[:, None]) * K + k[None, :]
@@ -114,8 +115,9 @@ def _cast_kernel(
     if MODE == ROW:
         words = byte(to_fp8(v0 * st, F8, LIMIT), 0) | byte(to_fp8(v1 * st, F8, LIMIT), 1)
         words |= byte(to_fp8(v2 * st, F8, LIMIT), 2) | byte(to_fp8(v3 * st, F8, LIMIT), 3)
+        words = settled(words)
     at = wt + (g * K + k[:, None]) * (N // 4) + n4[None, :]
-    tl.store(at, turned(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+    tl.store(at, tl.trans(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
 
 
 def cast_weight(

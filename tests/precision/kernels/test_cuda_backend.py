@@ -1,8 +1,4 @@
-"""The cuda backend against the reference backend on random data, awkward shapes: in Triton's interpreter, or on a GPU.
-
-Same FP8 numbers, another order of sums, results rounded to BF16: so values agree to a few roundings of BF16, scales and
-amaxes bit for bit.
-"""
+"""The cuda backend against the reference backend on random data, awkward shapes: in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,44 +71,52 @@ def build(config: PrecisionConfig, backend: str, *sizes: int) -> tuple[Layers, S
     return layers, bind(layers, layers.plan, DEVICE)
 
 
-def close(ours: Tensor, theirs: Tensor, what: str, tolerance: float = 1e-2) -> None:
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
-    assert torch.isfinite(ours).all(), what
-    error = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
-    assert error < tolerance, f"{what}: relative error {error:.2e}"
+def error(ours: Tensor, exact: Tensor) -> float:
+    assert ours.shape == exact.shape
+    return float((ours.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))
 
 
-def compare(config: PrecisionConfig, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
-    """Outputs, gradients, scales and amaxes of `run` on both backends.
+def compare(recipe: Recipe, name: str, sizes: tuple[int, ...], run: Callable[[Layers, int], list[Tensor]]) -> None:
+    """Outputs, gradients, scales and amaxes of `run`: `cuda` is as near to FP32 as `reference` is.
 
-    Where one GEMM's result is quantised again, a rounding of BF16 in an amax changes a scale that is no power of two,
-    and with it how every number is rounded: there two correct results differ by about the rounding of FP8 itself.
+    They are not compared with each other: where one GEMM's result is quantised again, a rounding of BF16 in an amax
+    changes a scale that is no power of two, and with it how every number is rounded. Two right results then differ by
+    the rounding of FP8 itself.
     """
-    tolerance = 1e-2 if run.__qualname__.startswith(("test_linear", "test_grouped")) else 3e-2
-    if (
-        config.name == "fp8_block"
-        and not ON_GPU
-        and run.__qualname__.split(".")[0] in ("test_linear", "test_norm_and_dense_ffn")
-    ):
-        pytest.skip("torch._scaled_mm takes block scales on a GPU only")
+    base, overrides = RECIPES[name]
+    if base == "fp8_block" and not ON_GPU and ("test_linear" in run.__qualname__ or "dense" in run.__qualname__):
+        pytest.skip("cuBLAS takes block scales on a GPU only")
     results = []
-    for backend in ("reference", "cuda"):
+    for config, backend in (
+        (recipe("fp32"), "reference"),
+        (recipe(base, **overrides), "reference"),
+        (recipe(base, **overrides), "cuda"),
+    ):
         layers, arena = build(config, backend, *sizes)
         seen: list[Tensor] = []
+        amaxes: list[Tensor] = []
         for step in range(STEPS):
             begin_step(layers, arena)
             seen += run(layers, step)
             seen += [p.grad for p in layers.parameters() if p.grad is not None]
             layers.zero_grad()
-            amax = arena.amax.clone()
+            amaxes.append(arena.amax.clone())
             arena.commit(arena.finite())
-            seen.append(amax)
-        results.append((seen, arena))
-    (theirs, their_arena), (ours, our_arena) = results
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        close(a, b, f"tensor {i}", tolerance)
-    assert their_arena.names == our_arena.names
-    close(our_arena.scale, their_arena.scale, "scales", tolerance)
+        results.append((seen, [*amaxes, arena.scale], arena.names))
+    (exact, _, _), (theirs, their_rows, names), (ours, our_rows, our_names) = results
+    for i, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert torch.isfinite(a).all() and a.dtype == b.dtype, f"tensor {i}"
+        assert error(a, c) <= 1.2 * error(b, c) + 5e-3, (
+            f"tensor {i}: error {error(a, c):.1e}, reference {error(b, c):.1e}"
+        )
+    assert names == our_names
+    for a, b in zip(our_rows, their_rows, strict=True):
+        assert error(a, b) < 2e-2
+
+
+def gradient(y: Tensor) -> Tensor:
+    """The same random numbers in every recipe."""
+    return (torch.randn(y.shape) * 1e-4).bfloat16().to(y.device, y.dtype)
 
 
 def draw(step: int, *shape: int) -> Tensor:
@@ -130,12 +134,11 @@ def test_linear(recipe: Recipe, name: str, rows: int, width: int, inner: int) ->
     def run(layers: Layers, step: int) -> list[Tensor]:
         x = draw(step, rows, width)
         y = layers.alone(x)
-        y.backward(torch.randn_like(y) * 1e-4)
+        y.backward(gradient(y))
         assert x.grad is not None
         return [y.detach(), x.grad]
 
-    base, overrides = RECIPES[name]
-    compare(recipe(base, **overrides), (width, inner, 2), run)
+    compare(recipe, name, (width, inner, 2), run)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -144,12 +147,11 @@ def test_grouped_linear(recipe: Recipe, name: str, sizes: tuple[int, ...]) -> No
     def run(layers: Layers, step: int) -> list[Tensor]:
         x = draw(step, sum(sizes), 144)
         y = layers.grouped(x, torch.tensor(sizes, device=DEVICE).cumsum(0).int())
-        y.backward(torch.randn_like(y) * 1e-4)
+        y.backward(gradient(y))
         assert x.grad is not None
         return [y.detach(), x.grad]
 
-    base, overrides = RECIPES[name]
-    compare(recipe(base, **overrides), (144, 48, len(sizes)), run)
+    compare(recipe, name, (144, 48, len(sizes)), run)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -162,12 +164,11 @@ def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, in
         y = gated_ffn(
             rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels), layers.up, layers.down, layers.down_feed
         )
-        y.backward(torch.randn_like(y) * 1e-4)
+        y.backward(gradient(y))
         assert x.grad is not None
         return [y.detach(), x.grad]
 
-    base, overrides = RECIPES[name]
-    compare(recipe(base, **overrides), (width, inner, 2), run)
+    compare(recipe, name, (width, inner, 2), run)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -190,9 +191,8 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str) -> None:
             made, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed,
             rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=add,
         )  # fmt: skip
-        y.backward(torch.randn_like(y) * 1e-4)
+        y.backward(gradient(y))
         assert x.grad is not None and weight.grad is not None and add.grad is not None
         return [y.detach(), x.grad, weight.grad, add.grad]
 
-    base, overrides = RECIPES[name]
-    compare(recipe(base, **overrides), (width, inner, experts), run)
+    compare(recipe, name, (width, inner, experts), run)

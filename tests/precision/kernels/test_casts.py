@@ -1,0 +1,103 @@
+"""Casts, transpositions and weights: the same FP8 numbers as plain PyTorch, in both orders, at awkward sizes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from precision.formats import E4M3, E5M2, Format, saturating_cast
+from precision.scaling import scale_from_amax
+
+kernels = pytest.importorskip("precision.kernels.cast", reason="Triton is missing")
+from precision.kernels.common import Cast  # noqa: E402
+from precision.kernels.weights import cast_weight  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TENSOR, ROW, BLOCK = 1, 2, 3
+SHAPES = [(37, 144), (130, 272), (1, 16), (512, 512), (1000, 768)][: None if DEVICE == "cuda" else 3]
+
+
+def values(R: int, C: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    torch.manual_seed(R + C)
+    return (torch.randn(R, C) * torch.logspace(-3, 3, R)[:, None]).to(DEVICE, dtype)
+
+
+def twin(x: Tensor, how: Cast, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """FP8 of x in tiles, and the inverse scale of each number. rows, columns of a tile; 0: all."""
+    data, inv = torch.empty(x.shape, dtype=how.fmt.dtype, device=x.device), torch.empty(x.shape, device=x.device)
+    for r in range(0, x.shape[0], rows or x.shape[0]):
+        for c in range(0, x.shape[1], columns or x.shape[1]):
+            tile = (slice(r, r + (rows or x.shape[0])), slice(c, c + (columns or x.shape[1])))
+            scale = scale_from_amax(x[tile].abs().amax().float(), how.fmt.max, how.margin, how.power_of_two)
+            data[tile], inv[tile] = saturating_cast(x[tile], scale, how.fmt), scale.reciprocal()
+    return data, inv
+
+
+TILES = {TENSOR: (0, 0), ROW: (1, 0), BLOCK: (1, 128)}
+
+
+def same(ours: Tensor, theirs: Tensor, what: str) -> None:
+    wrong = ours.float() != theirs.float()
+    assert not wrong.any(), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {wrong.nonzero()[0].tolist()}"
+    )
+
+
+def read(data: Tensor, inv: Tensor, mode: int, along: int) -> Tensor:
+    """What scaled data stand for; BLOCK scales repeat 128 times along a dimension."""
+    if mode == BLOCK:
+        inv = inv.repeat_interleave(128, along).narrow(along, 0, data.shape[along])
+    return data.float() * inv
+
+
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize(("R", "C"), SHAPES)
+def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> None:
+    x, how = values(R, C), Cast(fmt, mode, False, 0, mode != TENSOR)
+    amax, row = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+    want, want_inv = twin(x, how, *TILES[mode])
+    for transposed in (False, True):
+        data, inv, data_t, inv_t = kernels.cast(x, row, amax, how, transposed)
+        same(data, want, f"rows, transposed={transposed}")
+        torch.testing.assert_close(read(data, inv, mode, 1), want.float() * want_inv, rtol=0, atol=0)
+    assert amax == x.abs().max()
+    assert data_t is not None and inv_t is not None
+    if mode == TENSOR:
+        same(data_t[:, :R].t(), want, "columns")
+    elif mode == ROW:
+        again = saturating_cast(want.float() * want_inv, want_inv.amax().reciprocal(), fmt)
+        same(data_t[:, :R].t(), again, "columns")
+    else:
+        columns, columns_inv = twin(x, how, 128, 1)
+        same(data_t[:, :R].t(), columns, "columns")
+        torch.testing.assert_close(read(data_t.t(), inv_t, mode, 0)[:R], columns.float() * columns_inv, rtol=0, atol=0)
+    assert (data_t[:, R:].float() == 0).all()
+    kept, kept_inv = kernels.transpose(data, inv, how)
+    if mode == BLOCK:
+        columns, _ = twin(want.float() * want_inv, how, 128, 1)
+        same(kept[:, :R].t(), columns, "columns of what was kept")
+    else:
+        same(kept[:, :R].t(), data_t[:, :R].t(), "columns of what was kept")
+        assert kept_inv == inv_t
+
+
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+@pytest.mark.parametrize("stack", [(), (3,)])
+@pytest.mark.parametrize(("N", "K"), SHAPES[1:])
+def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int) -> None:
+    N = -(-N // 16) * 16
+    w = values(N * (stack or (1,))[0], K, torch.float32).view(*stack, N, K)
+    how = Cast(E4M3, mode, False, 0, mode != TENSOR)
+    amax, row = (torch.zeros(stack, device=DEVICE) for _ in range(2))
+    made = cast_weight(w, row, amax, how, None)
+    for data, inv, data_t, inv_t in (made, cast_weight(w, row, amax, how, made)):
+        for g in range((stack or (1,))[0]):
+            exact = (w[g] if stack else w).bfloat16()
+            pick = lambda t, g=g: t[g] if stack else t  # noqa: E731
+            assert pick(amax) == exact.abs().max()
+            want, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (1, 0), BLOCK: (128, 128)}[mode])
+            want_t, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (0, 1), BLOCK: (128, 128)}[mode])
+            same(pick(data), want, f"w[{g}]")
+            same(pick(data_t).t(), want_t, f"w[{g}]^T")
+            if mode == BLOCK:
+                assert torch.equal(pick(inv).t(), pick(inv_t))
