@@ -226,9 +226,7 @@ def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) 
 
 
 def _recast_under_largest(x: Tensor, scale_inv: Tensor, like: Tensor) -> Tensor:
-    """x [R, C] as FP8 under one scale, the coarsest of its rows', read back. Rows of zeros have no say: their scale is
-    1, under which gradients of 1e-6 would vanish."""
-    scale_inv = torch.where((x != 0).any(1, keepdim=True), scale_inv, 2.0**-126)
+    """x [R, C] as FP8 under one scale, the coarsest of its rows', read back."""
     largest = scale_inv.amax() if scale_inv.numel() else scale_inv.new_ones(())
     largest = torch.where(largest == 0, 1.0, largest)
     fmt = E4M3 if like.dtype == torch.float8_e4m3fn else E5M2

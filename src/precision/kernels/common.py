@@ -190,9 +190,9 @@ def unbyte(words, i: tl.constexpr):
 
 @triton.jit
 def settled(words):
-    """words, made before anything is done with them. Where BF16 turns into words of FP8 that are both taken apart again and
-    transposed, the code that Triton 3.6 ends in transposes wrong words (half of them; not in the interpreter). So they
-    pass an instruction that may not be moved."""
+    """words, made before anything is done with them. Where BF16 turns into words of FP8 that are both taken apart again
+    and transposed, the code that Triton 3.6 ends in transposes wrong words (half of them; not in the interpreter). So
+    they pass an instruction that may not be moved."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1

@@ -44,7 +44,8 @@ def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) 
 
 
 def _ragged(*sizes: int) -> bool:
-    """cuBLAS takes block scales for whole blocks only, and rows in fours; elsewhere the grouped kernels serve, with one group."""
+    """cuBLAS takes block scales for whole blocks only, and rows in fours; elsewhere the grouped kernels serve, with one
+    group."""
     return any(size % 128 for size in sizes)
 
 

@@ -31,7 +31,7 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
         bits = x.data.astype("uint32") << 16
         return interpreter.TensorHandle(bits.view("float32"), tl.float32)
 
-    def create_dot_of_numbers(self, a, b, *rest):
-        return create_dot(self, wide(a), wide(b), *rest)
+    def create_dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return create_dot(self, wide(a), wide(b), d, input_precision, max_num_imprecise_acc)
 
     interpreter.InterpreterBuilder.create_dot = create_dot_of_numbers

@@ -1,4 +1,4 @@
-"""The cuda backend against the reference backend on random data, awkward shapes: in Triton's interpreter, or on a GPU."""
+"""The cuda backend against the reference on random data in awkward shapes: in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from precision import (
     Feed,
+    GemmRow,
     GroupedLinear,
     Linear,
     Plan,
@@ -45,16 +46,18 @@ class Layers(nn.Module):
         super().__init__()
         plan = Plan(config, 1)
 
-        def linear(name: str, op: str, k: int, n: int, groups: int = 1) -> Linear | GroupedLinear:
-            row = plan.gemm(f"layers.0.{name}", op, k, n, groups, 2 if groups > 1 else 1)
-            row = replace(row, recipe=replace(row.recipe, backend=backend))
-            return GroupedLinear(row) if groups > 1 else Linear(row)
+        def row(name: str, op: str, k: int, n: int, groups: int = 1) -> GemmRow:
+            made = plan.gemm(f"layers.0.{name}", op, k, n, groups, 2 if groups > 1 else 1)
+            return replace(made, recipe=replace(made.recipe, backend=backend))
 
-        self.alone = linear("attn.o", "attn.o", width, inner)
-        self.grouped = linear("moe.experts.alone", "moe.experts", width, inner, experts)
-        self.up, self.down = linear("ffn.up", "ffn", width, 2 * inner), linear("ffn.down", "ffn", inner, width)
-        self.ups = linear("moe.experts.up", "moe.experts", width, 2 * inner, experts)
-        self.downs = linear("moe.experts.down", "moe.experts", inner, width, experts)
+        self.alone = Linear(row("attn.o", "attn.o", width, inner))
+        self.grouped = GroupedLinear(row("moe.experts.alone", "moe.experts", width, inner, experts))
+        self.up, self.down = (
+            Linear(row("ffn.up", "ffn", width, 2 * inner)),
+            Linear(row("ffn.down", "ffn", inner, width)),
+        )
+        self.ups = GroupedLinear(row("moe.experts.up", "moe.experts", width, 2 * inner, experts))
+        self.downs = GroupedLinear(row("moe.experts.down", "moe.experts", inner, width, experts))
         self.gain = nn.Parameter(torch.ones(width))
         self.kernels = backend
         self.feed = Feed(self.up, self.ups, tensor=True)
