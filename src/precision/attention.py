@@ -4,29 +4,29 @@ On a GPU it is cuDNN's, asked for by name: PyTorch's own order of preference doe
 no MLA (its d_qk of 192 differs from its d_v of 128). It is asked for causality, never given a mask: with one, its
 backward pass on Hopper has made NaNs (pytorch issue 196678).
 
-cuDNN takes BF16 and FP16, head sizes that are multiples of 8 up to 256 on Hopper (128 on other GPUs from Ampere on;
-192 / 128 on Blackwell), and two positions or more. PyTorch checks that beforehand, from dtype, shapes and GPU, and for
-what is left takes the next kernel of the list below. So it does for runs that ask for deterministic algorithms.
+cuDNN takes BF16 and FP16, head sizes that are multiples of 8 up to 256 on Hopper, and two positions or more; for what
+is left PyTorch picks among its other kernels, as it does for runs that ask for deterministic algorithms. The operator
+is called directly: a choice made by a context manager is lost where a compiled block is computed again in its backward
+pass.
 
 MLA's head sizes differ, but PyTorch's fused CPU kernel wants one, so there v is padded with zeros and the result cut.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-GPU_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]  # the first that can
+HOPPER = 9  # major compute capability
 
 
 def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i."""
     if q.is_cuda:
-        return _first_that_can(q, k, v, scale)
+        if _cudnn_takes(q, v):
+            # no bias, keep the log-sum-exp, no dropout, causal, no debug mask
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            return cudnn(q, k, v, None, True, 0.0, True, False, scale=scale)[0]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     narrow = q.shape[-1] - v.shape[-1]
     if narrow > 0:
         v = F.pad(v, (0, narrow))
@@ -34,6 +34,13 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def _first_that_can(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    with sdpa_kernel(GPU_KERNELS, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+def _cudnn_takes(q: Tensor, v: Tensor) -> bool:
+    sizes = q.shape[-1], v.shape[-1]
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-2] > 1
+        and max(sizes) <= 256
+        and not any(size % 8 for size in sizes)
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.cuda.get_device_properties(q.device).major == HOPPER
+    )

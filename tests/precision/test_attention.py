@@ -3,11 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import EagerAndRecordGraphs
-from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
 
-from precision import attention, attention_core
+from precision import attention_core
 
 
 def inputs(length: int, d_qk: int, d_v: int) -> list[Tensor]:
@@ -34,27 +31,3 @@ def test_equals_its_definition_with_gradients(length: int, d_qk: int, d_v: int) 
     probe = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_list_of_kernels_can_be_compiled_into_one_graph(recompute: bool) -> None:
-    """What a GPU does, on a CPU: of the list, flash attention and the plain one are there."""
-    q, k, v = inputs(12, 16, 16)
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        args = q * 1, k, v, 0.2
-        if recompute:
-            return checkpoint(attention._first_that_can, *args, use_reentrant=False)
-        return attention._first_that_can(*args)
-
-    backend = EagerAndRecordGraphs()
-    enabled = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
-    out = torch.compile(core, fullgraph=True, backend=backend)(q, k, v)
-    torch.testing.assert_close(out, definition(q, k, v, 0.2).float())
-    out.sum().backward()
-    graphs = [module for g in backend.graphs for module in g.modules() if isinstance(module, torch.fx.GraphModule)]
-    called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    at = next(i for i, name in enumerate(called) if "scaled_dot_product" in name)
-    assert "_sdpa_kernel" in called[at - 1] and "_sdpa_kernel" in "".join(called[at + 1 :]), "chosen, and put back"
-    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == enabled
-    assert attention.GPU_KERNELS[0] is SDPBackend.CUDNN_ATTENTION
