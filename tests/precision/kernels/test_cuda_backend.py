@@ -1,4 +1,4 @@
-"""The cuda backend against the reference backend on random data and awkward shapes; in the interpreter or on a GPU.
+"""The cuda backend against the reference backend on random data and awkward shapes; in the interpreter or on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
