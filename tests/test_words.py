@@ -45,7 +45,7 @@ def benched(words: list[str]) -> list[str]:
         if "--model" in given:
             needed.discard("--shape")
         return [*cut, *(part for option in sorted(needed - given) for part in (option, sizes[option]))]
-    own = {"model", "data", "data.path", "model.vocab_size", *SMALL}
+    own = {"model", "data", "data.path", "data.glob", "model.vocab_size", *SMALL}
     kept = [word for word in words if word.partition("=")[0] not in own]
     return smaller([*kept, "data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"])
 
