@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models import Losses
 from models.flops import flops_per_token
-from precision import begin_step
+from precision import IGNORED, begin_step
 from trainer.build import Engine, Parts, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
@@ -101,13 +101,17 @@ class Trainer:
         whole: over all of them, else over `eval.batches` microbatches spread evenly over the files.
         """
         p, e, config = self.parts, self.parts.engine, self.config
-        size, count = config.trainer.microbatch_size, None if whole else config.eval.batches or None
+        size, most = config.trainer.microbatch_size, None if whole else config.eval.batches or None
         e.model.eval()
         total, weight = 0.0, 0
-        for tokens in validation_batches(p.data.validation, config.trainer.sequence_length, size, count):
-            tokens = tokens.to(e.device)
-            total += float(e.model.loss(e.model.hidden(tokens[:, :-1]), tokens[:, 1:])) * len(tokens)
-            weight += len(tokens)
+        for tokens in validation_batches(p.data.validation, config.trainer.sequence_length, size, most):
+            count = len(tokens)
+            # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
+            tokens = tokens[torch.arange(size) % count].to(e.device)
+            targets = tokens[:, 1:].clone()
+            targets[count:] = IGNORED
+            total += float(e.model.loss(e.model.hidden(tokens[:, :-1]), targets)) * count
+            weight += count
         e.model.train()
         loss = total / weight
         p.sinks.metrics({"step": self.step, "loss/validation": loss})
