@@ -1,0 +1,123 @@
+"""The kernels compile for Hopper on any machine: no spilled registers, tensor cores where there are products, words
+that are settled before they are transposed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is missing")
+
+SOURCE = Path(__file__).parents[3] / "src"
+PROGRAM = '''
+import subprocess, sys, tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+
+class Hopper:
+    """A driver that knows a GPU and has none: kernels are compiled for it, not started."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+driver.set_active(Hopper())
+launch, seen = jit.JITFunction.run, set()
+disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compile_only(self, *args, grid, warmup, **options):
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    if kernel.hash in seen:
+        return
+    seen.add(kernel.hash)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([disassembler, "-res-usage", file.name], capture_output=True, text=True).stdout
+    assert "STACK:0" in usage, (self.__name__, usage)
+    code, product = kernel.asm["ttgir"], "_nt_" in self.__name__ or "_wgrad" in self.__name__
+    assert product or ("tt.trans" in code) == ("mov.b32" in code), self.__name__  # see kernels.common.settled
+    if product:
+        assert "wgmma" in kernel.asm["ptx"], self.__name__
+
+
+jit.JITFunction.run = compile_only
+
+from precision.formats import E4M3, E5M2
+from precision.kernels import cast, grouped_gemm, norm, route, swiglu, weights
+from precision.kernels.common import Cast
+
+grouped_gemm._multiprocessors = lambda x: 132
+R, D, F, E = 1024, 2048, 1408, 2
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype)
+
+
+def ints(*shape):
+    return new(*shape, dtype=torch.int32)
+
+
+def floats(*shape):
+    return new(*shape, dtype=torch.float32)
+
+
+one, mode = floats(), int(sys.argv[1])
+to = route.Route(ints(R), floats(R), ints(R // 2, 2), ints(E), ints(E), ints(R // 128))
+how, back = (Cast(fmt, mode, mode == 1, 0, mode != 1) for fmt in (E4M3, E5M2))
+x8 = new(R, D, dtype=torch.float8_e4m3fn)
+inv = {1: floats(), 2: floats(R, 1), 3: floats(D // 128, R).t()}[mode]
+cast.cast(new(R, D), one, one, how)
+cast.cast(new(R, D), one, one, back, True)
+cast.transpose(x8, inv, how)
+cast.gather_transposed(x8, inv, to.token, to.ends, how, True)
+route.gather(x8, inv, to, how)
+norm.rms_norm(new(R, D), floats(D), 1e-5, one, one, how, True)
+swiglu.swiglu(new(R, 2 * F), to.weight, to.ends, one, one, how)
+if mode == 1:
+    swiglu.swiglu_backward_tensor(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(2), one, one, back, how)
+    route.route(new(R, 6, dtype=torch.int64), floats(R, 6), 64, 128)
+    route.combine(new(R, D), to, new(R // 2, D), floats(22, R))
+    norm.rms_norm_backward(new(R, D), new(R, D), floats(D), floats(R))
+    grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
+    grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)
+if mode == 2:
+    swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
+if mode == 3:
+    swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
+weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
+for n, k, fmt in ((2 * F, D, E4M3), (D, F, E4M3), (F, D, back.fmt), (D, 2 * F, back.fmt)):
+    scale_a = {1: one, 2: floats(R, 1), 3: floats(k // 128, R).t()}[mode]
+    scale_b = {1: floats(E), 2: floats(E, n, 1), 3: floats(E, n // 128, k // 128)}[mode]
+    w8 = new(E, n, k, dtype=torch.float8_e4m3fn)
+    grouped_gemm.nt(new(R, k, dtype=fmt.dtype), scale_a, w8, scale_b, mode, to)
+for m, n in ((2 * F, D), (D, F)):
+    scales = [floats(R // 128, size) if mode == 3 else one for size in (m, n)]
+    a8, b8 = new(m, R, dtype=back.fmt.dtype), new(n, R, dtype=torch.float8_e4m3fn)
+    grouped_gemm.wgrad(a8, scales[0], b8, scales[1], mode, to)
+print(len(seen), "kernels")
+'''
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_every_kernel_compiles_well(mode: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(mode)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[0]) >= 15
