@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from precision.backends.availability import te_scaling
 from precision.config import Fp8Format, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
 from precision.formats import BF16, BY_NAME, FP32, Format
 from precision.hardware import Gpu
@@ -269,7 +270,7 @@ class Plan:
         """One object for each kind of GEMM, so that equal layers share it."""
         key = precision, output, backend
         if key not in self._recipes:
-            scaling = self.config.scaling
+            scaling = te_scaling(self.config.scaling) if backend == TE else self.config.scaling
             if precision is Precision.fp8:
                 forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
             else:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import HOPPER, cuda_problem, te_problem
+from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling
 from precision.config import BackendChoice, Precision, PrecisionConfig
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
@@ -85,7 +85,7 @@ class Resolver:
         name = self._config.backend.value
         problem = cuda_problem(self._gpu) if name == CUDA else None
         if name == TE:
-            problem = te_problem(self._gpu, self._config.scaling)
+            problem = self._te_problem()
         if problem is not None:
             raise ValueError(f"precision.backend={name}: {problem}; or set precision.backend=auto or reference")
         return [] if name == REFERENCE else [name], name
@@ -99,8 +99,16 @@ class Resolver:
             return able, CUDA
         newer = self._gpu is not None and self._gpu.capability > HOPPER
         measured = newer or TE in self._rates.runs
-        able = [TE] if measured and te_problem(self._gpu, self._config.scaling) is None else []
+        able = [TE] if measured and self._te_problem() is None else []
         return able, TE if able and newer else REFERENCE
+
+    def _te_problem(self) -> str | None:
+        """Why Transformer Engine cannot serve what it would be asked for."""
+        asked = te_scaling(self._config.scaling)
+        problem = te_problem(self._gpu, asked)
+        if problem is None and asked != self._config.scaling:
+            self.notes.append("Transformer Engine has no scales per row: it scales per tensor here")
+        return problem
 
     def choose(self, gemm: Gemm, precision: Precision) -> Choice:
         """Who serves a row that the table and its rules put in `precision`."""

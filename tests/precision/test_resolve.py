@@ -64,7 +64,6 @@ def test_a_missing_transformer_engine_is_named_with_its_installation() -> None:
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        ({"granularity": Granularity.row, "power_of_two": True}, "granularity=row"),
         ({"granularity": Granularity.block}, "power_of_two=true"),
         ({"margin": 2}, "margin=2"),
     ],
@@ -153,3 +152,12 @@ def test_a_run_that_goes_on_elsewhere_or_otherwise_chooses_anew() -> None:
     assert changed.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
     raised = Resolver(settings("cuda"), H200, saved=first.state())
     assert raised.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
+
+
+@pytest.mark.usefixtures("te_installed")
+@pytest.mark.parametrize(("backend", "gpu"), [("transformer_engine", H200), ("auto", B200)])
+def test_transformer_engine_scales_per_tensor_what_is_per_row(backend: str, gpu: Gpu) -> None:
+    rows = settings(backend, method=Method.current, granularity=Granularity.row, power_of_two=True)
+    resolver = Resolver(rows, gpu, rates=RateTable([]))
+    assert resolver.choose(GEMM, Precision.fp8).backend == "transformer_engine"
+    assert "Transformer Engine has no scales per row: it scales per tensor here" in resolver.notes

@@ -11,6 +11,7 @@ Each function returns None, or in a few words why not.
 import functools
 import importlib
 import re
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
@@ -37,6 +38,13 @@ def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
     if gpu.capability < oldest:
         return f"Transformer Engine needs sm_{oldest[0]}{oldest[1]} for this scaling; {gpu.name} is {gpu.sm}"
     return te_refusal(scaling) or te_missing()
+
+
+def te_scaling(scaling: ScalingConfig) -> ScalingConfig:
+    """What Transformer Engine is asked for: it has no scales per row, so these are per tensor there."""
+    if scaling.granularity is Granularity.row:
+        return replace(scaling, granularity=Granularity.tensor)
+    return scaling
 
 
 def te_refusal(scaling: ScalingConfig) -> str | None:
