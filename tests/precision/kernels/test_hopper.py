@@ -1,5 +1,5 @@
-"""The kernels compile for Hopper on any machine: hardly a spilled register, tensor cores where there are products, words
-that are settled before they are transposed."""
+"""The kernels compile for Hopper on any machine: hardly a spilled register, tensor cores where there are products,
+words that are settled before they are transposed."""
 
 import os
 import subprocess
