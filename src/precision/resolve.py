@@ -172,7 +172,7 @@ class Resolver:
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
         entry = self._rates.nearest(kind, self._scaling, shape, gemm.rows, candidates)
         if entry is None:
-            self._note_unmeasured()
+            self._note_unmeasured(kind)
             return Choice(Precision.fp8, self._served(self._default, gemm))
         best = min((name for name in candidates if name in entry.ms), key=lambda name: entry.ms[name])
         gain = entry.ms["bf16"] / entry.ms[best] if "bf16" in entry.ms else None
@@ -184,9 +184,10 @@ class Resolver:
         """Who serves the row if `backend` is to."""
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 
-    def _note_unmeasured(self) -> None:
+    def _note_unmeasured(self, kind: str) -> None:
         where = "a CPU" if self._gpu is None else self._gpu.name
-        note = f"no measured rates of {self._scaling} on {where}: FP8 rows keep their recipe, served by {self._default}"
+        what = f"{kind} GEMMs with {self._scaling}"
+        note = f"no measured rates of {what} on {where}: FP8 rows keep their recipe, served by {self._default}"
         if self._config.never_slower:
             note += "; precision.never_slower has no effect on them"
         if note not in self.notes:

@@ -95,7 +95,8 @@ def test_a_gpu_without_rates_keeps_the_recipe_and_says_so_once() -> None:
         assert [resolver.choose(GEMM, Precision.fp8) for _ in range(3)] == 3 * [Choice(Precision.fp8, backend)]
         (note,) = resolver.notes
         assert note == (
-            f"no measured rates of delayed/tensor on {gpu.name}: FP8 rows keep their recipe, served by {backend}"
+            f"no measured rates of linear GEMMs with delayed/tensor on {gpu.name}: FP8 rows keep their recipe, "
+            f"served by {backend}"
         )
 
 
