@@ -222,7 +222,7 @@ def test_weights_are_quantised_once_a_step_and_from_bf16(recipe: Recipe) -> None
     begin_step(layer, arena)
     assert layer.operand.data.data_ptr() == first, "made in place: compiled graphs keep pointing at it"
     through_bf16 = layer.weight.detach().bfloat16().float()
-    scale = 448 / through_bf16.abs().max()
+    scale = torch.tensor(448.0) / through_bf16.abs().max()  # 448 / tensor is 448 * (1 / tensor): rounded twice
     assert torch.equal(layer.operand.data.float(), (through_bf16 * scale).to(torch.float8_e4m3fn).float())
 
 

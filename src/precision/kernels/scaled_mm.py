@@ -28,8 +28,9 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
     if mode == BLOCK.value:
         if _ragged(*w.shape) or a.shape[0] % 4:
             return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
-        w_inv = F.pad(w_inv, (0, -w_inv.shape[1] % 4)).t()  # cuBLAS reads blocks along the sum in fours
-        return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv, SQUARES, output_dtype=torch.bfloat16).to(out)
+        missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
+        w_inv = F.pad(w_inv, (0, missing)) if missing else w_inv
+        return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
 

@@ -93,7 +93,10 @@ def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int) -> None:
     for data, inv, data_t, inv_t in (made, cast_weight(w, row, amax, how, made)):
         for g in range((stack or (1,))[0]):
             exact = (w[g] if stack else w).bfloat16()
-            pick = lambda t, g=g: t[g] if stack else t  # noqa: E731
+
+            def pick(t: Tensor, g: int = g) -> Tensor:
+                return t[g] if stack else t
+
             assert pick(amax) == exact.abs().max()
             want, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (1, 0), BLOCK: (128, 128)}[mode])
             want_t, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (0, 1), BLOCK: (128, 128)}[mode])
