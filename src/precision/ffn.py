@@ -17,6 +17,7 @@ from precision.fused import combine_rows, gather_rows, swiglu
 from precision.linear import GroupedLinear, Linear, quantize
 from precision.operand import Feed, Operand
 from precision.permutation import permutation
+from precision.scaling import record_amax
 
 
 def gated_ffn(x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed) -> Tensor:
@@ -128,12 +129,13 @@ class _Ffn(torch.autograd.Function):
         routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
         none = y1.new_empty(0, dtype=torch.float32)
         dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
-        dx, dw1, dw2, dweight = ffn_ops.ffn_backward(
+        dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
             grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
-            w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none),
-            _or(dy_amax, y1.new_empty(1, dtype=torch.float32)), _or(d1_scale, none),
-            _or(d1_amax, y1.new_empty(1, dtype=torch.float32)), ctx.how,
+            w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
         )  # fmt: skip
+        if dy_amax is not None:
+            record_amax(dy_amax, amaxes[0])
+            record_amax(d1_amax, amaxes[1])
         dx = dx.to(ctx.dtype).view(ctx.shape)
         gone = (None,) * 11
         return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 7

@@ -22,6 +22,7 @@ from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
+from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -127,15 +128,28 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.custom_op("octet::ffn_backward", mutates_args=("dy_amax", "d1_amax"))
+@torch.library.custom_op("octet::ffn_backward", mutates_args=())
 def ffn_backward(
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
+    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
+    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32
+    (or empty), the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
+
+    The amaxes are returned, not written into the arena: where an operator changes two views of one buffer, inductor
+    copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11)."""
+    amaxes = torch.zeros(2, device=dy.device)
+    return *_backward(
+        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how
+    ), amaxes
+
+
+def _backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
     dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
-    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32
-    (or empty)."""
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
     if casts.forward is None or casts.grad is None:
@@ -145,8 +159,9 @@ def ffn_backward(
     if to is None:
         d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
     elif mode == BLOCK.value:
-        exact, _ = gather(dy, None, to, None)
-        d, d_inv, dt, dt_inv = cast_blocks(exact, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends)
+        d, d_inv, dt, dt_inv = cast_blocks(
+            dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
+        )
     else:
         d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
@@ -161,7 +176,11 @@ def ffn_backward(
         d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
         d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
         ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
-    else:
+    elif w2.shape[-2] % 128 == 0:
+        d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
+            dh, y1, weight, ends, d1_amax, casts.grad, casts.forward
+        )
+    else:  # blocks of [dg, du] lie across their border
         d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None)
         d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
         unseen = torch.zeros((), device=h.device)
@@ -182,12 +201,11 @@ def ffn_backward(
 @ffn_backward.register_fake
 def _(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
-    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
-    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
     dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)
-    return dx, _empty(x, *w1.mT.shape), _empty(x, *w2.mT.shape), weights
+    return dx, _empty(x, *w1.mT.shape), _empty(x, *w2.mT.shape), weights, _empty(x, 2)
 
 
 def _backward_bf16(

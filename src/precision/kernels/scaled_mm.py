@@ -30,7 +30,7 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
             return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
         missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
         w_inv = F.pad(w_inv, (0, missing)) if missing else w_inv
-        return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16).to(out)
+        return _block_scaled_mm(a, a_inv, w, w_inv, True).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
 
@@ -40,8 +40,20 @@ def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) 
     if mode == BLOCK.value:
         if _ragged(a.shape[0], b.shape[0]):
             return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]))[0]
-        return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).float()
+        return _block_scaled_mm(a, a_inv.t(), b, b_inv, False).float()
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
+
+
+@torch.library.custom_op("octet::block_scaled_mm", mutates_args=())
+def _block_scaled_mm(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, squares: bool) -> Tensor:
+    """a [M, K], b [N, K] FP8 -> [M, N] BF16. An operator, since torch 2.11 cannot trace its own function."""
+    kind = SQUARES if squares else ROWS
+    return F.scaled_mm(a, b.t(), a_inv, ROWS, b_inv.t(), kind, output_dtype=torch.bfloat16)
+
+
+@_block_scaled_mm.register_fake
+def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, squares: bool) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=torch.bfloat16)
 
 
 def _ragged(*sizes: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 adamw = pytest.importorskip("precision.kernels.adamw", reason="Triton is missing")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU: tests/gpu/test_adamw.py")
 SHAPES = [(1,), (37,), (8, 16), (50, 100), (200,), (3, 64)]  # chunks of 128: less than one, exactly one, many
 LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.1, 0.3, 0.0, 0.1)
 
