@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from precision.kernels.common import BLOCK, INTERPRETED, ROW, TENSOR
+from precision.kernels.common import BLOCK, INTERPRETED, ROW, TENSOR, as_bf16
 from precision.kernels.route import Route
 
 BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
+PLAIN = tl.constexpr(0)  # a MODE: no scales; BF16, and in wgrad both factors [R', .] as they come
 
 
 @triton.jit
@@ -66,9 +67,16 @@ def _nt_kernel(
 
 
 @triton.jit
+def _rounded(x, to: tl.constexpr):
+    """FP32 in the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which cuts by itself)."""
+    return as_bf16(x).to(to) if to == tl.bfloat16 else x
+
+
+@triton.jit
 def _put(c, d, e, m, n, acc, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          TRANS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """Store a tile of d[e] in quarters: a small staging buffer leaves shared memory to the pipeline."""
+    F: tl.constexpr = d.dtype.element_ty
     if not EVEN:
         row = m * BM + tl.arange(0, BM)
         col = n * BN + tl.arange(0, BN)
@@ -77,7 +85,7 @@ def _put(c, d, e, m, n, acc, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
             at = d + (e * N + col[None, :]).to(tl.int64) * M + row[:, None]
         else:
             at = d + (e * M + row[:, None]).to(tl.int64) * N + col[None, :]
-        tl.store(at, acc, mask=inside)
+        tl.store(at, _rounded(acc, F), mask=inside)
     else:
         Q: tl.constexpr = BN // 4
         left, right = _halves(acc, BM, BN)
@@ -85,16 +93,16 @@ def _put(c, d, e, m, n, acc, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
         q2, q3 = _halves(right, BM, BN // 2)
         if TRANS:
             at = e * N + n * BN
-            c.store([at, m * BM], q0.T)
-            c.store([at + Q, m * BM], q1.T)
-            c.store([at + 2 * Q, m * BM], q2.T)
-            c.store([at + 3 * Q, m * BM], q3.T)
+            c.store([at, m * BM], _rounded(q0.T, F))
+            c.store([at + Q, m * BM], _rounded(q1.T, F))
+            c.store([at + 2 * Q, m * BM], _rounded(q2.T, F))
+            c.store([at + 3 * Q, m * BM], _rounded(q3.T, F))
         else:
             at = e * M + m * BM
-            c.store([at, n * BN], q0)
-            c.store([at, n * BN + Q], q1)
-            c.store([at, n * BN + 2 * Q], q2)
-            c.store([at, n * BN + 3 * Q], q3)
+            c.store([at, n * BN], _rounded(q0, F))
+            c.store([at, n * BN + Q], _rounded(q1, F))
+            c.store([at, n * BN + 2 * Q], _rounded(q2, F))
+            c.store([at, n * BN + 3 * Q], _rounded(q3, F))
 
 
 @triton.jit
@@ -115,39 +123,22 @@ def _wgrad_kernel(
         row = m * BM + tl.arange(0, BM)
         col = n * BN + tl.arange(0, BN)
         for k in range(steps):
-            x = a.load([m * BM, first + k * BK])
-            y = b.load([n * BN, first + k * BK])
-            if MODE == BLOCK:
-                block = (first // BK + k).to(tl.int64)
-                left = tl.load(scale_a + block * M + row, mask=row < M, other=1.0)
-                right = tl.load(scale_b + block * N + col, mask=col < N, other=1.0)
-                acc += tl.dot(x, y.T) * left[:, None] * right[None, :]
+            if MODE == PLAIN:
+                x = a.load([first + k * BK, m * BM])
+                y = b.load([first + k * BK, n * BN])
+                acc = tl.dot(x.T, y, acc)
             else:
-                acc = tl.dot(x, y.T, acc)
-        if MODE != BLOCK:
+                x = a.load([m * BM, first + k * BK])
+                y = b.load([n * BN, first + k * BK])
+                if MODE == BLOCK:
+                    block = (first // BK + k).to(tl.int64)
+                    left = tl.load(scale_a + block * M + row, mask=row < M, other=1.0)
+                    right = tl.load(scale_b + block * N + col, mask=col < N, other=1.0)
+                    acc += tl.dot(x, y.T) * left[:, None] * right[None, :]
+                else:
+                    acc = tl.dot(x, y.T, acc)
+        if MODE == TENSOR or MODE == ROW:  # noqa: SIM109  (a constexpr knows no `in`)
             acc *= tl.load(scale_a) * tl.load(scale_b)
-        _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
-
-
-@triton.jit
-def _wgrad_bf16_kernel(
-    a, b, c, d, starts, ends,
-    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GRID: tl.constexpr, TRANS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """BF16 factors may lie along rows: a [R', M], b [R', N]."""
-    M_TILES: tl.constexpr = (M + BM - 1) // BM
-    N_TILES: tl.constexpr = (N + BN - 1) // BN
-    for tile in tl.range(tl.program_id(0), E * M_TILES * N_TILES, GRID):
-        e = tile // (M_TILES * N_TILES)
-        m = tile % (M_TILES * N_TILES) // N_TILES
-        n = tile % N_TILES
-        first = tl.load(starts + e)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range((tl.load(ends + e) - first) // BK):
-            x = a.load([first + k * BK, m * BM])
-            y = b.load([first + k * BK, n * BN])
-            acc = tl.dot(x.T, y, acc)
         _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
 
 
@@ -171,49 +162,40 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     return y
 
 
-def wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route) -> Tensor:
-    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] FP32. Inverse scales: 0-d (TENSOR, ROW), or
-    [R' / 128, M] and [R' / 128, N] (BLOCK)."""
-    M, N, E = a.shape[0], b.shape[0], to.starts.shape[0]
-    d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
-    BM, BK = 128, 128
-    trans = N % 256 != 0 and M % 256 == 0 and mode != BLOCK.value
+def wgrad(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype = torch.float32
+) -> Tensor:
+    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] in `out`, FP32 or BF16 (rounded once). Inverse scales: 0-d (TENSOR,
+    ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK)."""
+    return _wgrad(a, scale_a, b, scale_b, mode, to, out)
+
+
+def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
+    """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] in `out`, FP32 or BF16.
+    torch's grouped GEMM returns BF16 only, and turning that into FP32 costs as much as a quarter of the product."""
+    return _wgrad(a, a, b, b, PLAIN.value, to, out)
+
+
+def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype) -> Tensor:
+    plain = mode == PLAIN.value
+    M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
+    d = torch.empty(E, M, N, device=a.device, dtype=out)
+    BM, BK = 128, BF16_ALIGN if plain else 128
+    wide = mode != BLOCK.value
+    trans = wide and N % 256 != 0 and M % 256 == 0
     if trans:
         a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
-    BN = 256 if mode != BLOCK.value and N % 256 == 0 else 128
+    BN = 256 if wide and N % 256 == 0 else 128
     even = M % BM == 0 and N % BN == 0
     grid = _multiprocessors(a)
     flat = d.view(E * N, M) if trans else d.view(E * M, N)
     box = [BN // 4, BM] if trans else [BM, BN // 4]
     _wgrad_kernel[(grid,)](
-        TensorDescriptor.from_tensor(a, [BM, BK]),
-        TensorDescriptor.from_tensor(b, [BN, BK]),
+        TensorDescriptor.from_tensor(a, [BK, BM] if plain else [BM, BK]),
+        TensorDescriptor.from_tensor(b, [BK, BN] if plain else [BN, BK]),
         TensorDescriptor.from_tensor(flat, box) if even else d,
         d, scale_a, scale_b, to.starts, to.ends,
         E, M, N, BM, BN, BK, grid, mode, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
-    )  # fmt: skip
-    return d
-
-
-def wgrad_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
-    """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] FP32. torch's grouped
-    GEMM returns BF16, and turning that into FP32 costs as much as a quarter of the product."""
-    M, N, E = a.shape[1], b.shape[1], to.starts.shape[0]
-    d = torch.empty(E, M, N, device=a.device, dtype=torch.float32)
-    BM, BK = 128, BF16_ALIGN
-    trans = N % 256 != 0 and M % 256 == 0
-    if trans:
-        a, b, M, N = b, a, N, M
-    BN = 256 if N % 256 == 0 else 128
-    even = M % BM == 0 and N % BN == 0
-    grid = _multiprocessors(a)
-    flat = d.view(E * N, M) if trans else d.view(E * M, N)
-    box = [BN // 4, BM] if trans else [BM, BN // 4]
-    _wgrad_bf16_kernel[(grid,)](
-        TensorDescriptor.from_tensor(a, [BK, BM]),
-        TensorDescriptor.from_tensor(b, [BK, BN]),
-        TensorDescriptor.from_tensor(flat, box) if even else d,
-        d, to.starts, to.ends, E, M, N, BM, BN, BK, grid, trans, even, num_stages=3 if BN == 256 else 4, num_warps=8,
     )  # fmt: skip
     return d
 
