@@ -53,12 +53,12 @@ def _tensor_kernel(
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     if AMAX_ONLY:
         if not is_known(scale_row, DELAYED):
-            tl.atomic_max(own, tl.max(abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)), 0))
+            tl.atomic_max(own, tl.max(abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)), 0), sem="relaxed")
     else:
         scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
         v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
         tl.store(y + i, to_fp8(v * scale, F8, LIMIT), mask=i < n)
-        tl.atomic_max(amax, tl.max(abs_bits(v), 0))
+        tl.atomic_max(amax, tl.max(abs_bits(v), 0), sem="relaxed")
         if tl.program_id(0) == 0:
             tl.store(inv, inverse(scale))
 
@@ -87,7 +87,7 @@ def _tensor_transposed_kernel(
         inside = (r < R)[:, None] & (c < C)[None, :]
         tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=inside)
     tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
-    tl.atomic_max(amax, tl.max(largest))
+    tl.atomic_max(amax, tl.max(largest), sem="relaxed")
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(inv, inverse(scale))
 
@@ -107,35 +107,44 @@ def _rows_kernel(
     scale = scale_of(top, LIMIT, HEADROOM, POW2)
     tl.store(y + r[:, None] * C + c[None, :], to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
     tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
-    tl.atomic_max(amax, tl.max(abs_bits(top)))
+    tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
+
+
+@triton.jit
+def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
+    """Which rows of x rows 4 r4 + i are, and whether there are such."""
+    t = r4 * 4 + i
+    if GATHER:
+        t = tl.load(token + t)
+    return t.to(tl.int64), (t >= 0) & (t < T)
 
 
 @triton.jit
 def _block_part(
-    x, r4, c, R, C, i: tl.constexpr,
+    x, token, r4, c, T, C, i: tl.constexpr,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     """Rows 4 r4 + i of 128 columns: FP8 under the rows' scales, these, the rows' amaxes, and the numbers that the
     transposed copy is cast from."""
-    r = (r4 * 4 + i).to(tl.int64)
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0).to(tl.float32)
+    t, live = _source(token, r4, T, i, GATHER)
+    v = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0).to(tl.float32)
     top = amax_along(v, 1)
     scale = scale_of(top, LIMIT, HEADROOM, POW2)
     x8 = to_fp8(v * scale[:, None], F8, LIMIT)
     if AGAIN:
-        v = x8.to(tl.float32) * inverse(scale)[:, None]
+        v = x8.to(tl.float32) * inverse(scale, POW2)[:, None]
     return x8, scale, top, v
 
 
-@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
+@triton.jit(do_not_specialize=["T", "R"])  # one row compiled apart gave wrong results on the GPU
 def _blocks_kernel(
-    x, y, yt, ends, amax, inv, inv_t, R, C, R4,
+    x, y, yt, token, ends, amax, inv, inv_t, T, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 128 x 128: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1 column. AGAIN: y^T is cast from y's
-    numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
+    """A tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
+    column. AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
 
     Four parts of 32 rows, twice: the columns' scales are known after the first time, and reading the tile again from
     the cache leaves registers for another tile beside it."""
@@ -148,33 +157,24 @@ def _blocks_kernel(
         columns = tl.zeros((32, 128), tl.int32)
         rows = tl.zeros((32,), tl.int32)
         for i in tl.static_range(4):
-            x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
+            x8, scale, top, v = _block_part(x, token, r4, c, T, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN, GATHER)
             rows = tl.maximum(rows, abs_bits(top))
             columns = tl.maximum(columns, abs_bits(v))
             if ROWS:
                 r = (r4 * 4 + i).to(tl.int64)
                 tl.store(y + r[:, None] * C + c[None, :], x8, mask=(r < R)[:, None] & (c < C)[None, :])
-                tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale), mask=r < R)
-        tl.atomic_max(amax, tl.max(rows))
+                tl.store(inv + tl.program_id(0).to(tl.int64) * R + r, inverse(scale, POW2), mask=r < R)
+        tl.atomic_max(amax, tl.max(rows), sem="relaxed")
         if TRANSPOSED:
             scale_t = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
-            tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale_t), mask=c < C)
+            tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale_t, POW2), mask=c < C)
             tl.debug_barrier()  # or the compiler keeps the first reading in registers
             words = tl.zeros((32, 128), tl.int32)
             for i in tl.static_range(4):
-                x8, scale, top, v = _block_part(x, r4, c, R, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN)
+                x8, scale, top, v = _block_part(x, token, r4, c, T, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN, GATHER)
                 words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
             words = settled(words)
             tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
-
-
-@triton.jit
-def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
-    """Which rows of x rows 4 r4 + i are, and whether there are such."""
-    t = r4 * 4 + i
-    if GATHER:
-        t = tl.load(token + t)
-    return t.to(tl.int64), (t >= 0) & (t < T)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _transpose_kernel(
         if MODE != TENSOR:
             if MODE == BLOCK:
                 scale = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
-                tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale), mask=c < C)
+                tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale, POW2), mask=c < C)
             else:
                 scale = tl.full((128,), 1.0, tl.float32) * inverse(tl.load(inv_t))
             as_rows = words
@@ -287,11 +287,13 @@ def cast(
 
 
 def cast_blocks(
-    x: Tensor, amax: Tensor, how: Cast, rows: bool, transposed: bool, again: bool = False, ends: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, amax: Tensor, how: Cast, rows: bool, transposed: bool, again: bool = False, ends: Tensor | None = None,
+    token: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`cast` with BLOCK scales, `rows` and `transposed` as wanted. again: the transposed copy is cast from the FP8
-    numbers (activations), not from x. ends [E]: where the experts' rows end; rows beyond the last do not exist."""
-    R, C = x.shape
+    numbers (activations), not from x. ends [E]: where the experts' rows end; rows beyond the last do not exist. token
+    [R'] int32: of the rows of x in the experts' order (-1: padding)."""
+    (T, C), R = x.shape, x.shape[0] if token is None else token.shape[0]
     new = {"device": x.device, "dtype": torch.float32}
     blocks, Rt = triton.cdiv(C, 128), padded_rows(R)
     y = torch.empty(R if rows else 0, C, device=x.device, dtype=how.fmt.dtype)
@@ -299,9 +301,10 @@ def cast_blocks(
     inv = torch.empty(blocks, R if rows else 0, **new)
     inv_t = torch.empty(Rt // 128 if transposed else 0, C, **new)
     _blocks_kernel[(blocks, Rt // 128)](
-        x, y, as_words(yt), ends if ends is not None else inv, as_bits(amax), inv, inv_t, R, C, Rt // 4,
+        x, y, as_words(yt), token if token is not None else inv, ends if ends is not None else inv, as_bits(amax), inv,
+        inv_t, T, R, C, Rt // 4,
         **how.constants, GROUPS=0 if ends is None else ends.shape[0], ROWS=rows, TRANSPOSED=transposed, AGAIN=again,
-        num_warps=8, maxnreg=128,
+        GATHER=token is not None, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return y, inv.t(), yt if transposed else None, inv_t if transposed else None
 

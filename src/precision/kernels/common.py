@@ -96,6 +96,13 @@ def padded_rows(rows: int) -> int:
 def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr):
     """`scaling.scale_from_amax`."""
     usable = (amax > 0) & (amax < float("inf"))
+    if POW2 and HEADROOM == 1.0:
+        # Formats end at 1.75 2^n: the quotient's exponent is n minus amax's, less 1 where amax's mantissa exceeds 1.75.
+        # By integers, since divisions, for each row of each block, took as long as the rest of a cast.
+        tl.static_assert((LIMIT == 448.0) | (LIMIT == 57344.0))
+        top = tl.full(amax.shape, LIMIT / 1.75, tl.float32).to(tl.int32, bitcast=True)
+        exponent = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000, top - 0x3F000000)
+        return tl.where(usable, top - exponent + 0x3F800000, 0x3F800000).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), tl.where(usable, amax, 1.0) * HEADROOM)
     scale = tl.minimum(tl.maximum(tl.where(usable, scale, 1.0), 1.1754943508222875e-38), 8.507059173023462e37)
     if POW2:
@@ -104,8 +111,10 @@ def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constex
 
 
 @triton.jit
-def inverse(scale):
-    """1 / scale, correctly rounded."""
+def inverse(scale, POW2: tl.constexpr = False):
+    """1 / scale, correctly rounded. POW2: of a scale that `scale_of` made with it."""
+    if POW2:
+        return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
@@ -151,7 +160,11 @@ def amax_along(x, axis: tl.constexpr):
 def as_bf16(x):
     """x rounded to BF16, in FP32: what the plain ops hand on, and so what is quantised."""
     if ON_GPU:
-        return x.to(tl.bfloat16).to(tl.float32)
+        # as the upper half of a pair it is an FP32 number at once; a conversion alone is four times as slow
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x],
+            dtype=tl.int32, is_pure=True, pack=1,
+        ).to(tl.float32, bitcast=True)  # fmt: skip
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
     return tl.where(x != x, x, rounded)
@@ -203,14 +216,14 @@ def settled(words):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x) with two special-function instructions; within a few ulp."""
+    """1 / (1 + e^-x) with two special-function instructions; within a few ulp. What the first one flushes to
+    zero is lost in the sum anyway."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            [1.0 + tl.exp2(x * -1.4426950408889634)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+            """{ .reg .f32 t;
+            ex2.approx.ftz.f32 t, $1;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t; }""",
+            "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return 1.0 / (1.0 + tl.exp(-x))

@@ -33,9 +33,10 @@ def grouped_wgrad(
     """dy [R, N], x [R, K] -> [G, N, K] FP32. BLOCK: dy's tiles are cast from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
     if made.mode == BLOCK.value:
-        exact, _ = gather(dy_exact.contiguous(), None, to, None)
         unseen = torch.zeros((), device=x.device)
-        _, _, dy_t, dy_t_inv = cast_blocks(exact, unseen, made, rows=False, transposed=True, ends=to.ends)
+        _, _, dy_t, dy_t_inv = cast_blocks(
+            dy_exact.contiguous(), unseen, made, rows=False, transposed=True, ends=to.ends, token=to.token
+        )
         assert dy_t is not None and dy_t_inv is not None
     else:
         _, _, dy_t, dy_t_inv = gather_transposed(dy, dy_inv, to.token, to.ends, made, rows=False)

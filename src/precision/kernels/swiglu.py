@@ -5,7 +5,7 @@
 
 The backward pass makes what four products read: [dg, du] in FP8 for the input gradient, its transposed copy and h's for
 the weight gradients; h is computed again, so that only the GEMM's result has been kept. With ROW scales a row is in
-registers, and what has to be transposed is written as rows first; with BLOCK scales the pass hands BF16 to `cast`.
+registers, and what has to be transposed is written as rows first; with BLOCK scales see `swiglu_blocks`.
 """
 
 import torch
@@ -47,13 +47,20 @@ def _activate(g, u, w):
 
 
 @triton.jit
-def _gradients(dh, g, u, w):
-    """d gate, d up, h, and the addends of the weight's gradient."""
+def exact_gradients(dh, g, u, w):
+    """d gate, d up and h before they are rounded, and the addends of the weight's gradient."""
     s = sigmoid(g)
     silu = g * s
     hu = silu * u
     d = dh * w
-    return as_bf16(d * u * (s + silu * (1.0 - s))), as_bf16(d * silu), as_bf16(hu * w), dh * hu
+    return d * u * (s + silu * (1.0 - s)), d * silu, hu * w, dh * hu
+
+
+@triton.jit
+def _gradients(dh, g, u, w):
+    """d gate, d up, h, and the addends of the weight's gradient."""
+    dg, du, h, addend = exact_gradients(dh, g, u, w)
+    return as_bf16(dg), as_bf16(du), as_bf16(h), addend
 
 
 @triton.jit
@@ -64,7 +71,8 @@ def _rows_left(ends, R, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight, r, R, GROUPS: tl.constexpr):
+def weights_of(weight, r, R, GROUPS: tl.constexpr):
+    """The router's, or 1."""
     if GROUPS > 0:
         return tl.load(weight + r, mask=r < R, other=0.0)
     return tl.full(r.shape, 1.0, tl.float32)
@@ -86,19 +94,19 @@ def _forward_kernel(
         c = column * BC + tl.arange(0, BC)
         inside = (r < R)[:, None] & (c < F)[None, :]
         i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
-        w = _weights(weight, r, R, GROUPS)
+        w = weights_of(weight, r, R, GROUPS)
         g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
         u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
         v = _activate(g, u, w[:, None])
         o = r[:, None].to(tl.int64) * F + c[None, :]
         if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(abs_bits(v)))
+            tl.atomic_max(own, tl.max(abs_bits(v)), sem="relaxed")
         elif MODE == 0:
             tl.store(h + o, v.to(tl.bfloat16), mask=inside)
         elif MODE == TENSOR:
             scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
             tl.store(h + o, to_fp8(v * scale, F8, LIMIT), mask=inside)
-            tl.atomic_max(amax, tl.max(abs_bits(v)))
+            tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
             if tl.program_id(0) == 0:
                 tl.store(inv, inverse(scale))
                 tl.store(inv + 1, scale)
@@ -108,7 +116,7 @@ def _forward_kernel(
             tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
             one = inverse_of_row(scale, top) if MODE == ROW else inverse(scale)
             tl.store(inv + column.to(tl.int64) * R + r, one, mask=r < R)
-            tl.atomic_max(amax, tl.max(abs_bits(top)))
+            tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
 
 
 @triton.jit
@@ -140,7 +148,7 @@ def _backward_kernel(
             r = r4 * 4 + i
             r64 = r[:, None].to(tl.int64)
             inside = (r < R)[:, None] & (c < F)[None, :]
-            w = _weights(weight, r, R, GROUPS)
+            w = weights_of(weight, r, R, GROUPS)
             o = r64 * (2 * F) + c[None, :]
             one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
             g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
@@ -154,9 +162,9 @@ def _backward_kernel(
                 wu |= byte(to_fp8(du * scale, F8, LIMIT), i)
                 wh |= byte(to_fp8(h * scale_h, H8, H_LIMIT), i)
         if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(largest))
+            tl.atomic_max(own, tl.max(largest), sem="relaxed")
         else:
-            tl.atomic_max(amax, tl.max(largest))
+            tl.atomic_max(amax, tl.max(largest), sem="relaxed")
             if GROUPS > 0:
                 tl.store(dw + column.to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
             if tl.program_id(0) == 0:
@@ -210,7 +218,7 @@ def _backward_rows_kernel(
             tl.store(d + o + F, to_fp8(du * scale, F8, LIMIT), mask=inside)
             tl.store(h + r.to(tl.int64) * F + c, to_fp8(hh * scale_h, H8, H_LIMIT), mask=inside)
             tl.store(inv + r, inverse_of_row(scale, amax_row))
-            tl.atomic_max(amax, top)
+            tl.atomic_max(amax, top, sem="relaxed")
         if GROUPS > 0:
             tl.store(dw + r, tl.sum(addend, 0))
 
@@ -263,7 +271,7 @@ def swiglu_backward_tensor(
         _backward_kernel[grid](
             dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
             as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
-            H_LIMIT=how_h.fmt.max, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=4,
+            H_LIMIT=how_h.fmt.max, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=4, maxnreg=128,
         )  # fmt: skip
     return d, dt, ht, inv, dw
 

@@ -100,6 +100,22 @@ def test_gathered_rows_keep_their_scales(mode: int) -> None:
         assert torch.equal(read(again[part], inv_again[part], mode), want)
 
 
+@pytest.mark.parametrize("spread", ["random", "one"])
+@pytest.mark.parametrize("width", [128, 144])
+def test_gathering_and_casting_blocks_at_once(spread: str, width: int) -> None:
+    to, _, _ = routed(spread)
+    x, how, live = random(T, width), Cast(E4M3, BLOCK, False, 0, True), int(to.ends[-1])
+    amax, other = zeros(), zeros()
+    ours = cast.cast_blocks(x, amax, how, rows=True, transposed=True, ends=to.ends, token=to.token)
+    rows, _ = route_kernels.gather(x, None, to, None)
+    theirs = cast.cast_blocks(rows, other, how, rows=True, transposed=True, ends=to.ends)
+    for one, two, what in zip(ours, theirs, ("data", "inv", "data_t", "inv_t"), strict=True):
+        assert one is not None and two is not None and one.shape == two.shape
+        part = {"data_t": (slice(None), slice(live)), "inv_t": (slice(live // 128),)}.get(what, (slice(live),))
+        assert torch.equal(one.float()[part], two.float()[part]), what
+    assert amax == other and amax == x.abs().max()
+
+
 @pytest.mark.parametrize("mode", [0, TENSOR, ROW, BLOCK])
 @pytest.mark.parametrize(("R", "C"), [(37, 144), (5, 48)])
 def test_rms_norm(mode: int, R: int, C: int) -> None:
