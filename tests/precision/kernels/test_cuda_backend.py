@@ -177,8 +177,9 @@ def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, in
 
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("spread", ["random", "one expert has all", "one has none"][: None if ON_GPU else 1])
-def test_norm_and_experts(recipe: Recipe, name: str, spread: str) -> None:
-    rows, width, inner, experts = (45, 144, 80, 5) if ON_GPU else (21, 144, 80, 3)
+@pytest.mark.parametrize("inner", [80, 128])
+def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int) -> None:
+    rows, width, experts = (45, 144, 5) if ON_GPU else (21, 144, 3)
 
     def run(layers: Layers, step: int) -> list[Tensor]:
         x = draw(step, rows, width)
