@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from precision.kernels.common import BLOCK, INTERPRETED, ROW, TENSOR, as_bf16
+from precision.kernels.common import BLOCK, INTERPRETED, ON_GPU, ROW, TENSOR, as_bf16
 from precision.kernels.route import Route
 
 BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
@@ -69,7 +69,9 @@ def _nt_kernel(
 @triton.jit
 def _rounded(x, to: tl.constexpr):
     """FP32 in the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which cuts by itself)."""
-    return as_bf16(x).to(to) if to == tl.bfloat16 else x
+    if ON_GPU or to == tl.float32:
+        return x.to(to)
+    return as_bf16(x).to(to)
 
 
 @triton.jit
