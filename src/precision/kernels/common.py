@@ -162,7 +162,7 @@ def as_bf16(x):
     if ON_GPU:
         # as the upper half of a pair it is an FP32 number at once; a conversion alone is four times as slow
         return tl.inline_asm_elementwise(
-            "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x],
+            "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x.to(tl.float32)],
             dtype=tl.int32, is_pure=True, pack=1,
         ).to(tl.float32, bitcast=True)  # fmt: skip
     bits = x.to(tl.int32, bitcast=True)

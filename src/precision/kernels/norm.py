@@ -50,7 +50,7 @@ def _forward_kernel(
         one = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
         v = as_bf16(v * one[:, None] * tl.load(gain + c, mask=c < C, other=0)[None, :])
         if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(abs_bits(v)))
+            tl.atomic_max(own, tl.max(abs_bits(v)), sem="relaxed")
         else:
             tl.store(rstd + r, one, mask=r < R)
             if PLAIN:
@@ -58,7 +58,7 @@ def _forward_kernel(
             if MODE == TENSOR:
                 scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
                 tl.store(y8 + i, to_fp8(v * scale, F8, LIMIT), mask=inside)
-                tl.atomic_max(amax, tl.max(abs_bits(v)))
+                tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
                 if tl.program_id(0) == 0:
                     tl.store(inv, inverse(scale))
             if MODE == ROW:
@@ -66,7 +66,7 @@ def _forward_kernel(
                 scale = scale_of(top, LIMIT, HEADROOM, POW2)
                 tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
                 tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
-                tl.atomic_max(amax, tl.max(abs_bits(top)))
+                tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
             if MODE == BLOCK:
                 blocks = tl.reshape(v, (BR * (BC // 128), 128))
                 top = amax_along(blocks, 1)
@@ -77,7 +77,7 @@ def _forward_kernel(
                 at = inv + b[None, :].to(tl.int64) * R + r[:, None]
                 mask = (b * 128 < C)[None, :] & (r < R)[:, None]
                 tl.store(at, tl.reshape(inverse(scale), (BR, BC // 128)), mask=mask)
-                tl.atomic_max(amax, tl.max(abs_bits(top)))
+                tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
 
 
 @triton.jit

@@ -53,10 +53,10 @@ def _amax_kernel(
         at = w + (g * N + n[:, None]) * K + k[None, :]
         bits = abs_bits(as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)))
         if MODE == TENSOR:
-            tl.atomic_max(own + g, tl.max(bits))
+            tl.atomic_max(own + g, tl.max(bits), sem="relaxed")
         else:
-            tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N)
-            tl.atomic_max(by_column + g * K + k, tl.max(bits, 0), mask=k < K)
+            tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N, sem="relaxed")
+            tl.atomic_max(by_column + g * K + k, tl.max(bits, 0), mask=k < K, sem="relaxed")
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _cast_kernel(
     v3 = _load_part(w, g, n4, k, N, K, 3)
     largest = tl.maximum(tl.maximum(abs_bits(v0), abs_bits(v1)), tl.maximum(abs_bits(v2), abs_bits(v3)))
     top = tl.max(largest)
-    tl.atomic_max(amax + g, top)
+    tl.atomic_max(amax + g, top, sem="relaxed")
     if MODE == TENSOR:
         scale = tensor_scale(scale_row + g, own + g, LIMIT, HEADROOM, POW2, DELAYED)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
