@@ -1,0 +1,70 @@
+"""What a launcher says to a process in its environment: torchrun, or whoever sets the same variables.
+
+    RANK  LOCAL_RANK  WORLD_SIZE  LOCAL_WORLD_SIZE             which of how many processes this is, and on its node
+    MASTER_ADDR  MASTER_PORT                                   where the job's store is
+    TORCHELASTIC_RESTART_COUNT  TORCHELASTIC_MAX_RESTARTS      how often torchrun has started the processes anew
+
+This module imports no torch, so that a mistake on the command line is found before anything large is loaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all of the job's; the only one (`size` 1) without a launcher."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    address: str = ""
+    """Host of the job's store; empty without a launcher."""
+    port: int = 0
+    attempt: int = 0
+    """How often torchrun has started the processes of this job anew."""
+    max_restarts: int = 0
+    under_torchrun: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Self:
+        """From the environment. ValueError, one line, if the variables do not go together."""
+        if "WORLD_SIZE" not in environment:
+            return cls()
+        size = _number(environment, "WORLD_SIZE", None)
+        if size < 1:
+            raise ValueError(
+                f"WORLD_SIZE={size}: the number of processes is 1 or more; start with torchrun, which sets it"
+            )
+        rank = _number(environment, "RANK", 0 if size == 1 else None)
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"RANK={rank}: ranks go from 0 to WORLD_SIZE-1={size - 1}; start with torchrun, which sets it"
+            )
+        if size > 1 and not environment.get("MASTER_ADDR"):
+            raise ValueError(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
+        return cls(
+            rank=rank,
+            local_rank=_number(environment, "LOCAL_RANK", 0 if size == 1 else None),
+            size=size,
+            local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+            address=environment.get("MASTER_ADDR", ""),
+            port=_number(environment, "MASTER_PORT", 0 if size == 1 else None),
+            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+            max_restarts=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
+            under_torchrun="TORCHELASTIC_RUN_ID" in environment,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise ValueError(f"{name}={text}: it must be a number; start with torchrun, which sets it")
+    return int(text)
