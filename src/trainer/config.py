@@ -218,6 +218,30 @@ class CompileConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the processes of a run share its work: replicate x shard of them, each with its part of every batch."""
+
+    replicate: int
+    """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
+    shard: int
+    """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
+    expert: int
+    """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
+    tensor: int
+    """Reserved; 1."""
+    context: int
+    """Reserved; 1."""
+    pipeline: int
+    """Reserved; 1."""
+    reduce_each_microbatch: Switch
+    """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
+    moves least; auto: once a step where a whole set of FP32 gradients fits."""
+    reshard_after_forward: Switch
+    """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass; false:
+    they stay until the step's last backward pass; auto: true for all blocks but the last."""
+
+
+@dataclass
 class ProfileConfig:
     """A window of steps that is recorded: where the time goes, and on a GPU the memory."""
 
@@ -271,6 +295,8 @@ class Config:
     """Sinks."""
     recovery: RecoveryConfig
     """Dropped steps."""
+    parallel: ParallelConfig
+    """How several processes share the work."""
     compile: CompileConfig
     """torch.compile."""
     recompute: Recompute

@@ -1,0 +1,54 @@
+"""Degrees: what is left goes to -1, and what does not go together is refused with the fix named."""
+
+import pytest
+
+from trainer.config import ParallelConfig, Switch
+from trainer.parallel.mesh import Degrees, resolve
+
+
+def parallel(**sizes: int) -> ParallelConfig:
+    axes = dict.fromkeys(("replicate", "shard", "expert", "tensor", "context", "pipeline"), 1) | sizes
+    return ParallelConfig(**axes, reduce_each_microbatch=Switch.auto, reshard_after_forward=Switch.auto)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ({}, 1, Degrees(1, 1, 1)),
+        ({"shard": -1}, 8, Degrees(1, 8, 1)),
+        ({"shard": -1}, 1, Degrees(1, 1, 1)),
+        ({"shard": 4, "replicate": -1}, 16, Degrees(4, 4, 1)),
+        ({"shard": 4, "replicate": 2}, 8, Degrees(2, 4, 1)),
+        ({"replicate": -1}, 4, Degrees(4, 1, 1)),
+        ({"shard": -1, "expert": 2}, 8, Degrees(1, 8, 2)),
+        ({"shard": 2, "replicate": -1, "expert": 4}, 8, Degrees(4, 2, 4)),
+        ({"shard": -1, "expert": -1}, 8, Degrees(1, 8, 8)),
+    ],
+)
+def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
+    assert resolve(parallel(**sizes), world) == expected
+    assert expected.world == world
+    assert expected.expert_replicate * expected.expert_shard * expected.expert == world
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "message"),
+    [
+        ({}, 4, r"parallel\.shard=1: .* all 4 processes; choose parallel=fsdp"),
+        (
+            {"shard": 8},
+            1,
+            r"parallel\.shard=8: .* 8 ranks, and there are 1 processes; start 8, or set parallel\.shard=-1",
+        ),
+        ({"shard": 3, "replicate": -1}, 8, r"parallel\.shard=3: it does not divide the 8 processes; set 2, or start a"),
+        ({"replicate": -1, "shard": -1}, 8, r"parallel\.replicate=-1: parallel\.shard=-1 takes what is left"),
+        ({"shard": 0}, 1, r"parallel\.shard=0: out of range; set 1 or more"),
+        ({"shard": -1, "expert": 3}, 8, r"parallel\.expert=3: .*; set 2"),
+        ({"shard": 2, "replicate": -1, "expert": -2}, 8, r"parallel\.expert=-2: out of range"),
+        ({"tensor": 2}, 2, r"parallel\.tensor=2: there is no such parallelism yet; set parallel\.tensor=1"),
+        ({"pipeline": -1}, 2, r"parallel\.pipeline=-1: there is no such"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sizes: dict[str, int], world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(parallel(**sizes), world)
