@@ -15,14 +15,14 @@ from torch import Tensor
 
 from precision.fused import combine_rows, gather_rows, swiglu
 from precision.linear import GroupedLinear, Linear, quantize
-from precision.operand import Feed, Operand
+from precision.operand import Feed, GradRows, Operand
 from precision.permutation import permutation
 from precision.scaling import record_amax
 
 
 def gated_ffn(x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed) -> Tensor:
     """x [..., D] -> [..., D]. gate_up: gate first. down_feed: the Feed of `down`."""
-    if _has_kernels(gate_up, down):
+    if has_kernels(gate_up, down):
         return _fused(x, gate_up, down)
     return down(swiglu(gate_up(x), down_feed))
 
@@ -38,23 +38,27 @@ def expert_ffn(
     rows_feed: Feed | None,
     combine: torch.dtype,
     accumulate: torch.dtype,
-    add: Tensor,
+    add: Tensor | None,
+    grad: GradRows | None = None,
 ) -> Tensor:
-    """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype.
+    """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype;
+    without add in combine's.
 
     rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
-    experts' outputs and of the sum.
+    experts' outputs and of the sum. grad: with what the output gradient is cast, if it has been FP8 before.
     """
-    if _has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
-        return _fused(x, gate_up, down, expert_TK, weight_TK, add)
+    if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
+        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad)
     order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0])
     weight_R = weight_TK.flatten().index_select(0, order_R)
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
-    rows_RD = down(swiglu(gate_up(rows, offsets_E), down_feed, weight_R), offsets_E).to(combine)
-    return (combine_rows(rows_RD, index_R, inverse_TK, accumulate) + add).to(add.dtype)
+    rows_RD = down(swiglu(gate_up(rows, offsets_E), down_feed, weight_R), offsets_E, grad).to(combine)
+    total_TD = combine_rows(rows_RD, index_R, inverse_TK, accumulate)
+    return total_TD.to(combine) if add is None else (total_TD + add).to(add.dtype)
 
 
-def _has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
+def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
+    """Whether the backend has kernels for the whole layer; they round where BF16 results are summed in FP32."""
     recipe = gate_up.recipe
     plain = recipe.output.dtype == torch.bfloat16
     return recipe == down.recipe and recipe.backend == "cuda" and recipe.input.bytes <= 2 and plain
@@ -67,6 +71,7 @@ def _fused(
     expert: Tensor | None = None,
     weight: Tensor | None = None,
     add: Tensor | None = None,
+    grad: GradRows | None = None,
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
@@ -77,9 +82,14 @@ def _fused(
     data = carrier.detach() if isinstance(x, Tensor) or not recipe.is_fp8 else x.data
     rows: tuple[Tensor | None, ...] = (None,) * 6
     if recipe.is_fp8:
-        how = f"{cast_of(recipe, recipe.input).text} {cast_of(recipe, recipe.grad).text}"
+        of_grads = recipe if grad is None else recipe.under_given_scale
+        how = f"{cast_of(recipe, recipe.input).text} {cast_of(of_grads, recipe.grad).text}"
         slots = down.input_slot, down.grad_slot, gate_up.grad_slot
         rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
+        if grad is not None:
+            # a scale of 0 is none: with current scaling the gradient between the GEMMs still takes its own
+            between = rows[4] if of_grads is recipe else torch.zeros_like(grad.scale)
+            rows = *rows[:2], *grad, between, rows[5]
         if isinstance(x, Operand):
             inv = x.scale_inv
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
-from precision.operand import Operand
+from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe, GemmRow
 from precision.resolve import TE
 from precision.scaling import Slot
@@ -128,7 +128,7 @@ class _GemmLayer(nn.Module):
             out.data.copy_(master)
         self.operand_version = self.weight._version
 
-    def _gemms(self, x: Tensor | Operand, offsets: Tensor | None) -> Tensor:
+    def _gemms(self, x: Tensor | Operand, offsets: Tensor | None, grad: GradRows | None = None) -> Tensor:
         weight = self.operand
         assert weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
         if self.te is not None:
@@ -143,8 +143,10 @@ class _GemmLayer(nn.Module):
         else:
             carrier = x
             data, inv = quantize(x, self.input_slot, self.recipe)
-        rows = self.grad_slot.scale, self.grad_slot.amax
-        return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, self.recipe)
+        rows, recipe = (self.grad_slot.scale, self.grad_slot.amax), self.recipe
+        if grad is not None:
+            rows, recipe = (grad.scale, grad.amax), recipe.under_given_scale
+        return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe)
 
 
 class Linear(_GemmLayer):
@@ -159,14 +161,32 @@ class Linear(_GemmLayer):
 
 
 class GroupedLinear(_GemmLayer):
-    """One linear a group: rows offsets[g-1] to offsets[g] meet weight[g]. weight: FP32 master [groups, out, in]."""
+    """One linear a group: rows offsets[g-1] to offsets[g] meet weight[g]. weight: FP32 master [groups, out, in].
+
+    experts: which groups of the plan row these are; all of them, but for expert parallelism.
+    """
 
     def __init__(self, row: GemmRow):
         super().__init__(row, (row.groups, row.out_features, row.in_features))
+        self.experts = range(row.groups)
 
-    def forward(self, x: Tensor | Operand, offsets: Tensor) -> Tensor:
-        """x [R, in_features], offsets [groups] int32 (cumulative ends, the last is R) -> [R, out_features]."""
-        return self._gemms(x, offsets)
+    def keep(self, experts: range) -> None:
+        """Hold these groups only: weight [len(experts), out, in]. Before the arena is made; the masters may be on the
+        meta device. ValueError for Transformer Engine."""
+        if self.te is not None:
+            raise ValueError(
+                "precision.backend=transformer_engine: its experts stay in one process; set parallel.expert=1 or "
+                "precision.backend=auto"
+            )
+        self.experts, self.operand = experts, None
+        self.weight = nn.Parameter(self.weight.detach()[experts.start : experts.stop].clone())
+        if self.weight_slot is not None:
+            self.weight_slot.part = experts
+
+    def forward(self, x: Tensor | Operand, offsets: Tensor, grad: GradRows | None = None) -> Tensor:
+        """x [R, in_features], offsets [groups] int32 (cumulative ends, the last is R) -> [R, out_features]. grad: what
+        the output gradient is cast with, where that is not the layer's own."""
+        return self._gemms(x, offsets, grad)
 
 
 def gemm_layers(model: nn.Module) -> list[Linear | GroupedLinear]:

@@ -11,7 +11,7 @@ does).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class Operand:
     def shape(self) -> torch.Size:
         """Shape of x."""
         return self.carrier.shape
+
+
+class GradRows(NamedTuple):
+    """What an output gradient is cast with that has been FP8 already, on its way here: the scale that it came with (0-d
+    FP32; a scale a tensor only) and a place for its amax, which was recorded where it was cast first.
+
+    Cast again under the same scale, or the same power of two, a number that was FP8 comes out as it went in.
+    """
+
+    scale: Tensor
+    amax: Tensor
 
 
 class Feed:

@@ -18,7 +18,7 @@ FP32 sums.
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precision.backends.availability import te_scaling
@@ -68,6 +68,14 @@ class GemmRecipe:
     @property
     def delayed(self) -> bool:
         return self.scaling.method is Method.delayed
+
+    @property
+    def under_given_scale(self) -> "GemmRecipe":
+        """The same, with a tensor cast under the scale that is given, not under its own. Rows and blocks always have
+        their own."""
+        if self.delayed or self.scaling.granularity is not Granularity.tensor:
+            return self
+        return replace(self, scaling=replace(self.scaling, method=Method.delayed))
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,14 @@ def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_t
 class Slot:
     """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
 
-    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them.
+    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. Of a stack
+    they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other one has,
+    and fills its own.
     """
 
     def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):
         self.names, self.format, self.stacked = names, fmt, stacked
+        self.part = range(len(names))
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
 
@@ -106,7 +109,7 @@ class ScalingArena:
         for slot in unique:
             stop = start + len(slot.names)
             # .data: a version counter for each view, or one layer's write would invalidate what another saved
-            rows = slice(start, stop) if slot.stacked else start
+            rows = slice(start + slot.part.start, start + slot.part.stop) if slot.stacked else start
             slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
             start = stop
 
