@@ -93,17 +93,27 @@ class DeepSeek(nn.Module):
         """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""
         return list(self._blocks)
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Weights ~ N(0, init_std), gains 1, router biases 0. Equal seeds give equal weights on one kind of device."""
         generator = torch.Generator(device=self.lm_head.weight.device).manual_seed(seed)
-        for parameter in self.parameters():
+        for part in self.parts():
+            self.init_part(part, generator)
+
+    def parts(self) -> list[nn.Module]:
+        """Blocks and what stands beside them, in the order in which their weights are drawn."""
+        return [self.embed, *self.layers, self.norm, self.lm_head, *self.mtp]
+
+    @torch.no_grad()
+    def init_part(self, part: nn.Module, generator: torch.Generator) -> None:
+        """`init_weights` of one of the `parts`."""
+        for parameter in part.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, self.config.init_std, generator=generator)
             else:
                 parameter.fill_(1.0)
-        for bias in self.router_bias:
-            bias.zero_()
+        for module in part.modules():
+            if isinstance(module, Gate) and module.bias is not None:
+                module.bias.zero_()
 
     def no_decay(self) -> set[str]:
         """Names of the parameters without weight decay: gains of norms, embedding, routers."""

@@ -52,10 +52,40 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
         self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
+        self.table: Tensor | None = None  # the whole table in the plan's format, where ranks share it
+        self.is_sharded = False
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What a shared table travels in."""
+        return self.dtype
+
+    def receive(self, table: Tensor) -> list[Tensor]:
+        """Look up in `table` [V, D] from now on: gathered from the ranks that share it. Nothing is made beside it."""
+        self.table = table
+        return []
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [...] -> [..., D]. Cast after the lookup: the same numbers as looking up in a cast table."""
+        if self.table is not None:
+            return _Lookup.apply(tokens, self.weight, self.table).to(self.residual)
         return F.embedding(tokens, self.weight).to(self.dtype).to(self.residual)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a gathered table; the gradient goes to the master's edge, in FP32."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, weight: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        return F.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (tokens,) = ctx.saved_tensors
+        dy = grads[0].to(ctx.dtype)
+        return None, torch.ops.aten.embedding_dense_backward(dy, tokens, ctx.rows, -1, False), None
 
 
 class FFN(nn.Module):

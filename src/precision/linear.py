@@ -8,6 +8,10 @@ The parameter is the FP32 master weight. What multiplies is the compute weight: 
 BF16 (never from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It
 is made once after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
 
+Where ranks share a weight, each holds a shard of the master. The whole compute weight comes to a rank (in `wire_dtype`)
+for as long as it is used, `receive` makes the operand of it, and the layer's `weight` is an autograd edge meanwhile: a
+tensor of the master's shape and dtype that takes gradients and holds nothing.
+
 x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is
 kept for the backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
 """
@@ -91,6 +95,7 @@ class _GemmLayer(nn.Module):
         self.recipe = row.recipe
         self.operand: WeightOperand | None = None
         self.operand_version = -1
+        self.is_sharded = False  # the operand is made by `receive`, whenever the weight has been gathered
         self.input_slot: Slot | None = None
         self.weight_slot: Slot | None = None
         self.grad_slot: Slot | None = None
@@ -109,6 +114,31 @@ class _GemmLayer(nn.Module):
         """Arena rows of this layer, in forward order."""
         input_slot = self.input_slot if self.te is None else self.te.input_slot
         return [slot for slot in (input_slot, self.weight_slot, self.grad_slot) if slot is not None]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What a shared weight travels in: the compute weight's format, BF16 for what will be quantised."""
+        return torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype
+
+    @torch.no_grad()
+    def receive(self, weight: Tensor) -> list[Tensor]:
+        """Make the operand from the whole compute weight [(G,) N, K] in `wire_dtype`, and record its amax.
+
+        Returns what was made beside `weight`, whose memory may be freed until the next call: that one fills it again.
+        Empty if the operand is `weight` itself.
+        """
+        if self.weight_slot is None:
+            if self.operand is None or self.operand.data.data_ptr() != weight.data_ptr():
+                self.operand = WeightOperand(weight)
+            return []
+        scale, amax = self.weight_slot.scale, self.weight_slot.amax
+        assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
+        backend = get_backend(self.recipe.backend)
+        kept = tuple(t for t in self.operand or () if t is not None)
+        # a backward pass that waits for these numbers gets them again: the same ones, so this is no change to it
+        with torch.autograd._unsafe_preserve_version_counter(kept):
+            self.operand = backend.quantize_weight(weight, scale, amax, self.recipe.input, self.recipe, self.operand)
+        return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 
     @torch.no_grad()
     def refresh_weight(self) -> None:
@@ -201,5 +231,7 @@ def refresh_weights(model: nn.Module, force: bool = False) -> None:
     when it costs a comparison a layer.
     """
     for layer in gemm_layers(model):
+        if layer.is_sharded:  # made anew whenever it is gathered
+            continue
         if force or layer.operand_version != layer.weight._version:
             layer.refresh_weight()
