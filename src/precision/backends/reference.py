@@ -164,9 +164,8 @@ class ReferenceBackend:
             group = torch.searchsorted(
                 offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True
             )
-            factor = a_inv * w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)].view(
-                a.shape[0], -1
-            )
+            of_row = w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)]
+            factor = a_inv * (of_row if of_row.dim() > 1 else of_row[:, None])
         if recipe.scaling.power_of_two and out == product.dtype:
             return product.mul_(factor.to(out))  # exact
         return (
