@@ -1,36 +1,49 @@
 """Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (--help says more).
 
-Compose the config with Hydra, load it strictly, train.
+Compose the config with Hydra, load it strictly, train: in one process, or in each of those that torchrun starts.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from trainer.cli import compose, guarded, refuse_many_processes
+from trainer.cli import compose, guarded
+from trainer.crew import Crew
 
 
-def run() -> None:
+def run(crew: Crew) -> None:
     """Everything the command line asks for. All of it is checked before the first run starts."""
-    refuse_many_processes(os.environ)
-    jobs = compose(Path(__file__).resolve().parent / "configs")
+    launch = crew.board(os.environ)
+    jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
+    from trainer.parallel.mesh import resolve
     from trainer.preflight import check, report
 
     configs = [load(job.tree) for job in jobs]
+    for config in configs:
+        if not config.dry_run:
+            resolve(config.parallel, launch.size)
     plans = [check(config) for config in configs]
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
-            print(report(config, plan))
+            if launch.is_first:
+                print(report(config, plan))
             continue
+        from trainer.agreement import agree
+        from trainer.build import pick_device
+        from trainer.distributed import init
         from trainer.trainer import Trainer
 
-        Trainer(config, job.overrides).train()
+        world = init(pick_device(config.trainer.device), crew)
+        agree(world, config, plan.to_text())
+        Trainer(config, job.overrides, world).train()
+    crew.leave()
 
 
 def main() -> int:
     """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
-    return guarded(run)
+    crew = Crew()
+    return guarded(lambda: run(crew), crew)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,14 @@ from trainer.checkpoint import Checkpointer, read
 from trainer.config import Config, Device, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
+from trainer.distributed import World
 from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
+from trainer.parallel.mesh import Degrees, build_mesh, resolve
+from trainer.parallel.shards import gathered, load_model
+from trainer.preflight import check_sharing, reduces_each_microbatch
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
@@ -36,6 +40,7 @@ class Engine:
     """What a training step works on."""
 
     device: torch.device
+    world: World
     plan: Plan
     model: DeepSeek
     arena: ScalingArena
@@ -55,7 +60,7 @@ class Engine:
 
     def load_state(self, state: dict) -> list[str]:
         """Take over a saved state. Returns the arena rows that begin without a history."""
-        self.model.load_state_dict(state["model"])
+        load_model(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.guard.load_state_dict(state["guard"])
         return self.arena.load_state_dict(state["arena"])
@@ -66,6 +71,7 @@ class Parts:
     """The parts of a run."""
 
     config: Config
+    world: World
     engine: Engine
     data: Prepared
     loader: Loader
@@ -92,8 +98,10 @@ class Parts:
         }
 
     def save(self, step: int) -> None:
-        """Checkpoint in the background."""
-        self.checkpointer.save(step, self.state(), _identity(self.config))
+        """Checkpoint in the background. A collective: rank 0 gets the whole and writes it."""
+        state = gathered(self.state(), self.world.is_first) if self.world.many else self.state()
+        if self.world.is_first:
+            self.checkpointer.save(step, state, _identity(self.config))
 
     def restore(self, path: Path) -> None:
         """Take over a checkpoint of this run."""
@@ -109,15 +117,16 @@ class Parts:
         self.sinks.event("resume", self.run.first_step, message)
 
 
-def build(config: Config, overrides: list[str]) -> Parts:
+def build(config: Config, overrides: list[str], world: World) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
-    folder = check_place(config.run)
+    saved = world.on_first(lambda: saved_backends(check_place(config.run)))
     t, notes = config.trainer, []
-    engine = build_engine(config, pick_device(t.device), saved_backends(folder))
+    engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None:
         _init_from(engine.model, Path(config.run.init_from), notes)
-    prepare_data = prepare_with_bars if config.logging.console.enabled else prepare
-    data = prepare_data(config.data, config.model.vocab_size)
+    prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
+    with world.first_of_node_goes_ahead():
+        data = prepare_data(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     with ExitStack() as on_error:
         run = RunDir.open(
@@ -125,51 +134,73 @@ def build(config: Config, overrides: list[str]) -> Parts:
             overrides,
             engine.plan.to_text(),
             engine.plan.backends(),
+            world,
             lambda meta, path: _check_same(meta, _identity(config), path),
         )
         on_error.callback(run.close)
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
-        sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps))
+        sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps, rank=world.rank))
+        world.crew.on_end.append(sinks.ended)
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
-        parts = Parts(config, engine, data, loader, run, checkpointer, sinks, profiler)
+        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler)
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
         on_error.pop_all()
     return parts
 
 
-def build_engine(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> Engine:
-    """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`."""
+def build_engine(
+    config: Config, device: torch.device, saved: Mapping[str, Any] | None = None, world: World | None = None
+) -> Engine:
+    """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world: who
+    else trains it; a collective then."""
     if config.cuda_graph and device.type != "cuda":
         raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
+    world = world or World(device)
+    degrees = resolve(config.parallel, world.size)
+    check_sharing(config, degrees)
     torch.manual_seed(config.trainer.seed)
-    plan, model = build_model(config, device, saved)
+    plan, model = build_model(config, device, saved, degrees)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device)
+    optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device, world)
     guard = StepGuard(arena, optimizer.names, config.recovery.max_consecutive_skips)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
-    microbatch = Graphed(model) if config.cuda_graph else Eager(model, spoil)
+    microbatch: Microbatch = Graphed(model) if config.cuda_graph else Eager(model, spoil)
+    if world.many:
+        from trainer.parallel.fsdp import Shared
+
+        microbatch = Shared(model, microbatch, world.size, reduces_each_microbatch(config, plan, degrees, device))
     tune_host(device)
-    return Engine(device, plan, model, arena, optimizer, guard, injector, microbatch)
+    return Engine(device, world, plan, model, arena, optimizer, guard, injector, microbatch)
 
 
-def build_model(config: Config, device: torch.device, saved: Mapping[str, Any] | None = None) -> tuple[Plan, DeepSeek]:
+def build_model(
+    config: Config, device: torch.device, saved: Mapping[str, Any] | None = None, degrees: Degrees | None = None
+) -> tuple[Plan, DeepSeek]:
     """The resolved plan and the model on `device`, weights drawn from the seed.
 
-    saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends.
+    saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
+    share its weights.
     """
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
-    model.to_empty(device=device)
-    model.init_weights(config.trainer.seed)
+    if degrees is not None and degrees.world > 1:
+        from trainer.parallel.fsdp import materialise
+
+        reshard = config.parallel.reshard_after_forward
+        keep = None if reshard is Switch.auto else reshard is Switch.true
+        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keep)
+    else:
+        model.to_empty(device=device)
+        model.init_weights(config.trainer.seed)
     return plan, model
 
 
@@ -222,5 +253,5 @@ def _init_from(model: DeepSeek, path: Path, notes: list[Note]) -> None:
                 f"run.init_from={path}: {name} is {list(tensor.shape)} in this model, there: {theirs}; "
                 "use that run's model.*"
             )
-    model.load_state_dict({name: state["model"][name] for name in ours})
+    load_model(model, {name: state["model"][name] for name in ours})
     note("resume", 0, f"weights from {checkpoint}")

@@ -5,7 +5,7 @@ composed, loaded and checked before the first one starts, and nothing of Hydra s
 
 An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
 errors take several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug
-and keeps its traceback.
+and keeps its traceback. Of many processes one says it.
 
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-OK, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+from trainer.crew import Crew, Terminated
+from trainer.launch import Launch
+
+OK, FAILED, REFUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+ALONE = Launch()
 OWN_CODE = Path(__file__).resolve().parents[1]
 
 
@@ -41,8 +45,11 @@ class Job:
     overrides: list[str]
 
 
-def compose(configs: Path, name: str = "train") -> list[Job]:
-    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own."""
+def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[Job]:
+    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
+
+    launch: of the processes that do the same.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []
@@ -59,8 +66,22 @@ def compose(configs: Path, name: str = "train") -> list[Job]:
     if not jobs:  # --cfg and the like: Hydra has printed what was asked for
         raise SystemExit(OK)
     if any(sweeps):
+        if launch.under_torchrun:
+            raise ValueError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
         _name_runs(jobs)
+    for job in jobs:
+        _fit_restarts(job.tree, launch)
     return jobs
+
+
+def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
+    """A run that torchrun starts anew goes on by itself: from its newest checkpoint, whatever it once started from."""
+    if launch.max_restarts and OmegaConf.select(tree, "run.name") is None:
+        raise ValueError(
+            f"--max-restarts={launch.max_restarts}: a run without a name cannot go on after a restart; set run.name"
+        )
+    if launch.attempt:
+        tree.run.resume = "auto"
 
 
 def _name_runs(jobs: list[Job]) -> None:
@@ -76,40 +97,57 @@ def _name_runs(jobs: list[Job]) -> None:
             job.tree.run.name = "_".join([str(job.tree.run.name), str(number), *words])[:120]
 
 
-def refuse_many_processes(environment: Mapping[str, str]) -> None:
-    """ValueError under a launcher of several processes: training runs in one."""
-    size = environment.get("WORLD_SIZE", "1")
-    if size != "1":
-        raise ValueError(f"WORLD_SIZE={size}: training runs in one process; start python train.py without torchrun")
+def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
+    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
-
-def guarded(main: Callable[[], None]) -> int:
-    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback."""
+    crew: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
+    """
+    crew = crew or Crew()
     try:
         main()
-    except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return _say(f"error: {explain(error, sys.argv[1:])}", REFUSED)
-    except ValueError as error:
-        if not _on_purpose(error, main):
+    except (Exception, KeyboardInterrupt) as error:
+        end = _judge(error, main)
+        if crew.connected and not end.orderly:
+            crew.failed(error, end.code, end.message, of_all=end.code == REFUSED)
+        first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error))
+        if end.message is None and first:
             raise
-        return _say(f"error: {error}", REFUSED)
-    except (OSError, RuntimeError) as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-            return _say("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
-        if isinstance(error, RuntimeError) and not _on_purpose(error, main):
-            raise
-        return _say(f"error: {error}", getattr(error, "exit_code", FAILED))
+        if end.message is not None and first:
+            print(f"octet: {end.message}", file=sys.stderr, flush=True)
+        crew.leave()
+        return end.code
     return OK
 
 
-def _say(message: str, code: int) -> int:
-    print(f"octet: {' '.join(message.split())}", file=sys.stderr)
-    return code
+@dataclass
+class _End:
+    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves."""
+
+    message: str | None
+    code: int
+    orderly: bool = False
 
 
-def _on_purpose(error: Exception, main: Callable[[], None]) -> bool:
+def _judge(error: BaseException, main: Callable[[], None]) -> _End:
+    if isinstance(error, Terminated):
+        return _End("terminated", TERMINATED, orderly=True)
+    if isinstance(error, KeyboardInterrupt):
+        return _End("interrupted", INTERRUPTED, orderly=True)
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+        return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+        return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
+    if isinstance(error, OSError) or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
+        code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
+        return _End(_one_line(f"error: {error}"), code, orderly=hasattr(error, "exit_code"))
+    return _End(None, FAILED)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _on_purpose(error: BaseException, main: Callable[[], None]) -> bool:
     """Whether an error comes from a raise statement of ours (src/, or main's file), not from a library or a bug."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     source = Path(frame.filename).resolve()
@@ -117,7 +155,7 @@ def _on_purpose(error: Exception, main: Callable[[], None]) -> bool:
     return ours and linecache.getline(frame.filename, frame.lineno or 0).lstrip().startswith("raise")
 
 
-def explain(error: Exception, arguments: list[str]) -> str:
+def explain(error: BaseException, arguments: list[str]) -> str:
     """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
     from trainer.schema import nearest
 

@@ -9,16 +9,20 @@ folder, whether to stop) is small and goes by gloo: it waits for no GPU.
 A process by itself is a `World` of one, and nothing of torch.distributed is imported for it.
 """
 
-import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from trainer.launch import Launch
+from trainer.crew import Crew
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -35,7 +39,11 @@ class World:
     local_rank: int = 0
     size: int = 1
     local_size: int = 1
-    launch: Launch = field(default_factory=Launch)
+    crew: Crew = field(default_factory=Crew)
+    """Who watches over the others."""
+    control: "ProcessGroup | None" = None
+    """A group of its own for what hosts tell each other while the model's collectives are under way; gloo."""
+    store: "TCPStore | None" = None
 
     @property
     def is_first(self) -> bool:
@@ -71,49 +79,71 @@ class World:
         """Return when every rank has come here."""
         self.gather(None)
 
+    def on_first(self, ask: Callable[[], T]) -> T:
+        """What `ask()` gives on rank 0, on every rank. A collective; the others do not call `ask`."""
+        return self.share(ask() if self.is_first else cast(T, None))
+
     @contextmanager
     def first_of_node_goes_ahead(self) -> Iterator[None]:
-        """One process of each node runs what is inside while its neighbours wait, then they run it. A collective."""
+        """One process of each node runs what is inside while its neighbours wait, then they run it; all leave together.
+
+        Unlike in a collective, there is no time limit: preparing a corpus takes as long as it takes.
+        """
         if self.local_rank == 0:
             yield
-        self.barrier()
+            self._say("ahead")
+        self._await("ahead", range(0, self.size, self.local_size))
         if self.local_rank != 0:
             yield
 
+    def _say(self, what: str) -> None:
+        if self.store is not None:
+            self.store.set(f"{what}/{self.rank}", "1")
 
-def init(device: torch.device, launch: Launch, timeout: float = TIMEOUT) -> World:
-    """Join the other processes of `launch`; call it once. device: its type chooses GPUs or CPUs.
+    def _await(self, what: str, ranks: Iterable[int]) -> None:
+        keys = [f"{what}/{rank}" for rank in ranks]
+        while self.store is not None and not self.store.check(keys):
+            time.sleep(0.2)
 
-    Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK, made the current one). timeout: seconds
-    that a collective waits. ValueError if this node has fewer GPUs than processes.
+
+def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
+    """Join the other processes of `crew.launch`; call it once. device: its type chooses GPUs or CPUs.
+
+    `crew.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK, made the
+    current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than processes.
     """
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if launch.local_rank >= count:
-            raise ValueError(
-                f"LOCAL_RANK={launch.local_rank}: this node has {count} GPU(s), one for each process; "
-                f"start it with --nproc_per_node={count}, or train on CPUs with trainer.device=cpu"
-            )
-        device = torch.device("cuda", launch.local_rank)
-        torch.cuda.set_device(device)
+    launch = crew.launch
+    if device.type == "cuda" and launch.under_torchrun:
+        device = _own_gpu(launch.local_rank)
     if launch.size == 1:
-        return World(device, launch=launch)
+        return World(device, crew=crew)
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
-    # a rank whose peer is gone must not wait on: NCCL's watchdog ends it, with a dump of what it waited for
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    bound = {"device_id": device} if device.type == "cuda" else {}
+    store = crew.connect()
+    limit = timedelta(seconds=timeout)
+    # NCCL's own watchdog aborts a process, with a long dump, and knows no names: it comes last
+    backend, own = ("cpu:gloo,cuda:nccl", timedelta(seconds=2 * timeout)) if device.type == "cuda" else ("gloo", limit)
     dist.init_process_group(
-        backend, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout), **bound
+        backend,
+        store=PrefixStore(f"groups/{launch.attempt}", store),
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=own,
+        device_id=device if device.type == "cuda" else None,
     )
-    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, launch)
+    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
+    crew.on_leave.append(dist.destroy_process_group)
+    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store)
 
 
-def leave(world: World) -> None:
-    """Take this process out of the group, after all have done their work. A collective."""
-    if world.many:
-        import torch.distributed as dist
-
-        world.barrier()
-        dist.destroy_process_group()
+def _own_gpu(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"--nproc_per_node={local_rank + 1} or more: this node has {count} GPU(s), and a process needs one for "
+            f"itself; start with --nproc_per_node={count}, or train on CPUs with trainer.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -27,6 +27,10 @@ class Launch:
     """How often torchrun has started the processes of this job anew."""
     max_restarts: int = 0
     under_torchrun: bool = False
+    agent_store: bool = False
+    """Whether torchrun serves the store, so that it outlives rank 0."""
+    error_file: str = ""
+    """Where torchrun looks for what to say about this process if it fails; empty without torchrun."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:
@@ -55,6 +59,8 @@ class Launch:
             attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
             max_restarts=_number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
             under_torchrun="TORCHELASTIC_RUN_ID" in environment,
+            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
         )
 
     @property

@@ -15,7 +15,8 @@ Going on from step N makes the folder one course of events again: metric lines l
 later than N taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
 
 One process trains in a folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies,
-however it dies.
+however it dies. Of the ranks of a run, rank 0 opens the folder and the others are told where it is. Where torchrun has
+started them anew, those before may be dying still: rank 0 waits for the lock.
 """
 
 import fcntl
@@ -49,6 +50,7 @@ from trainer.checkpoint import (
 
 if TYPE_CHECKING:
     from trainer.config import Config, RunConfig
+    from trainer.distributed import World
 
 Check = Callable[[dict[str, Any], Path], None]
 """Called with (meta, path) of the checkpoint to go on from; raises ValueError if this config cannot go on from it."""
@@ -58,6 +60,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 CHECKPOINTS = "checkpoints"
 BACKENDS = "backends.json"
+LOCK_SECONDS = 60.0
+"""How long the processes of a run that is started anew wait for those before to be gone."""
 
 
 @dataclass
@@ -85,18 +89,19 @@ class RunDir:
         label: str,
         texts: Mapping[str, str],
         check: Check | None = None,
+        patience: float = 0.0,
     ) -> None:
         """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
 
         Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by
-        name, `config.yaml` among them.
+        name, `config.yaml` among them. patience: seconds to wait for a process that has the folder.
         """
         self.notes: list[Note] = []
         self.path, checkpoint = _locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
         self.first_step = 0
         with ExitStack() as on_error:
-            self._lock = _lock(self.path, self._note)
+            self._lock: TextIO | None = _lock(self.path, self._note, patience)
             on_error.callback(self.close)
             state = _state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
@@ -121,9 +126,15 @@ class RunDir:
         overrides: Sequence[str],
         plan_text: str,
         backends: Mapping[str, Any],
+        world: "World",
         check: Check | None = None,
     ) -> "RunDir":
-        """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan."""
+        """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
+
+        A collective: rank 0 opens it, the others get a `RunDir` that says the same and holds no lock.
+        """
+        if not world.is_first:
+            return cls._opened_by_another(*world.share(("", None, 0)))
         texts = {
             CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
             "overrides.txt": "".join(f"{override}\n" for override in overrides),
@@ -132,7 +143,21 @@ class RunDir:
             BACKENDS: json.dumps(backends, indent=1) + "\n",
         }
         run = config.run
-        return cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check)
+        patience = LOCK_SECONDS if world.crew.launch.attempt else 0.0
+        ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
+        try:
+            world.share((str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step))
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    @classmethod
+    def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunDir":
+        run = cls.__new__(cls)
+        run.notes, run.path, run.first_step, run._lock = [], Path(path), first_step, None
+        run.resumed_from = Path(resumed_from) if resumed_from is not None else None
+        return run
 
     @property
     def is_new(self) -> bool:
@@ -141,7 +166,8 @@ class RunDir:
 
     def close(self) -> None:
         """Release the folder for other processes."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _note(self, kind: str, step: int, message: str, **what: Any) -> None:
         self.notes.append(Note(kind, step, message, what))
@@ -303,11 +329,14 @@ def _verify(checkpoint: Path, setting: str) -> None:
         ) from None
 
 
-def _lock(path: Path, on_event: OnEvent) -> TextIO:
-    """Take the folder for this process. The lock goes with the file object."""
+def _lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
+    """Take the folder for this process, after `patience` seconds at most. The lock goes with the file object."""
     path.mkdir(parents=True, exist_ok=True)
     file = (path / ".lock").open("a+")
+    deadline = time.monotonic() + patience
     try:
+        while not _try_lock(file) and time.monotonic() < deadline:
+            time.sleep(0.2)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
@@ -324,6 +353,14 @@ def _lock(path: Path, on_event: OnEvent) -> TextIO:
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
     return file
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _trim(path: Path, last_step: int | None) -> int:

@@ -1,25 +1,76 @@
-"""SIGINT and SIGTERM: finish the step, save, leave."""
+"""SIGINT and SIGTERM: finish the step, save, leave; all ranks after the same one.
+
+A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
+of hosts and not of GPUs: has anybody been told to stop? It is under way while the next step runs, and read at that
+one's end, so that nobody waits for it: the run stops one step later than a single process would. Since the ranks of a
+run cannot be more than one step apart, it also tells a rank that hangs: the others wait for it there.
+"""
+
+from __future__ import annotations
 
 import signal
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from trainer.distributed import World
 
 
 class StopSignals:
-    """While active, the first SIGINT or SIGTERM is noted in `received`; a second one acts as it always did."""
+    """While active, the first SIGINT or SIGTERM is noted; a second one acts as it always did.
 
-    def __init__(self) -> None:
+    received: the name of a signal that was noted before the last call of `agree`, on this rank or another.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
         self.received: str | None = None
+        self._world = world if world is not None and world.many else None
+        self._noted = 0
         self._before: dict[int, object] = {}
+        self._question: tuple[torch.Tensor, Work] | None = None
 
-    def __enter__(self) -> "StopSignals":
+    def agree(self, step: int) -> None:
+        """Step number `step` is done: call it after each, on all ranks."""
+        if self._world is None:
+            self._receive(self._noted)
+            return
+        self._world.crew.step = step + 1
+        if self._question is not None:
+            self._receive(self._answer(*self._question))
+        if self.received is None:
+            import torch.distributed as dist
+
+            number = torch.tensor(self._noted)
+            work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+            assert work is not None
+            self._question = number, work
+
+    def _answer(self, number: torch.Tensor, work: Work) -> int:
+        self._question = None
+        work.wait()
+        return int(number)
+
+    def _receive(self, number: int) -> None:
+        if number and self.received is None:
+            self.received = signal.Signals(number).name
+
+    def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is None and self._question is not None:  # the run is over anyway
+            self._answer(*self._question)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        self._noted = number
         signal.signal(number, self._before[number])  # type: ignore[arg-type]

@@ -22,9 +22,10 @@ from torch import Tensor
 from models import Losses
 from models.flops import flops_per_token
 from precision import IGNORED, begin_step
-from trainer.build import Engine, Parts, build
+from trainer.build import Engine, Parts, build, pick_device
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
+from trainer.distributed import World
 from trainer.metrics import Throughput, copy_scalars, fp8_metrics, load_metrics, peak_memory_gib
 from trainer.recovery import TrainingStopped, Verdict
 from trainer.signals import StopSignals
@@ -46,9 +47,9 @@ class Summary:
 class Trainer:
     """A run, assembled and ready."""
 
-    def __init__(self, config: Config, overrides: list[str] | None = None):
+    def __init__(self, config: Config, overrides: list[str] | None = None, world: World | None = None):
         self.config = config
-        self.parts: Parts = build(config, overrides or [])
+        self.parts: Parts = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
         self.step = self.parts.run.first_step
         self._verdicts: list[Verdict] = []
         self._metrics: dict[str, Tensor] = {}
@@ -61,11 +62,12 @@ class Trainer:
         config, parts, error = self.config, self.parts, None
         validation_loss, max_steps = None, config.trainer.max_steps
         try:
-            with StopSignals() as stop:
+            with StopSignals(parts.world) as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
                     parts.profiler.begin(self.step)
                     self._step(parts.loader.next())
+                    stop.agree(self.step)
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None

@@ -13,6 +13,7 @@ import pytest
 import trainer.trainer
 from trainer.cli import guarded
 from trainer.config import Config
+from trainer.distributed import World
 from trainer.recovery import TrainingStopped
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,8 @@ class Recorder:
     def __init__(self) -> None:
         self.runs: list[tuple[Config, list[str]]] = []
 
-    def __call__(self, config: Config, overrides: list[str]) -> "Recorder":
+    def __call__(self, config: Config, overrides: list[str], world: World) -> "Recorder":
+        assert not world.many
         self.runs.append((config, overrides))
         return self
 
@@ -151,12 +153,6 @@ def test_a_dry_run_prints_and_trains_nothing(
     assert "precision plan: bf16" in out and "precision plan: fp8_delayed" in out
     assert "gemm flops in fp8: 0.0%" in out and "parameters" in out and "flops" in out and "activations" in out
     assert recorder.runs == [] and list(tmp_path.iterdir()) == []
-
-
-def test_many_processes_are_refused(call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert call("+recipe=bf16") == 2
-    assert capsys.readouterr().err.startswith("octet: error: WORLD_SIZE=8: training runs in one process; ")
 
 
 def refuse() -> None:

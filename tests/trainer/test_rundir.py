@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
+from trainer.distributed import World
 from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, environment, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
@@ -96,7 +97,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     with initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
         overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
         config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
-    run = RunDir.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}})
+    run = RunDir.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}}, World(torch.device("cpu")))
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
     written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))

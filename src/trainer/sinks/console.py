@@ -79,6 +79,22 @@ def metrics_line(values: Mapping[str, Any], max_steps: int) -> Text:
     return line
 
 
+class SilentScreen:
+    """Shows nothing: rank 0 has the terminal."""
+
+    def line(self, text: Text) -> None:
+        """Nothing."""
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def progress(self, step: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class PlainScreen:
     """Lines only. Long ones are not broken: what reads them is a file or another program."""
 

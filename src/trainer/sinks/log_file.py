@@ -1,4 +1,4 @@
-"""`logs/rank0.log`: everything that was said, with the time at which it was said.
+"""`logs/rankN.log`: everything that rank N said, with the time at which it said it.
 
 While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear
 on the screen, in one line each, instead of tearing through the progress bar.

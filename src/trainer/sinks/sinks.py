@@ -5,8 +5,12 @@ metrics(values)          x                           x             x            
 event(kind, ...)                        x            x             x
 progress(step)                                       x
 summary(...)                                         x             x
+
+Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and says nothing on the
+screen but that something failed on it.
 """
 
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +22,9 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
+from trainer.crew import News
 from trainer.rundir import CONFIG, EVENTS, METRICS, RunDir
-from trainer.sinks.console import metrics_line, open_screen
+from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.trackers import TensorboardTracker, WandbTracker
@@ -50,19 +55,29 @@ class RunSummary(Protocol):
 class Sinks:
     """Open while the run lasts; use it in a `with`, so that the terminal is restored and the end is recorded.
 
-    What happened while the run folder was opened (`run.notes`) is written as the first events. `console` is for tests.
+    What happened while the run folder was opened (`run.notes`) is written as the first events. `rank`: of this process.
+    `console` is for tests.
     """
 
-    def __init__(self, logging: LoggingConfig, run: RunDir, max_steps: int, console: Console | None = None) -> None:
-        self._max_steps = max_steps
-        self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
-        self._show_events = logging.console.enabled
-        self._log = LogFile(run.path / "logs" / "rank0.log", lambda text: self._screen.line(Text(text, _ALARM)))
-        self._metrics = JsonLines(run.path / METRICS, self._warn)
-        self._events = JsonLines(run.path / EVENTS, self._warn)
+    def __init__(
+        self, logging: LoggingConfig, run: RunDir, max_steps: int, console: Console | None = None, rank: int = 0
+    ) -> None:
+        self._max_steps, self._rank, self._folder = max_steps, rank, run.path
+        self._screen: Screen = SilentScreen()
+        self._show_events = logging.console.enabled and rank == 0
+        if rank == 0:
+            self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
+        log = run.path / "logs" / f"rank{rank}.log"
+        self._log = LogFile(log, lambda text: self._screen.line(Text(text, _ALARM)))
+        self._metrics: JsonLines | None = None
+        self._events: JsonLines | None = None
         self._wandb_id: str | None = None
         self._wandb: WandbTracker | None = None
         self._tensorboard: TensorboardTracker | None = None
+        if rank != 0:
+            return
+        self._metrics = JsonLines(run.path / METRICS, self._warn)
+        self._events = JsonLines(run.path / EVENTS, self._warn)
         if logging.wandb.enabled:
             config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
             wandb = logging.wandb
@@ -76,7 +91,8 @@ class Sinks:
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Log the metrics of a step: Python numbers by slashed key, and `step` (int) among them."""
-        self._metrics.write(values)
+        if self._metrics is not None:
+            self._metrics.write(values)
         self._screen.metrics(values)
         self._log.write(metrics_line(values, self._max_steps).plain)
         for tracker in (self._wandb, self._tensorboard):
@@ -85,12 +101,27 @@ class Sinks:
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
         """Record that something happened; `what` (JSON) names it further: module, value, path. Any thread may call."""
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._events.write({"time": time, "step": step, "kind": kind, "message": message, **what})
+        if self._events is not None:
+            self._events.write(_event(kind, step, message, what))
         self._log.write(f"{kind}: {message}")
+        if self._rank != 0:
+            if what.get("failed"):
+                print(f"octet: rank {self._rank}: {kind}: {message}", file=sys.stderr, flush=True)
+            return
         alarming = what.get("failed") or kind not in _EVENT_STYLES
         if self._show_events or alarming:
             self._screen.line(Text(f"{kind}: {message}", _ALARM if alarming else _EVENT_STYLES[kind]))
+
+    def ended(self, news: News) -> None:
+        """The job ends because of something on some rank: write it down, and leave the terminal as it was.
+
+        Any thread calls, and the process exits right after. Where rank 0 is gone, it is another rank that is told.
+        """
+        events = self._events or JsonLines(self._folder / EVENTS, self._log.write)
+        what = {"rank": news.rank, "exit_code": news.code}
+        events.write(_event("failure", news.step, news.message, what))
+        self._log.write(news.message)
+        self._screen.close()
 
     def progress(self, step: int) -> None:
         """`step` is done. Costs microseconds: call it every step."""
@@ -132,9 +163,9 @@ class Sinks:
             self._wandb.close(failed=error is not None)
         if self._tensorboard is not None:
             self._tensorboard.close()
-        self._metrics.close()
-        self._events.close()
-        self._log.close()
+        for file in (self._metrics, self._events, self._log):
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,3 +183,8 @@ class Sinks:
     def _warn(self, text: str) -> None:
         self._log.write(text)
         self._screen.line(Text(text, _ALARM))
+
+
+def _event(kind: str, step: int, message: str, what: Mapping[str, Any]) -> dict[str, Any]:
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"time": time, "step": step, "kind": kind, "message": message, **what}

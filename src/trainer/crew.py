@@ -1,0 +1,421 @@
+"""What the processes of a job owe each other: nobody waits for one that is gone, and what went wrong is said once.
+
+Each process runs a thread, the watch, that shares the job's store (torchrun's own, on the first node) with all others:
+
+    who/R     host and process of rank R                 set at the start
+    pulse/R   a count, its last step, where it is        set every 5 seconds, by the watch
+    left/R    rank R has done its work                   so that its end is no news
+    late/R    rank R waited in vain for the others       see `failed`
+    news      why the job ends                           written once, by whoever knows first
+    told      somebody has said it                       rank 0, where it lives
+
+A process dies in one of three ways. **It fails**: it writes the news itself. **It is killed** (by the kernel for want
+of memory, say): its neighbours on the node hold a file descriptor of each other (pidfd) that becomes ready at that
+moment, and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds rank 0
+says so; where rank 0 itself or the store is lost, all others notice. Whoever reads the news ends its process, whatever
+its main thread waits for.
+
+A process that hangs keeps its pulse. The others wait for it in a collective operation until that runs out of time
+(`distributed.TIMEOUT`); those who did are not to blame, so that the one who did not is named, with the line it is at.
+
+With one process there is no watch, and nothing here imports torch.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from trainer.launch import Launch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
+
+LOOK_SECONDS = 0.5
+"""Between two looks for news."""
+PULSE_SECONDS = 5.0
+SILENCES = 9
+"""Pulses that may fail to come before a rank counts as lost."""
+PATIENCE = 5.0
+"""Seconds that those who fail together wait for each other, so that the right one is named."""
+OWN_CODE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class News:
+    """Why the job ends: what there is to say, the exit code of all, the rank it is about, and who found out."""
+
+    message: str
+    code: int
+    rank: int
+    finder: int
+    step: int
+    traceback: str = ""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, outside of training, which would save first."""
+
+
+class Crew:
+    """This process's part in the job.
+
+    step: the last one it has begun; 0: none yet. on_end: called with the news, in the process that tells them.
+    on_leave: called when all have done their work.
+    """
+
+    def __init__(self) -> None:
+        self.launch = Launch()
+        self.step = 0
+        self.on_end: list[Callable[[News], None]] = []
+        self.on_leave: list[Callable[[], None]] = []
+        self._store: TCPStore | None = None
+        self._watch: _Watch | None = None
+        self._ending = threading.Lock()
+
+    def board(self, environment: Mapping[str, str]) -> Launch:
+        """Read which process this is. ValueError if the launcher's variables do not go together."""
+        self.launch = Launch.read(environment)
+        return self.launch
+
+    @property
+    def connected(self) -> bool:
+        """Whether the others are watched over."""
+        return self._watch is not None
+
+    def connect(self) -> "TCPStore":
+        """Meet the others in the store and watch over them from here on. Returns a connection for the caller's use.
+
+        One that waits holds up all who share it: main, the watch and the process groups have one each.
+        """
+        self._store = _connect(self.launch, 300, serve=self.launch.is_first and not self.launch.agent_store)
+        self._key("who", self.launch.rank, f"{platform.node()} {os.getpid()}")
+        self._watch = _Watch(self, _connect(self.launch, 300))
+        self._watch.start()
+        signal.signal(signal.SIGTERM, self._terminated)
+        return _connect(self.launch, 300)
+
+    def leave(self, seconds: float = 60.0) -> None:
+        """The work is done. Returns when all others say so too, or after `seconds`; their end is no news any more."""
+        if self._store is None or self._watch is None:
+            return
+        self._key("left", self.launch.rank, "1")
+        waited = 0.0
+        keys = [self._name("left", rank) for rank in range(self.launch.size)]
+        with contextlib.suppress(RuntimeError):  # the store may go with its node
+            while not self._store.check(keys) and waited < seconds:
+                time.sleep(LOOK_SECONDS / 5)
+                waited += LOOK_SECONDS / 5
+        self._watch.stop()
+        self._watch = None
+        for callback in self.on_leave:
+            callback()
+
+    def first_to_say(self, message: str) -> bool:
+        """Whether this process is the one to say what all may have found wrong, each for itself, before they met."""
+        if self.launch.size == 1:
+            return True
+        _leave_word(self.launch, message)
+        if not self.launch.agent_store:
+            return self.launch.is_first
+        try:
+            return _connect(self.launch, 10).add(self._name("said", message), 1) == 1
+        except RuntimeError:
+            return self.launch.is_first
+
+    def failed(self, error: BaseException, code: int, message: str | None = None, of_all: bool = False) -> NoReturn:
+        """Main is over because of `error`: end the job, this process included.
+
+        message: what to say, instead of a traceback. of_all: it stands for all ranks, as a mistake of the user's does,
+        else it is one of this rank.
+        """
+        rank, step = self.launch.rank, self.step
+        if message is not None and of_all:
+            self.end(News(message, code, rank, rank, step))
+        news, (of_a_collective, timed_out) = None, _of_a_collective(error)
+        if timed_out:
+            self._key("late", rank, "1")
+        if of_a_collective:  # then somebody else may have more to tell
+            news = self._await_news(PATIENCE)
+        if news is None and timed_out:
+            news = self._blame()
+        if news is None:
+            says = message or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            trace = "".join(traceback.format_exception(error)) if message is None else ""
+            news = News(f"error: {self.describe(rank)} failed {_when(step)}: {says}", code, rank, rank, step, trace)
+        self.end(news)
+
+    def end(self, news: News) -> NoReturn:
+        """Post the news, if nobody has yet, see to it that they are told, and exit. Any thread may call."""
+        if not self._ending.acquire(blocking=False):  # the other thread is about to exit
+            threading.Event().wait()
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):
+            text = json.dumps(asdict(news))
+            news = News(**json.loads(self._store.compare_set(self._name("news"), "", text)))
+        _leave_word(self.launch, news.message)
+        try:
+            self._see_it_told(news)
+        except RuntimeError:  # the store is gone: everyone says it for himself
+            self._tell(news)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(news.code)
+
+    def describe(self, rank: int) -> str:
+        """`rank 1 (host, process 123)`."""
+        assert self._store is not None
+        host, process = "?", "?"
+        if self._store.check([self._name("who", rank)]):
+            host, process = self._store.get(self._name("who", rank)).decode().split()
+        return f"rank {rank} ({host}, process {process})"
+
+    def pulse(self) -> str:
+        """What the watch sends: `COUNT|STEP|PLACE`, without the count."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return f"{self.step}|{_place(frame)}"
+
+    def pulse_of(self, rank: int) -> tuple[int, str]:
+        """(last step, place) that a rank has sent."""
+        assert self._store is not None
+        key = self._name("pulse", rank)
+        if not self._store.check([key]):
+            return 0, "?"
+        _, step, place = self._store.get(key).decode().split("|", 2)
+        return int(step), place
+
+    def _see_it_told(self, news: News) -> None:
+        """Rank 0 tells, for it has the screen and the run folder; the finder does if rank 0 is gone or does not."""
+        assert self._store is not None
+        rank = self.launch.rank
+        self._key("seen", rank, "1")
+        teller = news.finder if news.rank == 0 and news.finder != 0 else 0
+        if rank == teller:
+            self._tell(news)
+        deadline = time.monotonic() + PATIENCE
+        while not self._store.check([self._name("told")]):
+            if time.monotonic() > deadline:
+                if rank == news.finder:
+                    self._tell(news)
+                break
+            time.sleep(LOOK_SECONDS / 5)
+        # all exit together, so that the launcher has no reason to end some of them
+        others = [self._name("seen", other) for other in range(self.launch.size) if other != news.rank]
+        deadline = time.monotonic() + 2 * LOOK_SECONDS
+        while not self._store.check(others) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS / 25)
+
+    def _tell(self, news: News) -> None:
+        for listener in self.on_end:
+            listener(news)
+        if news.traceback:
+            print(news.traceback, file=sys.stderr, end="")
+        print(f"octet: {news.message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):
+            self._key("told", None, "1")
+
+    def _await_news(self, seconds: float) -> News | None:
+        assert self._store is not None
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                if self._store.check([self._name("news")]):
+                    return News(**json.loads(self._store.get(self._name("news"))))
+                time.sleep(LOOK_SECONDS / 5)
+        return None
+
+    def _blame(self) -> News:
+        """The ranks that did not come to a collective operation: those that are neither late, as this one, nor done."""
+        assert self._store is not None
+        absent = [
+            rank
+            for rank in range(self.launch.size)
+            if not any(self._store.check([self._name(state, rank)]) for state in ("late", "left"))
+        ]
+        steps = {rank: self.pulse_of(rank) for rank in range(self.launch.size)}
+        if not absent:  # all wait, for different things: those that are behind
+            absent = [rank for rank in steps if steps[rank][0] == min(step for step, _ in steps.values())]
+        named = [f"{self.describe(rank)}, {_when(steps[rank][0])}, at {steps[rank][1]}" for rank in absent[:4]] + [
+            f"{len(absent) - 4} more"
+        ] * (len(absent) > 4)
+        message = f"error: the others waited in vain for {'; '.join(named)}"
+        return News(message, 1, absent[0], self.launch.rank, steps[absent[0]][0])
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """torchrun ends the others when one is gone: then the watch has news, and is quicker than this."""
+        time.sleep(2 * LOOK_SECONDS)
+        raise Terminated
+
+    def _name(self, kind: str, which: object = None) -> str:
+        key = f"octet/{self.launch.attempt}/{kind}"
+        return key if which is None else f"{key}/{which}"
+
+    def _key(self, kind: str, which: object, value: str) -> None:
+        assert self._store is not None
+        self._store.set(self._name(kind, which), value)
+
+
+class _Watch(threading.Thread):
+    """Sends the pulse, looks for news, for neighbours that die and for pulses that stop."""
+
+    def __init__(self, crew: Crew, store: "TCPStore") -> None:
+        super().__init__(name="watch", daemon=True)
+        self._crew, self._store, self._stopping = crew, store, False
+        self._poll = select.poll()
+        self._wake, self._waker = os.pipe()
+        self._poll.register(self._wake, select.POLLIN)
+        launch = crew.launch
+        first = launch.rank - launch.local_rank
+        self._strangers = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
+        self._neighbours: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process
+        self._watched = [rank for rank in range(launch.size) if rank != launch.rank and (launch.is_first or rank == 0)]
+        self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, how often it was looked at
+        self._beats = 0
+
+    def stop(self) -> None:
+        """End the thread, and wait for it."""
+        self._stopping = True
+        os.write(self._waker, b".")
+        self.join()
+
+    def run(self) -> None:
+        """Until `stop`, or until there is news."""
+        due, step = 0.0, 0
+        try:
+            while not self._stopping:
+                for descriptor, _ in self._poll.poll(LOOK_SECONDS * 1000):
+                    if descriptor in self._neighbours:
+                        self._gone(*self._neighbours[descriptor], descriptor)
+                if self._stopping:
+                    return
+                if self._store.check([self._crew._name("news")]):
+                    self._crew.end(News(**json.loads(self._store.get(self._crew._name("news")))))
+                self._meet()
+                if self._crew.step != step or time.monotonic() >= due:
+                    step = self._crew.step
+                    self._beats += 1
+                    mine = f"{self._beats}|{self._crew.pulse()}"
+                    self._store.set(self._crew._name("pulse", self._crew.launch.rank), mine)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + PULSE_SECONDS
+                    self._listen()
+        except RuntimeError:
+            if not self._stopping:
+                launch = self._crew.launch
+                where = f"{launch.address}:{launch.port}"
+                lost = (
+                    f"error: rank {launch.rank} lost the job's store at {where}: torchrun there, or its node, is gone"
+                )
+                self._crew.end(News(lost, 1, 0, launch.rank, self._crew.step))
+
+    def _meet(self) -> None:
+        """Take a descriptor of each neighbour that has come."""
+        for rank in list(self._strangers):
+            if self._store.check([self._crew._name("who", rank)]):
+                self._strangers.discard(rank)
+                process = int(self._store.get(self._crew._name("who", rank)).decode().split()[1])
+                try:
+                    descriptor = os.pidfd_open(process)
+                except ProcessLookupError:
+                    self._gone(rank, process, None)
+                except (OSError, AttributeError):  # not Linux, or not allowed: its pulse is all there is
+                    continue
+                else:
+                    self._neighbours[descriptor] = rank, process
+                    self._poll.register(descriptor, select.POLLIN)
+
+    def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
+        """A neighbour's process has ended."""
+        how = _how_it_ended(process)  # first of all: it can be read until the launcher has noticed, too
+        if descriptor is not None:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            del self._neighbours[descriptor]
+        if any(self._store.check([self._crew._name(key)]) for key in (f"left/{rank}", "news")):
+            return
+        self._end(rank, how)
+
+    def _listen(self) -> None:
+        """Count how often the pulse of those who are watched has been the same."""
+        for rank in self._watched:
+            key = self._crew._name("pulse", rank)
+            if not self._store.check([key]) or self._store.check([self._crew._name("left", rank)]):
+                continue
+            pulse = self._store.get(key).decode()
+            before, times = self._pulses.get(rank, ("", 0))
+            self._pulses[rank] = pulse, times + 1 if pulse == before else 0
+            if self._pulses[rank][1] >= SILENCES:
+                seconds = round(SILENCES * PULSE_SECONDS)
+                self._end(rank, f"has given no sign of life for {seconds} s (is its node lost?)")
+
+    def _end(self, rank: int, how: str) -> None:
+        step = max(self._crew.step, self._crew.pulse_of(rank)[0])  # its pulse is up to half a second old
+        message = f"error: {self._crew.describe(rank)} {how}, {_when(step)}"
+        self._crew.end(News(message, 1, rank, self._crew.launch.rank, step))
+
+
+def _connect(launch: Launch, seconds: float, serve: bool = False) -> "TCPStore":
+    """The job's store. torchrun serves it; without torchrun rank 0 does."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = timedelta(seconds=seconds)
+    return TCPStore(launch.address, launch.port, is_master=serve, timeout=limit, wait_for_workers=False)
+
+
+def _how_it_ended(process: int) -> str:
+    """From the last field of /proc/PROCESS/stat, a wait status that stands there until the parent has asked for it."""
+    try:
+        status = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError):
+        return "has died (torchrun says below how)"
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return f"was killed by {name}" + (" (out of memory? see dmesg)" if name == "SIGKILL" else "")
+    return f"has died with exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _of_a_collective(error: BaseException) -> tuple[bool, bool]:
+    """Whether an error is that of a collective operation, which others may have caused; whether it ran out of time."""
+    from torch.distributed import DistError
+
+    says = str(error).lower()
+    is_one = isinstance(error, DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in says for word in ("gloo", "nccl", "closed by peer", "connection"))
+    )
+    return is_one, is_one and ("timed out" in says or "timeout" in says)
+
+
+def _when(step: int) -> str:
+    return f"in step {step}" if step else "before its first step was done"
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of our own code that a thread is at: `trainer.py:57 in train`."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(OWN_CODE) and file != Path(__file__):
+            return f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def _leave_word(launch: Launch, message: str) -> None:
+    """For torchrun's own report of failures, which would else say that it knows nothing."""
+    if launch.error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(launch.error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
