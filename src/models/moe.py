@@ -7,6 +7,8 @@ over rows sorted by expert. The weight g_i is applied inside SwiGLU, before the 
 experts' outputs need not be kept for g's gradient. The sum over a token's experts runs in the plan's `moe.accumulate`
 format.
 
+How tokens come to experts that are in other processes is the dispatcher's matter: see `dispatch`.
+
 What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm,
 for the shared and the routed experts; else they are quantised after the permutation. The router reads the plain tensor
 in both cases.
@@ -15,16 +17,26 @@ Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts
 rows.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from models.layers import FFN
 from models.router import Gate
-from precision import Feed, GroupedLinear, Linear, Operand, Plan, expert_ffn
+from precision import Feed, GradRows, GroupedLinear, Linear, Operand, Plan, expert_ffn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Experts(nn.Module):
-    """E gated feed-forward layers D -> F -> D over rows sorted by expert. gate_up [E, 2F, D], down [E, D, F]."""
+    """Gated feed-forward layers D -> F -> D, E of them, or those of this process. gate_up [E, 2F, D], down [E, D, F].
+
+    combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: what `gate_up` wants,
+    where tokens do not travel as an Operand.
+    """
 
     def __init__(
         self, plan: Plan, name: str, *, hidden_size: int, intermediate_size: int, num_experts: int, rows_per_token: int
@@ -38,19 +50,28 @@ class Experts(nn.Module):
         self.gate_up = grouped("gate_up", hidden_size, 2 * intermediate_size)
         self.down = grouped("down", intermediate_size, hidden_size)
         self.down_feed = Feed(self.down)
+        layer = name.removesuffix("experts")
+        dispatch = plan.tensor(f"{layer}dispatch", "moe.dispatch")
+        self.combine = plan.tensor(f"{layer}combine", "moe.combine").dtype
+        self.accumulate = plan.tensor(f"{layer}accumulate", "moe.accumulate").dtype
+        self.dispatch = None if dispatch.is_fp8 else dispatch.dtype  # of tokens that travel as they are
+        self.rows_feed = None if dispatch.is_fp8 else Feed(self.gate_up)
+
+    def keep(self, experts: range) -> None:
+        """Hold these experts only."""
+        self.gate_up.keep(experts)
+        self.down.keep(experts)
 
     def forward(
         self,
         x: Operand | Tensor,
         expert_TK: Tensor,
         weight_TK: Tensor,
-        add_TD: Tensor,
-        *,
-        rows_feed: Feed | None,
-        combine: torch.dtype,
-        accumulate: torch.dtype,
+        add_TD: Tensor | None,
+        grad: GradRows | None = None,
     ) -> Tensor:
-        """x [T, D], the chosen experts and their weights, what to add [T, D] -> [T, D]; see `precision.ffn`."""
+        """x [T, D], the chosen experts (0: the first one here) and their weights, what to add [T, D] -> [T, D]; see
+        `precision.ffn`."""
         return expert_ffn(
             x,
             expert_TK,
@@ -58,10 +79,11 @@ class Experts(nn.Module):
             self.gate_up,
             self.down,
             down_feed=self.down_feed,
-            rows_feed=rows_feed,
-            combine=combine,
-            accumulate=accumulate,
+            rows_feed=self.rows_feed,
+            combine=self.combine,
+            accumulate=self.accumulate,
             add=add_TD,
+            grad=grad,
         )
 
 
@@ -92,14 +114,17 @@ class MoE(nn.Module):
             num_experts=num_experts,
             rows_per_token=num_chosen,
         )
-        dispatch = plan.tensor(f"{name}.dispatch", "moe.dispatch")
-        self.combine_dtype = plan.tensor(f"{name}.combine", "moe.combine").dtype
-        self.accumulate_dtype = plan.tensor(f"{name}.accumulate", "moe.accumulate").dtype
+        self.dispatcher: Dispatcher = LocalDispatcher()
         self.residual = residual
-        at_once = (self.experts.gate_up,) if dispatch.is_fp8 else ()
+        at_once = (self.experts.gate_up,) if self.experts.dispatch is None else ()
         self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
-        self.rows_feed = None if dispatch.is_fp8 else Feed(self.experts.gate_up)
-        self.dispatch_dtype = None if dispatch.is_fp8 else dispatch.dtype
+
+    def spread(self, group: "ProcessGroup") -> None:
+        """Expert parallelism: this process keeps its share of the experts, tokens travel to those of the group. After
+        the weights are drawn (they are cut), before the arena is made. ValueError where that cannot be."""
+        dispatcher = AllToAllDispatcher(group, self.gate.num_experts)
+        self.experts.keep(dispatcher.experts)
+        self.dispatcher = dispatcher
 
     def forward(self, x: Operand | Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D], normalised and made for `self.feed`; the T tokens of `batch` sequences of one length.
@@ -109,14 +134,8 @@ class MoE(nn.Module):
         x_TD = x.tensor if isinstance(x, Operand) else x
         logits_TE = self.router(x_TD)
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
-        travelling = x if self.dispatch_dtype is None else x_TD.to(self.dispatch_dtype)
-        y_TD = self.experts(
-            travelling,
-            expert_BSK.flatten(0, 1),
-            weight_BSK.flatten(0, 1),
-            self.shared(x),
-            rows_feed=self.rows_feed,
-            combine=self.combine_dtype,
-            accumulate=self.accumulate_dtype,
-        )
+        begun = self.dispatcher.begin(expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
+        shared_TD = self.shared(x)
+        travelling = x if self.experts.dispatch is None else x_TD.to(self.experts.dispatch)
+        y_TD = self.dispatcher.finish(begun, travelling, shared_TD, self.experts)
         return y_TD.to(self.residual), balance_loss, load_E

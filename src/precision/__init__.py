@@ -8,7 +8,7 @@ from precision.ffn import expert_ffn, gated_ffn
 from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
-from precision.operand import Feed, Operand
+from precision.operand import Feed, GradRows, Operand
 from precision.plan import GemmRow, Plan
 from precision.scaling import ScalingArena
 from precision.watch import Watch
@@ -17,6 +17,7 @@ __all__ = [
     "IGNORED",
     "Feed",
     "GemmRow",
+    "GradRows",
     "GroupedLinear",
     "Linear",
     "Operand",

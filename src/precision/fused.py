@@ -82,7 +82,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (inverse,) = ctx.saved_tensors
-        return _sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+        return sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(index)
         ctx.dtype = rows.dtype
-        return _sum_rows(rows, inverse, dtype)
+        return sum_rows(rows, inverse, dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -100,7 +100,7 @@ class _Combine(torch.autograd.Function):
         return grads[0].to(ctx.dtype).index_select(0, index), None, None, None
 
 
-def _sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, D]: the rows of each token, added up one after the other in `dtype`."""
     total = rows.index_select(0, inverse[:, 0]).to(dtype)
     for k in range(1, inverse.shape[1]):
@@ -224,7 +224,7 @@ class _GatherEdge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (inverse,) = ctx.saved_tensors
-        return _sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
+        return sum_rows(grads[0], inverse, torch.float32).to(ctx.dtype), None, None
 
 
 def combine_rows(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

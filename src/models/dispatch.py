@@ -1,0 +1,183 @@
+"""Dispatchers: how tokens come to their experts, and results back to tokens.
+
+    LocalDispatcher      all experts are in this process: tokens are permuted within the experts' layer
+    AllToAllDispatcher   the E experts are spread over the P processes of a group; process r holds experts r E/P to
+                         (r + 1) E/P - 1. A token travels to each of its K experts, results travel back (expert
+                         parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
+
+What travels in which format is `precision.wire`; here is who sends how much to whom. Each process counts the rows for
+each expert and tells the holders. How many rows each pair exchanges, the collectives want to know on the host: that is
+one copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
+the copy's start and its use, so that the device has work while the host waits. Everything else stays on the device.
+
+All processes of a group make the same forward and backward passes, evaluation and recomputation included: each is a
+collective. It cannot be traced or recorded, so it runs outside of compiled graphs (`torch.compiler.disable`), and
+cuda_graph does not go with it. Nothing is lost by it where experts are one operator of kernels.
+
+*Gradients.* Tokens of P processes meet an expert's weights, whose gradient is therefore a sum over P processes, each
+of which takes the mean over its own tokens. The mean over the whole run is that sum over all processes divided by
+their number, so whoever reduces the experts' gradients over the other axes divides by the number of all processes, not
+by the number of holders of the same experts: `trainer.parallel` does. The other weights know nothing of this.
+
+Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R = T K rows sent, A rows arrived.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precision import GradRows, GroupedLinear, Operand
+from precision.wire import Choices, GradFormat, bring_back, send, travels_by_kernels
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class RoutedExperts(Protocol):
+    """What a dispatcher needs to know of the experts of a layer: those that are in this process."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+    combine: torch.dtype
+    accumulate: torch.dtype
+
+    def __call__(
+        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, add_TD: Tensor | None, grad: GradRows | None
+    ) -> Tensor:
+        """x [T, D], chosen experts, counted from this process's first, their weights, what to add -> [T, D]."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Two calls a forward pass: what lies between them runs while the first one's answer is on its way."""
+
+    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
+        """expert [T, K] int64, weight [T, K] FP32: what the router chose. Returns what `finish` wants."""
+        ...
+
+    def finish(self, begun: Any, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+        """x [T, D], add [T, D] -> add + the weighted sum over each token's experts, [T, D] in add's dtype."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are here."""
+
+    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
+        """See `Dispatcher`."""
+        return expert_TK, weight_TK
+
+    def finish(
+        self, begun: tuple[Tensor, Tensor], x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts
+    ) -> Tensor:
+        """See `Dispatcher`."""
+        return experts(x, *begun, add_TD, None)
+
+
+@dataclass
+class _Begun:
+    """weight: the router's, with its autograd edge. received [P, E / P]: rows from each process for each expert here.
+    summary: on its way to the host, which has it after `ready`."""
+
+    choices: Choices
+    weight: Tensor
+    received: Tensor
+    summary: Tensor
+    ready: "torch.cuda.Event | None"
+
+
+@dataclass
+class _Exchange:
+    """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process."""
+
+    group: Any
+    sent: list[int]
+    received: list[int]
+
+    def there(self, rows: Tensor) -> Tensor:
+        """[R, ...] -> [A, ...]."""
+        return self._move(rows, self.sent, self.received)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[A, ...] -> [R, ...]."""
+        return self._move(rows, self.received, self.sent)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """0-d, over the group."""
+        bits = x.float().view(torch.int32).clone()  # numbers >= 0 sort like their bits; NaN is the largest
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
+        return bits.view(torch.float32)
+
+    def _move(self, rows: Tensor, sizes: list[int], into: list[int]) -> Tensor:
+        rows = rows.contiguous()
+        out = rows.new_empty(sum(into), *rows.shape[1:])
+        # as bytes: the numbers are not looked at, and not every backend knows every format
+        dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), into, sizes, group=self.group)
+        return out
+
+
+def _untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A method that compiled code calls as it is."""
+    return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
+
+
+class AllToAllDispatcher:
+    """Experts spread over the processes of `group`; see the module docstring. experts: the global ones that are here.
+
+    ValueError if they cannot be spread evenly.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int):
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if num_experts % size:
+            raise ValueError(
+                f"parallel.expert={size}: {num_experts} experts cannot be spread evenly; set a divisor of "
+                f"model.num_experts={num_experts}"
+            )
+        self.group, self.size, self.num_experts = group, size, num_experts
+        each = num_experts // size
+        self.experts = range(rank * each, (rank + 1) * each)
+
+    @_untraced
+    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
+        """See `Dispatcher`: sorts the choices, counts them, tells the holders."""
+        kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        choices = Choices.sort(expert_TK, weight_TK, self.num_experts, kernels)
+        sent = torch.diff(choices.ends.long(), prepend=choices.ends.new_zeros(1)).view(self.size, -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        scales = [_scale(experts.gate_up.input_slot, sent), _scale(experts.down.grad_slot, sent)]
+        summary = torch.cat([sent.sum(1), received.sum(1), torch.stack(scales) > 0])
+        ready = None
+        if summary.is_cuda:
+            on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
+            summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
+            ready.record()
+        return _Begun(choices, weight_TK, received, summary, ready)
+
+    @_untraced
+    def finish(self, begun: _Begun, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+        """See `Dispatcher`."""
+        if begun.ready is not None:
+            begun.ready.synchronize()
+        *sizes, x_known, dy_known = begun.summary.tolist()
+        exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :])
+        gate_up, down, choices = experts.gate_up, experts.down, begun.choices
+        x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
+        grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
+        x_AD, weight_A1 = send(x, begun.weight, choices, exchange, gate_up, bool(x_known))
+        here = torch.arange(len(self.experts), device=begun.received.device).repeat(self.size)
+        expert_A = here.repeat_interleave(begun.received.flatten(), output_size=sum(exchange.received))
+        y_AD = experts(x_AD, expert_A[:, None], weight_A1, None, None if grad is None else grad.rows)
+        return bring_back(y_AD, add_TD, choices, exchange, grad, experts.accumulate)
+
+
+def _scale(slot: Any, like: Tensor) -> Tensor:
+    """The arena's scale of a tensor, 0-d; 0 where there is none."""
+    if slot is None or slot.scale is None:
+        return torch.zeros((), device=like.device)
+    return slot.scale

@@ -1,0 +1,201 @@
+"""Experts spread over processes compute what one process computes on the whole batch: values, gradients, amaxes.
+
+The processes run this file as a program, each on its sequences of the batch, all cases one after the other.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from models import DeepSeek, ModelConfig
+from models.block import MoEBlock
+from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
+
+PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
+SIZES = {"vocab_size": 96, "hidden_size": 144, "num_layers": 3, "num_heads": 3, "kv_lora_rank": 16}
+SIZES |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 64}
+SIZES |= {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_token": 2, "routed_scaling_factor": 2.5}
+SEQUENCES, LENGTH = 4, 12
+CURRENT = "scaling.method=current", "scaling.granularity=tensor"
+
+
+class Case(NamedTuple):
+    """What to compute. only: the experts that tokens may choose. history: whether scales are known."""
+
+    recipe: str
+    keys: tuple[str, ...] = ()
+    only: tuple[int, ...] = ()
+    history: bool = True
+
+
+CASES = {
+    "fp32": Case("fp32"),
+    "starved": Case("fp32", only=(0, 3, 4, 6)),
+    "one_process": Case("fp32", only=(2, 3)),
+    "bf16": Case("bf16"),
+    "delayed": Case("fp8_delayed"),
+    "delayed_one_process": Case("fp8_delayed", only=(2, 3)),
+    "no_history": Case("fp8_delayed", history=False),
+    "current": Case("fp8_delayed", CURRENT),
+    "row": Case("fp8_jit"),
+    "block": Case("fp8_block"),
+    "tokens_in_bf16": Case("fp8_delayed", ("table.moe.dispatch=bf16",)),
+}
+
+
+def build(case: Case, group: dist.ProcessGroup | None = None) -> tuple[DeepSeek, ScalingArena]:
+    """A model with random weights, its experts spread over the group."""
+    base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{case.recipe}.yaml")
+    precision = OmegaConf.merge(*base, OmegaConf.from_dotlist(["backend=reference", *case.keys]))
+    config = ModelConfig(**SIZES)  # type: ignore[arg-type]
+    plan = Plan(OmegaConf.to_object(precision), config.num_layers)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = DeepSeek(config, plan)
+    model.to_empty(device="cpu")
+    model.init_weights(seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15, generator=generator)
+        for bias in model.router_bias:
+            bias.normal_(0.0, 0.1, generator=generator)
+            if case.only:
+                bias[[e for e in range(8) if e not in case.only]] = -10.0
+    for _, block in model.iter_blocks():
+        if group is not None and isinstance(block, MoEBlock):
+            block.moe.spread(group)
+    return model, bind(model, plan, "cpu")
+
+
+def one_layer(case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, group=None) -> dict[str, Tensor]:
+    """A norm and the layer of experts behind it on this process's share of the batch. amax: of a step before."""
+    model, arena = build(case, group)
+    block = model.get_submodule("layers.1")
+    assert isinstance(block, MoEBlock)
+    if amax is not None:
+        arena.amax.copy_(amax)
+        arena.commit(torch.tensor(True))
+    begin_step(model, arena)
+    generator = torch.Generator().manual_seed(3)
+    dtype = torch.float32 if case.recipe == "fp32" else torch.bfloat16
+    h, upstream = (torch.randn(2, SEQUENCES * LENGTH, 144, generator=generator)).to(dtype).unbind()
+    h, upstream = (x.chunk(size)[rank].clone() for x in (h, upstream))
+    h.requires_grad_()
+    y, loss, load = block.moe(block.ffn_norm(h, block.moe.feed), SEQUENCES // size)
+    (loss / size).backward(retain_graph=True)
+    y.backward(upstream)
+    assert h.grad is not None
+    made = {"y": y.detach(), "loss": loss.detach() / size, "load": load, "amax": arena.amax, "dh": h.grad}
+    return made | {f"grad.{n}": p.grad for n, p in block.named_parameters() if p.grad is not None}
+
+
+def whole_model(case: Case, rank: int = 0, size: int = 1, group=None) -> dict[str, Tensor]:
+    """Loss and gradients of a model with MTP, as their mean over processes has to be."""
+    model, arena = build(case, group)
+    begin_step(model, arena)
+    tokens = torch.randint(96, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    losses = model(tokens.chunk(size)[rank])
+    (losses.total / size).backward()
+    made = {"loss": losses.total.detach() / size, "load": losses.load, "amax": arena.amax}
+    return made | {f"grad.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    """One process: all cases, results into a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    try:
+        group = dist.group.WORLD
+        amaxes = torch.load(folder / "amaxes.pt")
+        made = {name: one_layer(case, amaxes[name], rank, size, group) for name, case in CASES.items()}
+        made["model"] = whole_model(CASES["fp32"], rank, size, group)
+        torch.save(made, folder / f"{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, dict[str, Tensor]]:
+    """What one process computes."""
+    made = {}
+    for name, case in CASES.items():
+        before = one_layer(case, None)["amax"] if case.history else None
+        made[name] = one_layer(case, before) | {"amax_before": before}
+    return made | {"model": whole_model(CASES["fp32"])}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def many(request, single: dict, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    """What each of several processes computes."""
+    folder = tmp_path_factory.mktemp("processes")
+    torch.save({name: single[name]["amax_before"] for name in CASES}, folder / "amaxes.pt")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(request.param), folder], env=environment)
+        for rank in range(request.param)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in started] == [0] * request.param
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of all processes as those of one."""
+
+    def join(key: str, tensors: list[Tensor]) -> Tensor:
+        if key in ("y", "dh") or ".experts." in key:
+            return torch.cat(tensors)
+        return torch.stack(tensors).amax(0) if key == "amax" else torch.stack(tensors).sum(0)
+
+    return {key: join(key, [part[key] for part in parts]) for key in parts[0]}
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_spread_over_processes_equals_one_process(name: str, single: dict, many: list) -> None:
+    ours, theirs = together([part[name] for part in many]), single[name]
+    assert torch.equal(ours["load"], theirs["load"])
+    for key, value in ours.items():
+        if name.startswith(("no_history", "current")):  # shared experts, and h, scale by their own process's numbers
+            limit = 0.15
+        elif CASES[name].recipe == "fp32":
+            limit = 1e-6
+        elif key in ("y", "dh", "amax") or ".experts." in key:
+            limit = 1e-5  # equal bits, as far as the CPU's BF16 products do not depend on the number of rows
+        else:
+            limit = 4e-3  # sums over a process's tokens are rounded to BF16 before they are added up
+        assert error(value, theirs[key]) <= limit, key
+
+
+def test_a_process_whose_experts_nobody_chose_has_gradients_of_zero(many: list) -> None:
+    idle = [part["one_process"] for part in many if not part["one_process"]["grad.moe.experts.down.weight"].any()]
+    assert len(idle) == len(many) - 1
+    for part in idle:
+        assert not part["grad.moe.experts.gate_up.weight"].any() and part["y"].any() and part["dh"].any()
+
+
+def test_a_model_with_mtp_spread_over_processes_equals_one_process(single: dict, many: list) -> None:
+    ours, theirs = together([part["model"] for part in many]), single["model"]
+    assert any(key.startswith("grad.mtp.0.moe.experts") for key in ours)
+    for key, value in ours.items():
+        assert error(value, theirs[key]) < 1e-5, key
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
