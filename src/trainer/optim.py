@@ -8,6 +8,9 @@ own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms,
 The kernel is `precision.kernels.adamw` on a GPU with Triton, else torch's fused AdamW, which takes flag and divisor as
 `found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it writes the scaled gradients
 back.
+
+Where ranks share the weights, each updates its own part of them: AdamW works element by element. Norms are added up
+over the parts.
 """
 
 import importlib.util
@@ -19,6 +22,9 @@ from torch import Tensor, nn
 
 from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
+from trainer.distributed import World
+from trainer.parallel.shards import copies, copy_part, local, shared_like
+from trainer.parallel.totals import added_up
 
 if TYPE_CHECKING:
     from precision.kernels.adamw import FusedAdamW
@@ -57,16 +63,27 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 class Optimizer:
-    """Fused AdamW over a model's named parameters, with clipping by global norm."""
+    """Fused AdamW over a model's named parameters, with clipping by global norm. world: who shares them."""
 
-    def __init__(self, model: nn.Module, no_decay: set[str], config: OptimConfig, max_steps: int, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        no_decay: set[str],
+        config: OptimConfig,
+        max_steps: int,
+        device: torch.device,
+        world: World | None = None,
+    ):
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parts = {name: local(p) for name, p in self._named.items()}
+        self._world = world or World(device)
+        self._copies = torch.tensor([copies(p) for p in self._named.values()], dtype=torch.float64, device=device)
         self.names = list(self._named)
         self.schedule = LearningRate(config, max_steps)
         self._clip = config.clip
         groups = [
-            {"params": [p for n, p in self._named.items() if n not in no_decay], "weight_decay": config.weight_decay},
-            {"params": [p for n, p in self._named.items() if n in no_decay], "weight_decay": 0.0},
+            {"params": [p for n, p in self._parts.items() if n not in no_decay], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in self._parts.items() if n in no_decay], "weight_decay": 0.0},
         ]
         self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self._adamw = torch.optim.AdamW(
@@ -79,7 +96,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
         moments = BY_NAME[config.moments.value].dtype
-        for p in self._named.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
+        for p in self._parts.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(p, dtype=moments),
@@ -100,13 +117,20 @@ class Optimizer:
     def grad_norms(self) -> Tensor:
         """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
         zero = self._lr.new_zeros(())
-        present = [p.grad for p in self._named.values() if p.grad is not None]
+        present = [local(p.grad) for p in self._named.values() if p.grad is not None]
         norms = iter(foreach_norm(present)) if present else iter(())
-        return torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()])
+        return self._of_all_parts(torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()]))
 
     def parameter_norm(self) -> Tensor:
         """L2 norm of all master weights, 0-d FP32."""
-        return torch.stack(foreach_norm(list(self._named.values()))).norm().detach()
+        return self._of_all_parts(torch.stack(foreach_norm(list(self._parts.values()))).detach()).norm()
+
+    def _of_all_parts(self, norms: Tensor) -> Tensor:
+        """Norms of this rank's parts [P] -> norms of the whole."""
+        if not self._world.many:
+            return norms
+        squares = norms.double().square() / self._copies
+        return added_up([squares], self._world)[0].sqrt().to(norms.dtype)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
         """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.
@@ -117,6 +141,9 @@ class Optimizer:
         divisor = None
         if norm is not None and self._clip is not None:
             divisor = ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        for name, p in self._named.items():
+            if self._parts[name] is not p:
+                self._parts[name].grad = None if p.grad is None else local(p.grad)
         if self._kernel is not None:
             self._kernel.step(ok, self._lr, divisor)
             return self._lr
@@ -128,13 +155,21 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
+        for p in self._named.values():
+            p.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step counts by parameter name."""
-        return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
+        """Moments and step counts by parameter name; shared as the parameters are."""
+        return {
+            name: {
+                key: shared_like(tensor, p) if tensor.dim() else tensor
+                for key, tensor in self._adamw.state[self._parts[name]].items()
+            }
+            for name, p in self._named.items()
+        }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy moments and step counts back, in place."""
-        for name, p in self._named.items():
-            for key, tensor in self._adamw.state[p].items():
-                tensor.copy_(state[name][key])
+        """Copy moments and step counts back, in place; of whole ones this rank's part."""
+        for name, tensors in self.state_dict().items():
+            for key, tensor in tensors.items():
+                copy_part(tensor, state[name][key])

@@ -24,19 +24,23 @@ import torch
 from models import DeepSeek
 from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
-from precision.config import Granularity
+from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from precision.plan import GemmRecipe
 from trainer.config import Config, Device, Recompute, Switch
 from trainer.data.config import check_data
+from trainer.parallel.mesh import Degrees, resolve
 
 GIB = 2**30
 
 
-def check(config: Config) -> Plan:
-    """The resolved plan of a config that can be trained. ValueError, naming key, value and fix, for one that cannot."""
+def check(config: Config, world_size: int | None = None) -> Plan:
+    """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
+    value and fix, for one that cannot."""
     _check_ranges(config)
     _check_batch(config)
+    if world_size is not None:
+        check_sharing(config, resolve(config.parallel, world_size))
     _check_debug(config)
     _check_profile(config)
     check_data(config.data, config.model.vocab_size)
@@ -106,6 +110,39 @@ def _check_batch(config: Config) -> None:
     if t.sequence_length <= m.num_mtp_layers:
         why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+
+
+def check_sharing(config: Config, degrees: Degrees) -> None:
+    """ValueError if this config cannot be trained by the ranks of `degrees`."""
+    if degrees.world == 1:
+        return
+    t = config.trainer
+    together = t.microbatch_size * degrees.world
+    if t.global_batch_size % together:
+        why = (
+            f"{degrees.world} ranks with trainer.microbatch_size={t.microbatch_size} do {together} sequences at a time"
+        )
+        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+    if config.cuda_graph:
+        _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
+    if config.precision.backend is BackendChoice.transformer_engine:
+        why = "its modules hold whole weights, which ranks share here"
+        _refuse("precision.backend", "transformer_engine", why, "set precision.backend=auto")
+    if degrees.expert > 1:
+        _refuse("parallel.expert", degrees.expert, "experts are not spread over ranks yet", "set parallel.expert=1")
+
+
+def reduces_each_microbatch(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
+    """`parallel.reduce_each_microbatch`; auto: unless a GPU has room for the FP32 gradients of the whole model."""
+    choice = config.parallel.reduce_each_microbatch
+    if choice is not Switch.auto:
+        return choice is Switch.true
+    if device.type != "cuda":
+        return False
+    memory = forecast_memory(config, plan)
+    kept = (memory["parameters"] + memory["gradients"] + memory["optimizer"]) / degrees.shard
+    rest = memory["compute weights"] + memory["activations"] + memory["head"] + memory["gradients"]
+    return kept + rest > 0.8 * torch.cuda.get_device_properties(device).total_memory
 
 
 def _check_debug(config: Config) -> None:

@@ -3,8 +3,8 @@
 `Trainer(config)` assembles a run, `Trainer.train()` runs it, `train_step()` is one step of it:
 
     1  tokens from the loader, one cursor for the whole run
-    2  microbatches: forward, backward, gradients summed in FP32
-    3  the verdict: are losses, gradients and every amax of the step finite?
+    2  microbatches: forward, backward, gradients summed in FP32; each rank has its part of them
+    3  the verdict, the same on all ranks: are losses, gradients and every amax of the step finite?
     4  masters, moments, learning rate, router biases and amax histories commit or drop together, on the device
     5  at intervals: metrics, evaluation, a checkpoint
 
@@ -27,8 +27,11 @@ from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
 from trainer.distributed import World
 from trainer.metrics import Throughput, copy_scalars, fp8_metrics, load_metrics, peak_memory_gib
+from trainer.parallel.totals import added_up, averaged, in_groups, largest, share_of
 from trainer.recovery import TrainingStopped, Verdict
 from trainer.signals import StopSignals
+
+LOSSES = ("total", "lm", "mtp", "balance")
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Trainer:
         self._verdicts: list[Verdict] = []
         self._metrics: dict[str, Tensor] = {}
         per_token = flops_per_token(config.model, config.trainer.sequence_length)
-        self._throughput = Throughput(per_token, self.parts.engine.device)
+        world = self.parts.world
+        self._throughput = Throughput(per_token / world.size, world.device)
         self._tokens_per_step = config.trainer.global_batch_size * config.trainer.sequence_length
 
     def train(self) -> Summary:
@@ -105,16 +109,20 @@ class Trainer:
         p, e, config = self.parts, self.parts.engine, self.config
         size, most = config.trainer.microbatch_size, None if whole else config.eval.batches or None
         e.model.eval()
-        total, weight = 0.0, 0
-        for tokens in validation_batches(p.data.validation, config.trainer.sequence_length, size, most):
-            count = len(tokens)
+        sums = torch.zeros(2, dtype=torch.float64, device=e.device)  # of losses, of sequences
+        batches = validation_batches(p.data.validation, config.trainer.sequence_length, size, most)
+        for group in in_groups(batches, e.world.size):  # a batch for each rank
+            tokens = group[min(e.world.rank, len(group) - 1)]
+            count = len(tokens) if e.world.rank < len(group) else 0
             # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
-            tokens = tokens[torch.arange(size) % count].to(e.device)
+            tokens = tokens[torch.arange(size) % len(tokens)].to(e.device)
             targets = tokens[:, 1:].clone()
-            targets[count:] = IGNORED
-            total += float(e.model.loss(e.model.hidden(tokens[:, :-1]), targets)) * count
-            weight += count
+            targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
+            loss = e.model.loss(e.model.hidden(tokens[:, :-1]), targets)
+            sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        e.microbatch.release()
         e.model.train()
+        total, weight = added_up([sums], e.world)[0].tolist()
         loss = total / weight
         p.sinks.metrics({"step": self.step, "loss/validation": loss})
         return loss
@@ -180,26 +188,27 @@ class StepResult:
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
-    microbatches = tokens.to(e.device).split(microbatch_size)
+    microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
     seen: list[Losses] = []
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
         seen.append(e.microbatch(microbatch, i, len(microbatches)))
 
+    means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
+    load = torch.stack([losses.load for losses in seen]).sum(0)
+    means, load = averaged(means, e.world), added_up([load], e.world)[0]
+    largest(e.arena.amax, e.world)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
-    verdict = e.guard.judge(step, torch.stack([losses.total for losses in seen]), norms)
+    verdict = e.guard.judge(step, means, norms)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
-    load = torch.stack([losses.load for losses in seen]).sum(0)
     e.model.update_router_bias(load, verdict.ok)
     e.arena.commit(verdict.ok)
     e.guard.count(verdict)
     e.optimizer.zero_grad()
 
-    metrics = {
-        f"loss/{k}": torch.stack([getattr(s, k) for s in seen]).mean() for k in ("total", "lm", "mtp", "balance")
-    }
+    metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
     return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)})
 
 

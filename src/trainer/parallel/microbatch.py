@@ -39,6 +39,10 @@ class Microbatch(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Let go of what an evaluation has gathered."""
+        ...
+
 
 class Eager:
     """The plain way. spoil: what happens to the loss before its backward pass (`debug.inject`)."""
@@ -52,6 +56,9 @@ class Eager:
         total = losses.total if self._spoil is None else self._spoil(losses.total)
         (total / count).backward()
         return losses.detached(total)
+
+    def release(self) -> None:
+        """Nothing was gathered."""
 
 
 class Graphed:
@@ -84,6 +91,9 @@ class Graphed:
         graph, losses = recorded
         graph.replay()
         return Losses(*(loss.clone() for loss in losses))
+
+    def release(self) -> None:
+        """Nothing was gathered."""
 
     def _warm_up(self, count: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
