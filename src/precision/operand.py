@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from precision.scaling import Slot
 
@@ -48,6 +49,13 @@ class Operand:
     def shape(self) -> torch.Size:
         """Shape of x."""
         return self.carrier.shape
+
+
+register_pytree_node(  # who hooks into a module's backward pass by its arguments (FSDP) has to find the autograd edge
+    Operand,
+    lambda x: ([x.carrier, x.data, x.scale_inv], x.kept),
+    lambda tensors, kept: Operand(*tensors, kept=kept),  # pyright: ignore[reportCallIssue]
+)
 
 
 class GradRows(NamedTuple):
