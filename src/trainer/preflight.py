@@ -128,8 +128,10 @@ def check_sharing(config: Config, degrees: Degrees) -> None:
     if config.precision.backend is BackendChoice.transformer_engine:
         why = "its modules hold whole weights, which ranks share here"
         _refuse("precision.backend", "transformer_engine", why, "set precision.backend=auto")
-    if degrees.expert > 1:
-        _refuse("parallel.expert", degrees.expert, "experts are not spread over ranks yet", "set parallel.expert=1")
+    if config.model.num_experts % degrees.expert:
+        fits = next(n for n in range(degrees.expert, 0, -1) if not config.model.num_experts % n)
+        why = f"it does not divide model.num_experts={config.model.num_experts}"
+        _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 
 
 def reduces_each_microbatch(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:

@@ -16,6 +16,8 @@ It uses FSDP2's extension: a shard with two functions, of which the first says w
 arrived the parameter that autograd sees. Ours is an edge only: it has the master's shape and dtype, so that FP32
 gradients flow into it, and owns no memory. What computes is the layer's operand (`precision.linear`).
 
+With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks, or none.
+
 The parts of the model (embedding, each block, norm, head) come into being one after the other, whole, with the weights
 that a single process draws, and are cut at once: the model never has to fit into one rank.
 """
@@ -30,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from models import DeepSeek, Losses
+from models.block import MoEBlock
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.parallel.shards import local
@@ -63,7 +66,11 @@ def materialise(model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, re
         part.to_empty(device=device)
         model.init_part(part, generator)
         if part in blocks:
-            _shard(part, mesh.weights, part is not blocks[-1] if reshard is None else reshard)
+            frees = part is not blocks[-1] if reshard is None else reshard
+            if mesh.expert is not None and isinstance(part, MoEBlock):
+                part.moe.spread(mesh.expert.get_group())
+                _shard(part.moe.experts, mesh.experts, frees)
+            _shard(part, mesh.weights, frees)
     _shard(model, mesh.weights, False)
     for method in ("hidden", "logits"):
         register_fsdp_forward_method(model, method)
