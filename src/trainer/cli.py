@@ -115,7 +115,7 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
         if end.message is not None and first:
             print(f"octet: {end.message}", file=sys.stderr, flush=True)
         crew.leave()
-        return end.code
+        return crew.exit(end.code)
     return OK
 
 

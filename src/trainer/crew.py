@@ -34,11 +34,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.launch import Launch
+from trainer.postmortem import how_it_ended, of_a_collective, place
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
@@ -50,7 +50,6 @@ SILENCES = 9
 """Pulses that may fail to come before a rank counts as lost."""
 PATIENCE = 5.0
 """Seconds that those who fail together wait for each other, so that the right one is named."""
-OWN_CODE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -123,17 +122,32 @@ class Crew:
         for callback in self.on_leave:
             callback()
 
+    def exit(self, code: int) -> int:
+        """`code`, for a process by itself. One of many ends here, at the same moment as the others.
+
+        Else the launcher, which sees the first one end, ends the others, and tells of it at length.
+        """
+        if self.launch.size > 1:
+            _exit(code)
+        return code
+
     def first_to_say(self, message: str) -> bool:
         """Whether this process is the one to say what all may have found wrong, each for itself, before they met."""
         if self.launch.size == 1:
             return True
-        _leave_word(self.launch, message)
+        self.launch.leave_word(message)
         if not self.launch.agent_store:
             return self.launch.is_first
         try:
-            return _connect(self.launch, 10).add(self._name("said", message), 1) == 1
+            store = _connect(self.launch, 10)
+            first = store.add(self._name("said", message), 1) == 1
+            store.add(self._name("refused"), 1)
+            deadline = time.monotonic() + 2.0
+            while time.monotonic() < deadline and store.add(self._name("refused"), 0) < self.launch.size:
+                time.sleep(0.02)
         except RuntimeError:
             return self.launch.is_first
+        return first
 
     def failed(self, error: BaseException, code: int, message: str | None = None, of_all: bool = False) -> NoReturn:
         """Main is over because of `error`: end the job, this process included.
@@ -144,15 +158,15 @@ class Crew:
         rank, step = self.launch.rank, self.step
         if message is not None and of_all:
             self.end(News(message, code, rank, rank, step))
-        news, (of_a_collective, timed_out) = None, _of_a_collective(error)
+        news, (by_others, timed_out) = None, of_a_collective(error)
         if timed_out:
             self._key("late", rank, "1")
-        if of_a_collective:  # then somebody else may have more to tell
+        if by_others:  # then somebody else may have more to tell
             news = self._await_news(PATIENCE)
         if news is None and timed_out:
             news = self._blame()
         if news is None:
-            says = message or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
             trace = "".join(traceback.format_exception(error)) if message is None else ""
             news = News(f"error: {self.describe(rank)} failed {_when(step)}: {says}", code, rank, rank, step, trace)
         self.end(news)
@@ -165,15 +179,13 @@ class Crew:
         with contextlib.suppress(RuntimeError):
             text = json.dumps(asdict(news))
             news = News(**json.loads(self._store.compare_set(self._name("news"), "", text)))
-        _leave_word(self.launch, news.message)
+        self.launch.leave_word(news.message)
         try:
             self._see_it_told(news)
         except RuntimeError:  # the store is gone: everyone says it for himself
             self._tell(news)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(news.code)
+            _exit(news.code)
 
     def describe(self, rank: int) -> str:
         """`rank 1 (host, process 123)`."""
@@ -183,10 +195,15 @@ class Crew:
             host, process = self._store.get(self._name("who", rank)).decode().split()
         return f"rank {rank} ({host}, process {process})"
 
+    def has(self, kind: str, which: object = None) -> bool:
+        """Whether a key is there."""
+        assert self._store is not None
+        return self._store.check([self._name(kind, which)])
+
     def pulse(self) -> str:
         """What the watch sends: `COUNT|STEP|PLACE`, without the count."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return f"{self.step}|{_place(frame)}"
+        return f"{self.step}|{place(frame)}"
 
     def pulse_of(self, rank: int) -> tuple[int, str]:
         """(last step, place) that a rank has sent."""
@@ -217,10 +234,15 @@ class Crew:
         deadline = time.monotonic() + 2 * LOOK_SECONDS
         while not self._store.check(others) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 25)
+        if self._watch is not None:
+            self._watch.end_the_deaf(news.rank)
 
     def _tell(self, news: News) -> None:
         for listener in self.on_end:
-            listener(news)
+            try:
+                listener(news)
+            except Exception as error:  # what it has to say matters less than the news
+                print(f"octet: {type(error).__name__}: {error}", file=sys.stderr)
         if news.traceback:
             print(news.traceback, file=sys.stderr, end="")
         print(f"octet: {news.message}", file=sys.stderr, flush=True)
@@ -291,6 +313,19 @@ class _Watch(threading.Thread):
         os.write(self._waker, b".")
         self.join()
 
+    def end_the_deaf(self, rank: int) -> None:
+        """End a neighbour that the news does not reach: a stopped process, for which the launcher would wait."""
+        descriptor = next((key for key, (neighbour, _) in self._neighbours.items() if neighbour == rank), None)
+        if descriptor is None:
+            return
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if self._crew.has("seen", rank):
+                return
+            time.sleep(LOOK_SECONDS / 5)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
     def run(self) -> None:
         """Until `stop`, or until there is news."""
         due, step = 0.0, 0
@@ -339,7 +374,7 @@ class _Watch(threading.Thread):
 
     def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
         """A neighbour's process has ended."""
-        how = _how_it_ended(process)  # first of all: it can be read until the launcher has noticed, too
+        how = how_it_ended(process, descriptor)
         if descriptor is not None:
             self._poll.unregister(descriptor)
             os.close(descriptor)
@@ -367,6 +402,12 @@ class _Watch(threading.Thread):
         self._crew.end(News(message, 1, rank, self._crew.launch.rank, step))
 
 
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _connect(launch: Launch, seconds: float, serve: bool = False) -> "TCPStore":
     """The job's store. torchrun serves it; without torchrun rank 0 does."""
     from torch._C._distributed_c10d import TCPStore
@@ -375,47 +416,5 @@ def _connect(launch: Launch, seconds: float, serve: bool = False) -> "TCPStore":
     return TCPStore(launch.address, launch.port, is_master=serve, timeout=limit, wait_for_workers=False)
 
 
-def _how_it_ended(process: int) -> str:
-    """From the last field of /proc/PROCESS/stat, a wait status that stands there until the parent has asked for it."""
-    try:
-        status = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[-1])
-    except (OSError, ValueError):
-        return "has died (torchrun says below how)"
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"was killed by {name}" + (" (out of memory? see dmesg)" if name == "SIGKILL" else "")
-    return f"has died with exit code {os.waitstatus_to_exitcode(status)}"
-
-
-def _of_a_collective(error: BaseException) -> tuple[bool, bool]:
-    """Whether an error is that of a collective operation, which others may have caused; whether it ran out of time."""
-    from torch.distributed import DistError
-
-    says = str(error).lower()
-    is_one = isinstance(error, DistError) or (
-        isinstance(error, RuntimeError)
-        and any(word in says for word in ("gloo", "nccl", "closed by peer", "connection"))
-    )
-    return is_one, is_one and ("timed out" in says or "timeout" in says)
-
-
 def _when(step: int) -> str:
     return f"in step {step}" if step else "before its first step was done"
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost line of our own code that a thread is at: `trainer.py:57 in train`."""
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(OWN_CODE) and file != Path(__file__):
-            return f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "?"
-
-
-def _leave_word(launch: Launch, message: str) -> None:
-    """For torchrun's own report of failures, which would else say that it knows nothing."""
-    if launch.error_file:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(launch.error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

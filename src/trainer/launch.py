@@ -7,8 +7,12 @@
 This module imports no torch, so that a mistake on the command line is found before anything large is loaded.
 """
 
+import contextlib
+import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 
@@ -67,6 +71,13 @@ class Launch:
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def leave_word(self, message: str) -> None:
+        """For torchrun's own report of failures, which would else say that it knows nothing."""
+        if self.error_file:
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            with contextlib.suppress(OSError):
+                Path(self.error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:

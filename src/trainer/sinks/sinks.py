@@ -117,9 +117,11 @@ class Sinks:
 
         Any thread calls, and the process exits right after. Where rank 0 is gone, it is another rank that is told.
         """
-        events = self._events or JsonLines(self._folder / EVENTS, self._log.write)
+        # a file of its own: the others may be closed, or be another rank's
+        events = JsonLines(self._folder / EVENTS, self._log.write)
         what = {"rank": news.rank, "exit_code": news.code}
         events.write(_event("failure", news.step, news.message, what))
+        events.close()
         self._log.write(news.message)
         self._screen.close()
 

@@ -1,0 +1,40 @@
+"""torchrun, with the same options, that ends quietly: python scripts/launch/torchrun.py --nproc_per_node=8 train.py ...
+
+When a process ends with an error, torchrun adds forty lines: its own traceback, and a box that says which process it
+was. The process has said so itself, in one line; that line, and its exit code, are all that is left here. Only where a
+process could not say anything (all were killed, or one died while it started) torchrun's knowledge is printed.
+"""
+
+import logging
+import sys
+from signal import SIGTERM
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+
+def main() -> int:
+    """Exit code of the process that failed first, 128 + n for one that signal n ended, or for torchrun itself."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        torchrun()
+    except ChildFailedError as failed:
+        told = [failure for failure in failed.failures.values() if isinstance(failure.message, dict)]
+        named = " ".join(str(failure.message) for failure in told)
+        for rank, failure in failed.failures.items():
+            known = failure in told or f"process {failure.pid})" in named.replace(") has died,", " ")
+            if not known and failure.exitcode != -SIGTERM:
+                how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+                print(f"octet: error: rank {rank} (process {failure.pid}) ended {how}", file=sys.stderr)
+        code = max((failure.exitcode for failure in told), default=failed.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
+    except SignalException as ended:
+        return 128 + ended.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

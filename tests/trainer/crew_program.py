@@ -1,0 +1,101 @@
+"""A run without a model, for tests of what its processes owe each other: real folder, sinks, signals and groups.
+
+    torchrun --nproc_per_node=2 tests/trainer/crew_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
+
+FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
+memory.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trainer import crew as crew_module
+from trainer.cli import guarded
+from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
+from trainer.crew import Crew
+from trainer.distributed import World, init
+from trainer.recovery import TrainingStopped
+from trainer.rundir import RunDir
+from trainer.signals import StopSignals
+from trainer.sinks import Sinks
+
+LOGGING = LoggingConfig(
+    1, ConsoleConfig(True), TensorboardConfig(False), WandbConfig(False, "octet", None, WandbMode.auto)
+)
+
+
+def fail(fault: str, rank: int) -> None:
+    """What goes wrong, on this rank."""
+    kind, _, where = fault.partition(":")
+    if where != "all" and rank != int(where or 1):
+        return
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "exit":
+        os._exit(7)
+    if kind == "bug":
+        _ = {}["x"]
+    if kind == "memory":
+        raise torch.OutOfMemoryError
+    if kind == "mistake":
+        raise ValueError("optim.lr=9: too large; lower it")
+    if kind == "hang":
+        time.sleep(1000)
+
+
+def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
+    """Steps that do nothing but wait for all."""
+    resume = "auto" if world.crew.launch.attempt else "never"
+    if world.is_first:
+        run = RunDir(Path(folder), name, resume, "x", {"config.yaml": ""}, patience=60)
+        world.share(str(run.path))
+    else:
+        run = RunDir._opened_by_another(world.share(""), None, 0)
+    error = None
+    sinks = Sinks(LOGGING, run, steps, rank=world.rank)
+    world.crew.on_end.append(sinks.ended)
+    try:
+        with StopSignals(world) as stop:
+            for step in range(1, steps + 1):
+                if step == 3 and not world.crew.launch.attempt:
+                    fail(fault, world.rank)
+                time.sleep(0.05)
+                world.barrier()
+                sinks.metrics({"step": step, "loss/total": 1.0})
+                stop.agree(step)
+                if stop.received:
+                    sinks.event("signal", step, f"stopped by {stop.received} after step {step}")
+                    number = signal.Signals[stop.received]
+                    raise TrainingStopped(f"stopped by {stop.received} after step {step}", 128 + number)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        sinks.close(error)
+        run.close()
+
+
+def main() -> int:
+    """Exit code, as of train.py."""
+    crew = Crew()
+    folder, name, fault, *numbers = sys.argv[1:]
+    steps, timeout = [*map(int, numbers), *[6, 8][len(numbers) :]]
+    crew_module.PULSE_SECONDS, crew_module.PATIENCE = 0.5, 2.0
+
+    def run() -> None:
+        crew.board(os.environ)
+        loop(init(torch.device("cpu"), crew, timeout), folder, name, fault, steps)
+        crew.leave()
+
+    return guarded(run, crew)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
