@@ -60,7 +60,7 @@ class ReferenceBackend:
             return saturating_cast(x, scale, fmt), torch.where(top == 0, 0.0, scale.reciprocal())
         tiles = _tile(x, 1, BLOCK)  # [R, 1, blocks, 128]
         scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
-        return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], -1)
+        return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], tiles.shape[-2])
 
     def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
         """dy [R, N] in FP8; wgrad makes what it needs of `exact` and `data`."""
