@@ -331,7 +331,8 @@ class _Watch(threading.Thread):
         due, step = 0.0, 0
         try:
             while not self._stopping:
-                for descriptor, _ in self._poll.poll(LOOK_SECONDS * 1000):
+                pause = LOOK_SECONDS / 10 if self._strangers else LOOK_SECONDS
+                for descriptor, _ in self._poll.poll(pause * 1000):
                     if descriptor in self._neighbours:
                         self._gone(*self._neighbours[descriptor], descriptor)
                 if self._stopping:
