@@ -1,0 +1,168 @@
+"""Tokens that were sent to experts and back give what experts in place give, on both backends; and what it was that
+travelled. One process plays both ends; several are in tests/models/test_dispatch.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from precision import (
+    Feed,
+    GemmRow,
+    GroupedLinear,
+    Operand,
+    Plan,
+    PrecisionConfig,
+    ScalingArena,
+    begin_step,
+    bind,
+    expert_ffn,
+    rms_norm,
+)
+from precision.wire import Choices, GradFormat, bring_back, read_back, send, travels_by_kernels
+
+pytest.importorskip("triton", reason="Triton is missing")
+Recipe = Callable[..., PrecisionConfig]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+T, WIDTH, INNER, EXPERTS = 21, 144, 48, 2
+BF16, FP32 = torch.bfloat16, torch.float32
+RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
+CURRENT = {"scaling__method": "current"}
+
+
+class Layer(nn.Module):
+    """A norm's gain and experts."""
+
+    def __init__(self, config: PrecisionConfig, backend: str):
+        super().__init__()
+        plan = Plan(config, 1)
+
+        def row(part: str, k: int, n: int) -> GemmRow:
+            made = plan.gemm(f"layers.0.moe.experts.{part}", "moe.experts", k, n, EXPERTS, 2)
+            return replace(made, recipe=replace(made.recipe, backend=backend))
+
+        self.up = GroupedLinear(row("gate_up", WIDTH, 2 * INNER))
+        self.down = GroupedLinear(row("down", INNER, WIDTH))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.feed, self.down_feed = Feed(self.up, tensor=True), Feed(self.down)
+        self.plan, self.kernels = plan, backend
+
+    def norm(self, x: Tensor) -> Operand | Tensor:
+        return rms_norm(x, self.gain, 1e-6, self.feed, self.kernels)
+
+    def experts(self, x: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor | None, grad=None) -> Tensor:
+        return expert_ffn(
+            x, expert, weight, self.up, self.down, down_feed=self.down_feed, rows_feed=None, combine=BF16,
+            accumulate=FP32, add=add, grad=grad,
+        )  # fmt: skip
+
+
+class Mirror:
+    """Both ends in one process. log: format and shape of whatever travelled."""
+
+    def __init__(self):
+        self.log: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def there(self, rows: Tensor) -> Tensor:
+        self.log.append((rows.dtype, tuple(rows.shape)))
+        return rows.clone()
+
+    back = there
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x
+
+
+def build(config: PrecisionConfig, backend: str) -> tuple[Layer, ScalingArena]:
+    torch.manual_seed(1)
+    layer = Layer(config, backend)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else nn.init.uniform_(parameter, 0.5, 1.5)
+    layer.to(DEVICE)
+    return layer, bind(layer, layer.plan, DEVICE)
+
+
+def travel(layer: Layer, made: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor, known: bool, way: Mirror):
+    """The experts' layer over a wire."""
+    choices = Choices.sort(expert, weight, EXPERTS, travels_by_kernels(layer.up, layer.down, BF16, FP32))
+    grad = GradFormat.of(layer.down, known) if isinstance(made, Operand) else None
+    x, weight_A1 = send(made, weight, choices, way, layer.up, known)
+    expert_A1 = expert.flatten().sort(stable=True).values[:, None]
+    y = layer.experts(x, expert_A1, weight_A1, None, None if grad is None else grad.rows)
+    return bring_back(y, add, choices, way, grad, FP32)
+
+
+def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> list[Tensor]:
+    """Result, gradients and amaxes."""
+    begin_step(layer, arena)
+    layer.zero_grad()
+    generator = torch.Generator().manual_seed(2)
+    x, add, dy = (torch.randn(3, T, WIDTH, generator=generator) * 0.1).to(DEVICE, BF16).unbind()
+    weight = torch.rand(T, 2, generator=generator).to(DEVICE).requires_grad_()
+    expert = torch.rand(T, 2, generator=generator).argsort(1).to(DEVICE)
+    x, add = x.clone().requires_grad_(), add.clone().requires_grad_()
+    made = layer.norm(x)
+    if way is None:
+        y = layer.experts(made, expert, weight, add)
+    else:
+        y = travel(layer, made, expert, weight, add, known, way)
+    y.backward(dy)
+    grads = [t.grad for t in (x, add, weight, *layer.parameters()) if t.grad is not None]
+    return [y.detach(), *grads, arena.amax.clone()]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("name", [*RECIPES, "no_history", "current"])
+def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
+    known = name not in ("no_history", "current")
+    recipes = {"no_history": recipe("fp8_delayed"), "current": recipe("fp8_delayed", **CURRENT)}
+    layer, arena = build(recipes[name] if name in recipes else recipe(name), backend)
+    if name == "fp8_delayed":
+        step(layer, arena, None, False)
+        arena.commit(arena.finite())
+    way = Mirror()
+    here, sent = step(layer, arena, None, known), step(layer, arena, way, known)
+    assert len(here) == len(sent) == 8
+    for i, (a, b) in enumerate(zip(sent, here, strict=True)):
+        assert torch.isfinite(a).all() and a.dtype == b.dtype
+        error = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
+        assert error <= 1e-6, f"tensor {i}: {error:.1e}"
+    rows = 2 * T
+    if name == "bf16":
+        fp8_x, fp8_dy = BF16, BF16
+    else:
+        fp8_x, fp8_dy = layer.up.recipe.input.dtype, layer.down.recipe.grad.dtype
+    scales = {"fp8_jit": 1, "fp8_block": 2}.get(name, 0)
+    expected = [(fp8_x, (rows, WIDTH)), (FP32, (rows, 1 + scales)), (BF16, (rows, WIDTH)), (fp8_dy, (rows, WIDTH))]
+    expected += [(FP32, (rows, scales))] * (scales > 0) + [(BF16, (rows, WIDTH)), (FP32, (rows, 1))]
+    assert way.log == expected
+
+
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_that_get_nothing(recipe: Recipe, name: str, backend: str) -> None:
+    layer, arena = build(recipe(name), backend)
+    begin_step(layer, arena)
+    x = layer.norm(torch.randn(0, WIDTH, device=DEVICE, dtype=BF16, requires_grad=True))
+    none = torch.zeros(0, 1, device=DEVICE)
+    weight = none.clone().requires_grad_()
+    y = layer.experts(x, none.long(), weight, None)
+    assert y.shape == (0, WIDTH)
+    y.sum().backward()
+    for parameter in (layer.up.weight, layer.down.weight):
+        assert parameter.grad is not None and not parameter.grad.any()
+    assert weight.grad is not None and arena.finite()
+
+
+@pytest.mark.parametrize("width", [128, 144, 272])
+def test_read_back(width: int) -> None:
+    data = torch.randn(5, width).to(torch.float8_e4m3fn)
+    for inv in (torch.tensor(0.3), torch.rand(5, 1), torch.rand(5, -(-width // 128))):
+        spread = (
+            inv
+            if inv.dim() == 0
+            else torch.stack([inv[:, c // 128 if inv.shape[1] > 1 else 0] for c in range(width)], 1)
+        )
+        assert torch.equal(read_back(data, inv, FP32), data.float() * spread)
