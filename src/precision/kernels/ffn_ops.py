@@ -22,7 +22,6 @@ from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
-from precision.kernels.swiglu_blocks import swiglu_backward_blocks
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -176,11 +175,7 @@ def _backward(
         d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
         d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
         ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
-    elif w2.shape[-2] % 128 == 0:
-        d1, d1_inv, d1t, d1t_inv, ht, ht_inv, dw = swiglu_backward_blocks(
-            dh, y1, weight, ends, d1_amax, casts.grad, casts.forward
-        )
-    else:  # blocks of [dg, du] lie across their border
+    else:
         d1_exact, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, d1_amax, None, None)
         d1, d1_inv, d1t, d1t_inv = cast_blocks(d1_exact, d1_amax, casts.grad, rows=True, transposed=True, ends=ends)
         unseen = torch.zeros((), device=h.device)

@@ -12,7 +12,8 @@ Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a
 128 x 128 of b (nt), 128 x 1 of both (wgrad).
 
 Tiles of 128 x 256 x 128 in three stages were the fastest found; where only the other side is a multiple of 256, the
-product is transposed and written back transposed.
+product is transposed and written back transposed. BLOCK scales have a kernel of their own, see `block_gemm`; the ones
+here serve them in the interpreter, and where there are no whole tiles.
 """
 
 import torch
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from precision.kernels import block_gemm
 from precision.kernels.common import BLOCK, INTERPRETED, ON_GPU, ROW, TENSOR, as_bf16
 from precision.kernels.route import Route
 
@@ -154,6 +156,8 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     if R == 0:
         return y
     grid = _multiprocessors(a)
+    if mode == BLOCK.value and not INTERPRETED and R % 128 == 0:
+        return block_gemm.nt(a, scale_a, b, scale_b, to, grid)
     _nt_kernel[(grid,)](
         TensorDescriptor.from_tensor(a, [BM, BK]),
         TensorDescriptor.from_tensor(b.view(E * N, K), [BN, BK]),
@@ -182,6 +186,9 @@ def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to
     plain = mode == PLAIN.value
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
     d = torch.empty(E, M, N, device=a.device, dtype=out)
+    if mode == BLOCK.value and not INTERPRETED and block_gemm.fits(M, N):
+        block_gemm.wgrad(a, scale_a, b, scale_b, to, _multiprocessors(a), d)
+        return d
     BM, BK = 128, BF16_ALIGN if plain else 128
     wide = mode != BLOCK.value
     trans = wide and N % 256 != 0 and M % 256 == 0

@@ -5,7 +5,7 @@
 
 The backward pass makes what four products read: [dg, du] in FP8 for the input gradient, its transposed copy and h's for
 the weight gradients; h is computed again, so that only the GEMM's result has been kept. With ROW scales a row is in
-registers, and what has to be transposed is written as rows first; with BLOCK scales see `swiglu_blocks`.
+registers, and what has to be transposed is written as rows first; with BLOCK scales the pass hands BF16 to `cast`.
 """
 
 import torch
@@ -47,20 +47,13 @@ def _activate(g, u, w):
 
 
 @triton.jit
-def exact_gradients(dh, g, u, w):
-    """d gate, d up and h before they are rounded, and the addends of the weight's gradient."""
+def _gradients(dh, g, u, w):
+    """d gate, d up, h, and the addends of the weight's gradient."""
     s = sigmoid(g)
     silu = g * s
     hu = silu * u
     d = dh * w
-    return d * u * (s + silu * (1.0 - s)), d * silu, hu * w, dh * hu
-
-
-@triton.jit
-def _gradients(dh, g, u, w):
-    """d gate, d up, h, and the addends of the weight's gradient."""
-    dg, du, h, addend = exact_gradients(dh, g, u, w)
-    return as_bf16(dg), as_bf16(du), as_bf16(h), addend
+    return as_bf16(d * u * (s + silu * (1.0 - s))), as_bf16(d * silu), as_bf16(hu * w), dh * hu
 
 
 @triton.jit
@@ -71,7 +64,7 @@ def _rows_left(ends, R, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def weights_of(weight, r, R, GROUPS: tl.constexpr):
+def _weights(weight, r, R, GROUPS: tl.constexpr):
     """The router's, or 1."""
     if GROUPS > 0:
         return tl.load(weight + r, mask=r < R, other=0.0)
@@ -94,7 +87,7 @@ def _forward_kernel(
         c = column * BC + tl.arange(0, BC)
         inside = (r < R)[:, None] & (c < F)[None, :]
         i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
-        w = weights_of(weight, r, R, GROUPS)
+        w = _weights(weight, r, R, GROUPS)
         g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
         u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
         v = _activate(g, u, w[:, None])
@@ -148,7 +141,7 @@ def _backward_kernel(
             r = r4 * 4 + i
             r64 = r[:, None].to(tl.int64)
             inside = (r < R)[:, None] & (c < F)[None, :]
-            w = weights_of(weight, r, R, GROUPS)
+            w = _weights(weight, r, R, GROUPS)
             o = r64 * (2 * F) + c[None, :]
             one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
             g = tl.load(y + o, mask=inside, other=0).to(tl.float32)

@@ -59,7 +59,7 @@ def compile_only(self, *args, grid, warmup, **options):
 jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
-from precision.kernels import cast, grouped_gemm, norm, route, swiglu, swiglu_blocks, weights
+from precision.kernels import cast, grouped_gemm, norm, route, swiglu, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = lambda x: 132
@@ -101,8 +101,6 @@ if mode == 2:
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
 if mode == 3:
     cast.cast_blocks(new(R // 2, D), one, back, rows=True, transposed=True, ends=to.ends, token=to.token)
-    swiglu_blocks.swiglu_backward_blocks(new(R, F), new(R, 2 * F), to.weight, to.ends, one, how, how)
-    swiglu_blocks.swiglu_backward_blocks(new(R - 5, F), new(R - 5, 2 * F), None, None, one, back, how)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
 for n, k, fmt in ((2 * F, D, E4M3), (D, F, E4M3), (F, D, back.fmt), (D, 2 * F, back.fmt)):
