@@ -158,18 +158,21 @@ class Crew:
         rank, step = self.launch.rank, self.step
         if message is not None and of_all:
             self.end(News(message, code, rank, rank, step))
-        news, (by_others, timed_out) = None, of_a_collective(error)
-        if timed_out:
-            self._key("late", rank, "1")
-        if by_others:  # then somebody else may have more to tell
-            news = self._await_news(PATIENCE)
-        if news is None and timed_out:
-            news = self._blame()
-        if news is None:
-            says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
-            trace = "".join(traceback.format_exception(error)) if message is None else ""
-            news = News(f"error: {self.describe(rank)} failed {_when(step)}: {says}", code, rank, rank, step, trace)
+        try:
+            news = self._of_others(*of_a_collective(error))
+            if news is None:
+                says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
+                trace = "".join(traceback.format_exception(error)) if message is None else ""
+                news = News(f"error: {self.describe(rank)} failed {_when(step)}: {says}", code, rank, rank, step, trace)
+        except RuntimeError:
+            news = self.lost()
         self.end(news)
+
+    def lost(self) -> News:
+        """The store does not answer."""
+        rank, where = self.launch.rank, f"{self.launch.address}:{self.launch.port}"
+        message = f"error: rank {rank} lost the job's store at {where}: torchrun there, or its node, is gone"
+        return News(message, 1, 0, rank, self.step)
 
     def end(self, news: News) -> NoReturn:
         """Post the news, if nobody has yet, see to it that they are told, and exit. Any thread may call."""
@@ -207,12 +210,12 @@ class Crew:
 
     def pulse_of(self, rank: int) -> tuple[int, str]:
         """(last step, place) that a rank has sent."""
-        assert self._store is not None
-        key = self._name("pulse", rank)
-        if not self._store.check([key]):
-            return 0, "?"
-        _, step, place = self._store.get(key).decode().split("|", 2)
+        _, step, place = self._pulse(rank).split("|", 2)
         return int(step), place
+
+    def _pulse(self, rank: int) -> str:
+        assert self._store is not None
+        return self._store.get(self._name("pulse", rank)).decode() if self.has("pulse", rank) else "0|0|?"
 
     def _see_it_told(self, news: News) -> None:
         """Rank 0 tells, for it has the screen and the run folder; the finder does if rank 0 is gone or does not."""
@@ -258,6 +261,28 @@ class Crew:
                     return News(**json.loads(self._store.get(self._name("news"))))
                 time.sleep(LOOK_SECONDS / 5)
         return None
+
+    def _of_others(self, by_others: bool, timed_out: bool) -> News | None:
+        """What made a collective operation fail, or run out of time, if it was not this rank."""
+        if timed_out:
+            self._key("late", self.launch.rank, "1")
+        if not by_others:
+            return None
+        return self._await_news(PATIENCE) or (self._blame() if timed_out else self._silent())
+
+    def _silent(self) -> News | None:
+        """Somebody has closed his connections, and nobody near him has seen why: who gives no sign of life since?"""
+        ranks = [rank for rank in range(self.launch.size) if rank != self.launch.rank and not self.has("left", rank)]
+        before = {rank: self._pulse(rank) for rank in ranks}
+        news = self._await_news(2.5 * PULSE_SECONDS)
+        gone = [rank for rank in ranks if self._pulse(rank) == before[rank]]
+        if news is not None or not gone:
+            return news
+        named = ", ".join(self.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
+        step = max(self.step, self.pulse_of(gone[0])[0])
+        return News(
+            f"error: {named} closed all connections and is gone, {_when(step)}", 1, gone[0], self.launch.rank, step
+        )
 
     def _blame(self) -> News:
         """The ranks that did not come to a collective operation: those that are neither late, as this one, nor done."""
@@ -350,12 +375,7 @@ class _Watch(threading.Thread):
                     self._listen()
         except RuntimeError:
             if not self._stopping:
-                launch = self._crew.launch
-                where = f"{launch.address}:{launch.port}"
-                lost = (
-                    f"error: rank {launch.rank} lost the job's store at {where}: torchrun there, or its node, is gone"
-                )
-                self._crew.end(News(lost, 1, 0, launch.rank, self._crew.step))
+                self._crew.end(self._crew.lost())
 
     def _meet(self) -> None:
         """Take a descriptor of each neighbour that has come."""

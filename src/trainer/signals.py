@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 class StopSignals:
     """While active, the first SIGINT or SIGTERM is noted; a second one acts as it always did.
 
+    Many processes may get the first one twice, from the scheduler and from torchrun, so there a second one is the other
+    kind: torchrun sends SIGTERM to those that a second Ctrl-C finds still saving.
+
     received: the name of a signal that was noted before the last call of `agree`, on this rank or another.
     """
 
@@ -73,4 +76,6 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
-        signal.signal(number, self._before[number])  # type: ignore[arg-type]
+        for other, handler in self._before.items():
+            if (other == number) == (self._world is None):
+                signal.signal(other, handler)  # type: ignore[arg-type]

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train on several machines: the same command on each of them, in any order.
+#     HEAD=node1:29500 scripts/launch/two_nodes.sh +recipe=fp8_delayed run.name=mine
+# HEAD       host and a free port of one of them, where they meet; all must reach it by this name
+# NODES      how many machines (default: 2)
+# PROCESSES  on each (default: the GPUs there are)
+# RESTARTS   how often a run that fails goes on by itself from its last checkpoint (default: 0; more needs run.name)
+# JOB        a name for the meeting (default: octet), if others meet at the same HEAD
+# All have the same checkout, and see run.dir under the same path. parallel=hsdp keeps most traffic inside a node;
+# NCCL_SOCKET_IFNAME and NCCL_IB_HCA say by which network NCCL goes, if it chooses badly.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+top=$(cd "$here/../.." && pwd)
+python=python
+if [[ -x $top/.venv/bin/python ]]; then python=$top/.venv/bin/python; fi
+
+nodes=${NODES:-2}
+processes=${PROCESSES:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+if ((processes == 0)); then
+    echo "octet: error: PROCESSES: there is no GPU here; set PROCESSES=2, say, to train on the CPU" >&2
+    exit 2
+fi
+if ((nodes == 1)); then
+    meeting=(--standalone)
+else
+    head=${HEAD:?"which machine do they meet at? HEAD=HOST:PORT"}
+    meeting=(--rdzv_backend=c10d "--rdzv_endpoint=$head" "--rdzv_id=${JOB:-octet}")
+fi
+case " $* " in
+*" parallel="*) ;;
+*) set -- parallel=fsdp "$@" ;;
+esac
+# a stop (SIGTERM, Ctrl-C) saves first: torchrun would wait for 30 s and then kill
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # else pages about connections that close when a node is lost
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + processes - 1) / processes))}
+exec "$python" "$here/torchrun.py" "--nnodes=$nodes" "--nproc_per_node=$processes" "--max_restarts=${RESTARTS:-0}" \
+    "${meeting[@]}" "$top/train.py" "$@"
