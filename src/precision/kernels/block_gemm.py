@@ -194,7 +194,7 @@ def _nt_wgrad_kernel(
 
 
 def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, to: Route, programs: int) -> Tensor:
-    """`grouped_gemm.nt` with BLOCK scales; any N and K, R a multiple of 128 (130 rows ended in an illegal instruction)."""
+    """`grouped_gemm.nt` with BLOCK scales; any N and K, R a multiple of 128 (130 ended in an illegal instruction)."""
     (E, N, K), R = b.shape, a.shape[0]
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     scales = scale_a.t().reshape(-1)

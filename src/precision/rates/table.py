@@ -1,8 +1,8 @@
 """The table behind `precision.backend=auto` and `precision.never_slower`: one YAML file a GPU, in this folder.
 
     gpu: NVIDIA H200                 the name that torch.cuda.get_device_name() gives
-    command: null                    what measured the entries, and at which commit; null while there are none
-    commit: null
+    measured:                        what measured the entries of a kind, and at which commit
+      - {kind: linear, commit: 1234567, command: python scripts/bench/linear.py --table}
     entries:
       - {kind: linear, scaling: delayed/tensor, shape: [N, K, groups], rows: R, ms: {bf16: a, cuda: b, ...}}
 
