@@ -53,7 +53,12 @@ class RoutedExperts(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Two calls a forward pass: what lies between them runs while the first one's answer is on its way."""
+    """Two calls a forward pass: what lies between them runs while the first one's answer is on its way.
+
+    traceable: whether compiled graphs may contain them.
+    """
+
+    traceable: bool
 
     def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
         """expert [T, K] int64, weight [T, K] FP32: what the router chose. Returns what `finish` wants."""
@@ -66,6 +71,8 @@ class Dispatcher(Protocol):
 
 class LocalDispatcher:
     """All experts are here."""
+
+    traceable = True
 
     def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
         """See `Dispatcher`."""
@@ -130,6 +137,8 @@ class AllToAllDispatcher:
 
     ValueError if they cannot be spread evenly.
     """
+
+    traceable = False
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int):
         size, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -9,7 +9,8 @@ what it made. Amaxes are maxima and router loads are outputs, so nothing is coun
                 core's output and log-sum-exp stay
     full        everything inside a block; its input is all that stays
 
-Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it.
+Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it. Where
+experts are spread over ranks, tokens on their way to them are between two graphs: see `models.dispatch`.
 """
 
 import logging
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models import DeepSeek
+from models.block import MoEBlock
+from models.dispatch import AllToAllDispatcher
+from models.block import MoEBlock
 from trainer.config import Recompute
 
 _ATTENTION = {
@@ -42,16 +46,17 @@ def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: 
         if recompute is Recompute.selective:
             block.around_attention = _recompute_all_but_core
         if compiled:
-            block.compile(backend=backend, fullgraph=True, dynamic=False)
+            whole = not isinstance(block, MoEBlock) or block.moe.dispatcher.traceable
+            block.compile(backend=backend, fullgraph=whole, dynamic=False)
         if recompute is Recompute.full:
             _recompute(block)
 
 
 def _recompute(block: nn.Module) -> None:
     """Make calls of the block keep only their input while gradients are wanted."""
-    call = block._call_impl if block._compiled_call_impl is None else block._compiled_call_impl
-    forward = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
-    block._compiled_call_impl = lambda *args: forward(*args) if torch.is_grad_enabled() else call(*args)
+    call = block.forward
+    again = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
+    block.forward = lambda *args: again(*args) if torch.is_grad_enabled() else call(*args)
 
 
 def _recompute_all_but_core(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
