@@ -25,8 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models import DeepSeek
 from models.block import MoEBlock
-from models.dispatch import AllToAllDispatcher
-from models.block import MoEBlock
 from trainer.config import Recompute
 
 _ATTENTION = {
@@ -47,7 +45,7 @@ def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: 
             block.around_attention = _recompute_all_but_core
         if compiled:
             whole = not isinstance(block, MoEBlock) or block.moe.dispatcher.traceable
-            block.compile(backend=backend, fullgraph=whole, dynamic=False)
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=whole, dynamic=False)
         if recompute is Recompute.full:
             _recompute(block)
 
