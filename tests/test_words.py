@@ -28,7 +28,8 @@ BENCHES = {
 def commands(page: str) -> list[str]:
     """The lines of a page's code blocks that start a program, without their comments."""
     lines = [line[4:] for line in (ROOT / page).read_text().splitlines() if line.startswith("    ")]
-    return [line.split("  #")[0].strip() for line in lines if line.startswith(("python ", "make "))]
+    programs = ("python ", "make ", "torchrun ", "scripts/launch/")
+    return [line.split("  #")[0].strip() for line in lines if line.startswith(programs)]
 
 
 def benched(words: list[str]) -> list[str]:
@@ -77,7 +78,13 @@ def test_commands_run(page: str, checkout: Path) -> None:
         # make: what its targets do is what this test is part of; that they exist is all that is left to check
         cut = benched if page == "docs/benchmarks.md" else smaller
         line = ["make", "-n", *words] if program == "make" else [sys.executable, *cut(words)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if program == "torchrun":  # two processes, whatever the page says
+            two = ["--standalone", "--nproc_per_node=2", *(word for word in words if not word.startswith("--"))]
+            line = [sys.executable, "-m", "torch.distributed.run", *smaller([*two, "trainer.microbatch_size=2"])]
+        elif program.startswith("scripts/"):
+            line = [program, *smaller([*words, "trainer.microbatch_size=2"])]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         done = subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         ran += 1

@@ -1,0 +1,291 @@
+"""Many processes from one command line: real torchrun, on the CPU, two ranks. What a user meets, good and bad."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.distributed import World
+from trainer.launch import Launch
+
+ROOT = Path(__file__).parents[2]
+QUIET = [sys.executable, str(ROOT / "scripts" / "launch" / "torchrun.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+CREW = str(ROOT / "tests" / "trainer" / "crew_program.py")
+TRAIN = str(ROOT / "train.py")
+TWO = ["--standalone", "--nproc_per_node=2"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")
+
+
+def start(command: list[str], where: Path, **more: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=where, env={**os.environ, **more}, stdout=pipe, stderr=pipe, text=True)
+
+
+def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def run(command: list[str], where: Path, **more: str) -> tuple[int, str, str]:
+    return end(start(command, where, **more))
+
+
+def said(err: str) -> list[str]:
+    """The lines of ours."""
+    return [line for line in err.splitlines() if line.startswith("octet: ")]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def process_of(launcher: int, rank: int) -> int:
+    """The process that a launcher has started as `rank`."""
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1] if entry.name.isdigit() else ""
+            if parent == str(launcher) and f"RANK={rank}" in (entry / "environ").read_text().split("\0"):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no rank {rank} below {launcher}")
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() or (path.is_file() and not path.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------ what a launcher says
+
+
+def test_without_a_launcher_a_process_is_the_only_one():
+    launch = Launch.read({})
+    assert launch == Launch() and launch.is_first and launch.size == 1 and not launch.under_torchrun
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: it must be a number"),
+        ({"WORLD_SIZE": "2"}, "RANK=: it must be a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2: ranks go from 0 to WORLD_SIZE-1=1"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2: MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "LOCAL_RANK=: it must be a number"),
+    ],
+)
+def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str, str], says: str):
+    with pytest.raises(ValueError, match=says):
+        Launch.read(environment)
+
+
+def test_a_world_of_one_asks_nobody():
+    world = World(torch.device("cpu"))
+    with world.first_of_node_goes_ahead():
+        assert (world.share(3), world.gather(3), world.on_first(lambda: 4)) == (3, [3], 4)
+    world.barrier()
+    assert not torch.distributed.is_initialized() and not world.crew.connected
+
+
+# ------------------------------------------------------------------------------ processes that end in all kinds of ways
+
+FAULTS = {
+    "none": (0, ""),
+    "kill:0": (1, "error: rank 0 (HOST, process N) was killed by SIGKILL (out of memory? see dmesg), in step 3"),
+    "bug": (1, "error: rank 1 (HOST, process N) failed in step 3: KeyError: 'x'"),
+    "mistake:all": (2, "error: optim.lr=9: too large; lower it"),
+    "hang": (1, "error: the others waited in vain for rank 1 (HOST, process N), in step 3, at "),
+    "freeze": (1, "error: rank 1 (HOST, process N) has given no sign of life for"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
+    began = time.monotonic()
+    code, out, err = run([*QUIET, *TWO, CREW, "runs", "a", fault], tmp_path)
+    expected, says = FAULTS[fault]
+    folder = tmp_path / "runs" / "a"
+    assert code == expected and time.monotonic() - began < 60
+    assert out.count("step 2/6") == 1  # rank 0 has the screen
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    failures = [event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]
+    if not says:
+        assert err == "" and failures == []
+        assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        assert "step 6/6" in (folder / "logs" / "rank1.log").read_text()
+        return
+    own = [line for line in said(err) if "ended by SIGKILL" not in line]  # of the one that did not listen
+    assert len(own) == 1 and len(failures) == 1, err
+    blank = " ".join(own[0].split())
+    for word in blank.split():
+        if word.rstrip("),").isdigit() and "process " + word in blank:
+            blank = blank.replace("process " + word, "process N" + word.lstrip("0123456789"))
+    assert blank.replace(os.uname().nodename, "HOST").startswith(f"octet: {says}"), err
+    assert own[0] == f"octet: {failures[0]['message']}" and failures[0]["exit_code"] == code
+    assert ("Traceback" in err) == (fault == "bug") and err.count("KeyError") in (0, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- train.py
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "says"),
+    [
+        ([], ["parallel=fsdp", "model.dimm=3"], "error: model.dimm=3: there is no such key"),
+        ([], ["+recipe=bf16"], "choose parallel=fsdp, which takes all, or start one process"),
+        ([], ["-m", "parallel=fsdp", "+recipe=bf16,fp8_jit"], "error: -m: torchrun starts one run"),
+        (["--max_restarts=1"], ["parallel=fsdp"], "error: --max-restarts=1: a run without a name"),
+    ],
+)
+def test_a_mistake_is_said_once_and_every_process_exits_with_2(
+    options: list[str], arguments: list[str], says: str, tmp_path: Path
+):
+    code, out, err = run([*QUIET, *TWO, *options, TRAIN, *arguments], tmp_path)
+    # torchrun starts processes anew that have ended with an error, whatever it was
+    assert (code, out) == (2, "") and len(said(err)) == 1 + len(options), err
+    assert says in said(err)[0] and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun_itself_names_what_was_wrong_too(tmp_path: Path):
+    code, _, err = run([*TORCHRUN, *TWO, TRAIN, "model.dimm=3"], tmp_path)
+    assert code == 1 and len(said(err)) == 1
+    assert "exitcode  : 2" in err and "exitcode  : -15" not in err
+    assert "traceback : error: model.dimm=3: there is no such key" in err
+
+
+def test_a_dry_run_prints_once(tmp_path: Path):
+    code, out, _ = run([*QUIET, *TWO, TRAIN, "parallel=fsdp", "+recipe=fp8_jit", "dry_run=true"], tmp_path)
+    assert code == 0 and out.count("precision plan: fp8_jit") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path: Path):
+    program = tmp_path / "differ.py"
+    program.write_text(
+        "import os, runpy, sys\n"
+        f"sys.argv = [{TRAIN!r}, *sys.argv[1:], *(['optim.lr=0.5'] if os.environ['RANK'] == '1' else [])]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    code, _, err = run([*QUIET, *TWO, str(program), *overrides("parallel=fsdp", "optim.lr=0.25")], tmp_path)
+    assert code == 2 and len(said(err)) == 1
+    assert said(err)[0].startswith("octet: error: optim.lr=0.5 on rank 1, 0.25 on the others: all ranks of a run ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: Any, tmp_path: Path):
+    common = overrides("parallel=fsdp", "run.name=a", "checkpoint.every=4", "data.cache_dir=cache")
+    common = [word for word in common if not word.startswith("logging.console")]
+    folder = tmp_path / "runs" / "a"
+
+    # SIGTERM to torchrun: both stop after the same step, and save
+    process = start([*QUIET, *TWO, TRAIN, *common, "trainer.max_steps=1000"], tmp_path)
+    wait_for(folder / "metrics.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    step = lines(folder / "metrics.jsonl")[-1]["step"]
+    assert code == 128 + signal.SIGTERM and out.count("packing the train files") == 1
+    expected = f"octet: error: stopped by SIGTERM after step {step}, saved; go on with run.name=a run.resume=auto"
+    assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
+    assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
+    assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()
+
+    # a killed rank: torchrun starts both anew, and they go on from the last checkpoint
+    more = ["run.resume=auto", f"trainer.max_steps={step + 40}"]
+    process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *common, *more], tmp_path)
+    wait_for(folder / "checkpoints" / f"step_{(step // 4 + 2) * 4:08d}", process)
+    victim = process_of(process.pid, 0)
+    os.kill(victim, signal.SIGKILL)
+    code, out, err = end(process)
+    assert code == 0 and len(said(err)) == 1, err
+    assert f"rank 0 ({os.uname().nodename}, process {victim}) was killed by SIGKILL" in err
+    assert out.count("resumed from step_") == 2
+    trained = [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
+    assert trained == list(range(1, step + 41))
+    assert [event["rank"] for event in lines(folder / "events.jsonl") if event["kind"] == "failure"] == [0]
+
+
+# ------------------------------------------------------------------------------------------------------ scripts/launch
+
+NODES = str(ROOT / "scripts" / "launch" / "two_nodes.sh")
+
+
+@pytest.mark.parametrize("script", ["one_node.sh", "two_nodes.sh", "slurm.sbatch"])
+def test_scripts_can_be_read(script: str):
+    path = ROOT / "scripts" / "launch" / script
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert os.access(path, os.X_OK) and all(len(line) <= 120 for line in path.read_text().splitlines())
+
+
+def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    script = ROOT / "scripts" / "launch" / "one_node.sh"
+    code, out, err = run([str(script), "run.name=a"], tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (code, out) == (2, "") and err.startswith("octet: error: PROCESSES: there is no GPU here")
+
+
+def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path):
+    words = [word for word in overrides("run.name=a", "trainer.max_steps=1000") if "console" not in word]
+    place = {"HEAD": f"localhost:{20000 + os.getpid() % 10000}", "PROCESSES": "1"}
+    nodes = [start([NODES, *words], tmp_path, **place) for _ in range(2)]
+    folder = tmp_path / "runs" / "a"
+    wait_for(folder / "metrics.jsonl", nodes[0])
+    lost, other = nodes
+    try:
+        victim, rank = process_of(lost.pid, 0), 0
+    except AssertionError:
+        victim, rank = process_of(lost.pid, 1), 1
+    lost.kill()  # its torchrun, and what runs there
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    code, _, err = end(other)
+    assert code == 1 and time.monotonic() - began < 60
+    assert len(said(err)) == 1, err
+    assert f"rank {rank} (" in err or "lost the job's store" in err  # the store was on one of them
+    assert end(lost)[0] == -signal.SIGKILL
+    assert len([event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]) == 1
+
+
+def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path):
+    stubs = {
+        "scontrol": "#!/bin/sh\n[ \"$1 $2 $3\" = 'show hostnames here,there' ] && printf 'localhost\\nthere\\n'\n",
+        # srun starts its command once on each node; its options come first
+        "srun": '#!/bin/bash\n[ "$1" = --kill-on-bad-exit=1 ] || exit 9\nshift\n"$@" & "$@" & wait -n && wait -n\n',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "here,there",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "PROCESSES": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    script = str(ROOT / "scripts" / "launch" / "slurm.sbatch")
+    words = [word for word in overrides("run.name=a", "trainer.max_steps=2") if "console" not in word]
+    code, _, err = run(["bash", script, *words], tmp_path, **slurm)
+    folder = tmp_path / "runs" / "a"
+    assert code == 0, err
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 2]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
