@@ -27,11 +27,11 @@ def run(crew: Crew) -> None:
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
             if launch.is_first:
-                print(report(config, plan))
+                print(report(config, plan, launch.size))
             continue
         from trainer.agreement import agree
-        from trainer.build import pick_device
         from trainer.distributed import init
+        from trainer.host import pick_device
         from trainer.trainer import Trainer
 
         world = init(pick_device(config.trainer.device), crew)

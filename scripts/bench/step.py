@@ -61,7 +61,7 @@ def run() -> None:
         raise ValueError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
     if options.steps < 2:
         raise ValueError(f"--steps {options.steps}: a spread takes at least 2")
-    from trainer.build import pick_device
+    from trainer.host import pick_device
 
     facts = measure.header()
     if options.hold is None:

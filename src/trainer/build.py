@@ -18,7 +18,7 @@ from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
 from trainer.checkpoint import Checkpointer, read
-from trainer.config import Config, Device, Switch
+from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
@@ -202,16 +202,6 @@ def build_model(
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)
     return plan, model
-
-
-def pick_device(choice: Device) -> torch.device:
-    """The device to train on. ValueError if a GPU is asked for and there is none."""
-    available = torch.cuda.is_available()
-    if choice is Device.cuda and not available:
-        raise ValueError(
-            "trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch"
-        )
-    return torch.device("cuda" if available and choice is not Device.cpu else "cpu")
 
 
 def _identity(config: Config) -> dict:

@@ -237,8 +237,8 @@ class ParallelConfig:
     """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
     moves least; auto: once a step where a whole set of FP32 gradients fits."""
     reshard_after_forward: Switch
-    """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass; false:
-    they stay until the step's last backward pass; auto: true for all blocks but the last."""
+    """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
+    false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
 
 
 @dataclass

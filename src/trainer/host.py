@@ -6,6 +6,8 @@ import sys
 
 import torch
 
+from trainer.config import Device
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = 1 << 30  # bytes
 
@@ -25,3 +27,13 @@ def tune_host(device: torch.device) -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, _KEEP)
             libc.mallopt(_M_TRIM_THRESHOLD, _KEEP)
+
+
+def pick_device(choice: Device) -> torch.device:
+    """The device to train on. ValueError if a GPU is asked for and there is none."""
+    available = torch.cuda.is_available()
+    if choice is Device.cuda and not available:
+        raise ValueError(
+            "trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch"
+        )
+    return torch.device("cuda" if available and choice is not Device.cpu else "cpu")

@@ -2,19 +2,7 @@
 
 `check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
 and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`
-prints: plan, parameters, FLOPs, and a forecast of memory.
-
-Memory of one process, by what it is for:
-
-    parameters        FP32 masters
-    gradients         FP32 sums over microbatches
-    optimizer         AdamW's two moments, FP32
-    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (up to two, see `_weight_bytes`)
-    activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
-    block, with selective all but attention's inside, and that of one block
-    head              gradients of the head's weight, one a use, that wait for the backward pass
-
-Not in it: what an op needs while it runs, the allocator's own losses, and the interpreter.
+prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.memory`).
 """
 
 import math
@@ -22,16 +10,15 @@ import math
 import torch
 
 from models import DeepSeek
-from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
+from models.flops import count_parameters, flops_per_token
 from precision import Plan
-from precision.config import BackendChoice, Granularity
+from precision.config import BackendChoice
 from precision.hardware import detect
-from precision.plan import GemmRecipe
-from trainer.config import Config, Device, Recompute, Switch
+from trainer.config import Config, Device, Switch
 from trainer.data.config import check_data
+from trainer.host import pick_device
+from trainer.memory import GIB, forecast_memory
 from trainer.parallel.mesh import Degrees, resolve
-
-GIB = 2**30
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
@@ -141,10 +128,8 @@ def reduces_each_microbatch(config: Config, plan: Plan, degrees: Degrees, device
         return choice is Switch.true
     if device.type != "cuda":
         return False
-    memory = forecast_memory(config, plan)
-    kept = (memory["parameters"] + memory["gradients"] + memory["optimizer"]) / degrees.shard
-    rest = memory["compute weights"] + memory["activations"] + memory["head"] + memory["gradients"]
-    return kept + rest > 0.8 * torch.cuda.get_device_properties(device).total_memory
+    once_a_step = sum(forecast_memory(config, plan, degrees, each=False).values())
+    return once_a_step > 0.8 * torch.cuda.get_device_properties(device).total_memory
 
 
 def _check_debug(config: Config) -> None:
@@ -182,50 +167,19 @@ def _check_cuda_graph(config: Config, plan: Plan) -> None:
         _refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
 
 
-def forecast_memory(config: Config, plan: Plan) -> dict[str, float]:
-    """Bytes that one process holds, by what they are for; see the module docstring."""
-    masters = 4.0 * count_parameters(config.model).total
-    weights = sum(
-        row.in_features * row.out_features * row.groups * _weight_bytes(row.recipe) for row in plan.gemms.values()
-    )
-    kept = kept_bytes_per_token(config.model, plan)
-    head = kept.pop("head")
-    blocks = sum(kept.values())
-    num_blocks = config.model.num_layers + config.model.num_mtp_layers
-    if config.recompute is Recompute.selective:
-        selective = sum(kept_bytes_per_token(config.model, plan, attention_again=True).values()) - head
-        blocks = selective + (blocks - selective) / num_blocks
-    if config.recompute is Recompute.full:
-        inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
-        blocks = blocks / num_blocks + num_blocks * inputs
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
-    return {
-        "parameters": masters,
-        "gradients": masters,
-        "optimizer": 2 * masters,
-        "compute weights": weights,
-        "activations": (blocks + head) * tokens,
-        "head": head_gradient_bytes(plan),
-    }
+def report(config: Config, plan: Plan, processes: int = 1) -> str:
+    """What a run would compute in, how large it is and what each rank takes: several lines of text.
 
-
-def _weight_bytes(recipe: GemmRecipe) -> int:
-    """Bytes of a compute weight's element: none in FP32, which reads the master. In FP8 the reference has two copies if
-    scales go by row, cuda always; Transformer Engine has two and the BF16 weight."""
-    width = recipe.input.bytes
-    if width != 1:
-        return 0 if width == 4 else width
-    if recipe.backend == "reference":
-        return 2 if recipe.scaling.granularity is Granularity.row else 1
-    return 4 if recipe.backend == "transformer_engine" else 2
-
-
-def report(config: Config, plan: Plan) -> str:
-    """What a run would compute in, how large it is and what it takes: several lines of text."""
-    t = config.trainer
+    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these.
+    ValueError for degrees that do not go together, or with the batch.
+    """
+    t, p = config.trainer, config.parallel
+    degrees = resolve(p, p.replicate * p.shard if min(p.replicate, p.shard) > 0 else processes)
+    check_sharing(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
-    memory = forecast_memory(config, plan)
+    each = reduces_each_microbatch(config, plan, degrees, pick_device(t.device))
+    memory = forecast_memory(config, plan, degrees, each)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -235,10 +189,16 @@ def report(config: Config, plan: Plan) -> str:
             f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
             "",
-            f"memory of one process, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length} tokens",
+            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
         ]
     )
+
+
+def _ranks(d: Degrees) -> str:
+    if d.world == 1:
+        return "one process"
+    return f"each of {d.world} ranks (replicate {d.replicate}, shard {d.shard}, expert {d.expert})"
 
 
 def _short(number: float) -> str:

@@ -22,12 +22,16 @@ from torch import Tensor
 from models import Losses
 from models.flops import flops_per_token
 from precision import IGNORED, begin_step
-from trainer.build import Engine, Parts, build, pick_device
+from trainer.build import Engine, Parts, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
 from trainer.distributed import World
+from trainer.host import pick_device
+from trainer.memory import forecast_memory, what_grew
 from trainer.metrics import Throughput, copy_scalars, fp8_metrics, load_metrics, peak_memory_gib
+from trainer.parallel.mesh import resolve
 from trainer.parallel.totals import added_up, averaged, in_groups, largest, share_of
+from trainer.preflight import reduces_each_microbatch
 from trainer.recovery import TrainingStopped, Verdict
 from trainer.signals import StopSignals
 
@@ -84,6 +88,9 @@ class Trainer:
                         if last or _due(self.step, config.checkpoint.every):
                             parts.save(self.step)
                 return self._finish(stop, validation_loss)
+        except torch.OutOfMemoryError as raised:
+            error = self._out_of_memory()
+            raise error from raised
         except BaseException as raised:
             error = raised
             raise
@@ -150,6 +157,15 @@ class Trainer:
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
         p.sinks.metrics(tokens | values | self._throughput.read() | {"memory/peak_gib": peak_memory_gib(e.device)})
+
+    def _out_of_memory(self) -> TrainingStopped:
+        """What to say when a GPU is full: what fills it, against the forecast."""
+        e = self.parts.engine
+        degrees = resolve(self.config.parallel, self.parts.world.size)
+        each = reduces_each_microbatch(self.config, e.plan, degrees, e.device)
+        forecast = forecast_memory(self.config, e.plan, degrees, each)
+        total = torch.cuda.get_device_properties(e.device).total_memory
+        return TrainingStopped(what_grew(forecast, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""

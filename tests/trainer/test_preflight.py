@@ -12,7 +12,9 @@ from precision import bind
 from precision.linear import gemm_layers
 from trainer.build import build_model
 from trainer.config import Config, load
-from trainer.preflight import check, forecast_memory, report
+from trainer.memory import forecast_memory, what_grew
+from trainer.parallel.mesh import resolve
+from trainer.preflight import check, report
 
 Make = Callable[..., Config]
 PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
@@ -106,8 +108,67 @@ def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model(
     assert re.search(r"^gemm flops in fp8: 92\.\d% of the model", text, re.MULTILINE)
     assert "parameters   682.64 G total, 37.31 G active" in text  # 671 G and MTP's 11.6 G
     assert re.search(r"^flops +\d+\.\d+ G a token", text, re.MULTILINE)
+    assert "memory of one process, GiB: a forecast" in text
     memory = {line[2:18].strip(): float(line[18:]) for line in text.splitlines()[-7:]}
     assert list(memory) == ["parameters", "gradients", "optimizer", "compute weights", "activations", "head", "total"]
     assert memory["parameters"] == pytest.approx(682.64e9 * 4 / 2**30, rel=1e-4)
     assert memory["head"] == pytest.approx(2 * 129280 * 7168 * 4 / 2**30, rel=1e-3)  # MTP uses it a second time
     assert memory["total"] == pytest.approx(sum(memory.values()) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "part"),
+    [
+        ("parallel.shard=8", (1 / 8, 1 / 8)),
+        ("parallel.replicate=2 parallel.shard=4", (1 / 4, 1 / 4)),
+        ("parallel.shard=8 parallel.expert=8", (1 / 8, 1 / 8)),
+        ("parallel.replicate=4 parallel.shard=2 parallel.expert=8", (1 / 2, 1 / 8)),
+    ],
+)
+def test_ranks_that_share_a_model_hold_their_parts_of_it(degrees: str, part: tuple[float, float]):
+    """part: of everything else, and of the experts' weights."""
+    batch = "trainer.microbatch_size=1 trainer.global_batch_size=8"
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        overrides = f"model=moonlight_16b +recipe=fp8_delayed {batch} {degrees}".split()
+        made = load(compose("train", overrides=overrides))
+    plan = check(made)
+    alone, shared = forecast_memory(made, plan), forecast_memory(made, plan, resolve(made.parallel, 8))
+    experts = 26 * 64 * 3 * 2048 * 1408 * 4
+    assert shared["parameters"] == (alone["parameters"] - experts) * part[0] + experts * part[1]
+    assert shared["optimizer"] == 2 * shared["parameters"]
+    assert shared["compute weights"] < 0.25 * alone["compute weights"]  # three blocks of 27, embedding and head
+    assert shared["activations"] == alone["activations"]
+    text = report(made, plan)
+    assert f"memory of each of 8 ranks (replicate {made.parallel.replicate}, shard {made.parallel.shard}" in text
+    assert "communication" in text
+
+
+def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
+    made = config("parallel.shard=2", "trainer.microbatch_size=1", "trainer.global_batch_size=8")
+    plan, degrees = check(made), resolve(made.parallel, 2)
+    each, once = (forecast_memory(made, plan, degrees, each)["gradients"] for each in (True, False))
+    whole = 2 * forecast_memory(made, plan, degrees)["parameters"]
+    assert each < 0.95 * once
+    assert once == pytest.approx(1.5 * whole, rel=0.01)
+
+
+def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(config: Make):
+    made = config("parallel.shard=3")
+    with pytest.raises(ValueError, match=r"^trainer\.global_batch_size=\d+: 3 ranks .* set a multiple of"):
+        report(made, check(made))
+
+
+@pytest.mark.parametrize(
+    ("in_use", "says"),
+    [
+        (60.0, "most of it by activations .* lower trainer.microbatch_size"),
+        (30.0, "and optimizer .*parallel.shard"),
+    ],
+)
+def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
+    made = config()
+    forecast = dict.fromkeys(forecast_memory(made, check(made)), 0.0)
+    forecast |= {"parameters": 5.0 * 2**30, "optimizer": 15.0 * 2**30, "activations": 8.0 * 2**30}
+    message = what_grew(forecast, in_use * 2**30, 80.0 * 2**30)
+    assert message.startswith(f"out of GPU memory: {in_use:.1f} of 80.0 GiB in use") and "\n" not in message
+    assert re.search(says, message)

@@ -14,8 +14,9 @@ from precision import ScalingArena, begin_step, bind
 from precision.linear import gemm_layers
 from trainer.build import build_model
 from trainer.config import Config, Recompute
+from trainer.memory import forecast_memory
 from trainer.parallel import parallelize
-from trainer.preflight import check, forecast_memory
+from trainer.preflight import check
 
 Configs = Callable[..., Config]
 CPU = torch.device("cpu")

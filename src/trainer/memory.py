@@ -1,0 +1,158 @@
+"""What a run takes: bytes of GPU or host memory that one rank holds, by what they are for.
+
+    parameters        FP32 masters, this rank's part of them
+    gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
+                      else of the block whose backward pass runs
+    optimizer         AdamW's two moments, FP32, its part
+    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
+                      blocks in one process; of those that are gathered at a time where ranks share them
+    activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
+                      block, with selective all but attention's inside, and that of one block
+    head              gradients of the head's weight, one a use, that wait for the backward pass
+    communication     buffers that weights and gradients pass through, and tokens on their way to experts
+
+Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
+"""
+
+from collections import defaultdict
+
+from models.flops import count_parameters, head_gradient_bytes, kept_bytes_per_token
+from precision import Plan
+from precision.config import Granularity
+from precision.plan import GemmRecipe
+from trainer.config import Config, Recompute, Switch
+from trainer.parallel.mesh import Degrees
+
+GIB = 2**30
+ALONE = Degrees()
+
+
+def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: bool = True) -> dict[str, float]:
+    """Bytes that a rank holds, by category; see the module docstring.
+
+    plan: the model's. each: whether gradients are reduced after every microbatch (`parallel.reduce_each_microbatch`).
+    """
+    model, t = config.model, config.trainer
+    tokens = t.microbatch_size * t.sequence_length
+    shared, experts = _parameters(config)
+    owned = shared / degrees.shard + experts / (degrees.expert * degrees.expert_shard)
+    masters = 4.0 * owned
+    memory = {
+        "parameters": masters,
+        "gradients": masters,
+        "optimizer": 2 * masters,
+        "compute weights": sum(_copies(plan, degrees).values()),
+        "activations": _activations(config, plan) * tokens,
+        "head": head_gradient_bytes(plan),
+    }
+    if degrees.world == 1:
+        return memory
+    wholes = _wholes(config, plan, degrees)  # bytes in FP32 of what a rank gathers, by part
+    largest = max(size for name, size in wholes.items() if name)
+    memory["compute weights"] = _gathered(config, plan, degrees)
+    if not each and t.global_batch_size > t.microbatch_size * degrees.world:
+        memory["gradients"] += sum(wholes.values())
+    else:
+        memory["gradients"] += largest
+    # a block's weights in BF16 arrive in one buffer, the next block's in another; a block's gradients leave from one
+    memory["communication"] = 2 * largest / 2 + largest
+    if degrees.expert > 1:
+        rows = tokens * model.num_experts_per_token
+        travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
+        memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
+    return memory
+
+
+def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
+    """What to say when a GPU of `total` bytes is full with `allocated` in use: which category it was, and what helps.
+
+    forecast: of this run, as `forecast_memory` gives it.
+    """
+    steady = sum(forecast[name] for name in ("parameters", "gradients", "optimizer"))
+    rest = {name: size for name, size in forecast.items() if name not in ("parameters", "gradients", "optimizer")}
+    passing = max(allocated - steady, 0.0)
+    largest = max(rest, key=lambda name: rest[name]) if passing >= steady else "optimizer"
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in forecast.items())
+    helps = {
+        "activations": "lower trainer.microbatch_size, or set recompute=selective (less) or full (least)",
+        "head": "lower trainer.microbatch_size, or model.vocab_size",
+        "compute weights": "set parallel.reshard_after_forward=true, or raise parallel.shard or parallel.expert",
+        "communication": "raise parallel.expert, or lower trainer.microbatch_size",
+        "optimizer": "spread it over more GPUs (parallel.shard), or train a smaller model",
+    }
+    grew = "weights, gradients and optimizer" if largest == "optimizer" else largest
+    return (
+        f"out of GPU memory: {allocated / GIB:.1f} of {total / GIB:.1f} GiB in use; most of it by {grew} "
+        f"(forecast, GiB: {named}); {helps[largest]}"
+    )
+
+
+def _parameters(config: Config) -> tuple[float, float]:
+    """Parameters of everything but the routed experts, and of these."""
+    m = config.model
+    blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
+    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
+    return count_parameters(m).total - experts, experts
+
+
+def _block_of(name: str) -> str:
+    """layers.3.attn.q -> layers.3; the empty text for what stands beside the blocks."""
+    kind, _, rest = name.partition(".")
+    return f"{kind}.{rest.partition('.')[0]}" if kind in ("layers", "mtp") else ""
+
+
+def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
+    """Bytes of compute weights by block ("" beside them); of the experts, those of one rank."""
+    sizes: dict[str, float] = defaultdict(float)
+    for name, row in plan.gemms.items():
+        groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
+        sizes[_block_of(name)] += row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
+    return sizes
+
+
+def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
+    """FP32 bytes of the parameters that a rank gathers, by block."""
+    sizes: dict[str, float] = defaultdict(float)
+    sizes[""] = 4.0 * config.model.vocab_size * config.model.hidden_size  # the embedding
+    for name, row in plan.gemms.items():
+        kept = degrees.expert if row.op == "moe.experts" else 1
+        if row.op != "moe.experts" or degrees.expert_shard * degrees.expert_replicate > 1:
+            sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / kept
+    return sizes
+
+
+def _gathered(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """Compute weights that are there at a time: embedding and head always; of the blocks the last one, the one that
+    computes, and the next one."""
+    copies = _copies(plan, degrees)
+    embedding = config.model.vocab_size * config.model.hidden_size * plan.tensors["embed"].format.bytes
+    beside = copies.pop("", 0.0) + embedding
+    if config.parallel.reshard_after_forward is Switch.false:
+        return beside + sum(copies.values())
+    return beside + sum(sorted(copies.values())[-3:])
+
+
+def _activations(config: Config, plan: Plan) -> float:
+    """Bytes a token."""
+    kept = kept_bytes_per_token(config.model, plan)
+    head = kept.pop("head")
+    blocks = sum(kept.values())
+    num_blocks = config.model.num_layers + config.model.num_mtp_layers
+    if config.recompute is Recompute.selective:
+        selective = sum(kept_bytes_per_token(config.model, plan, attention_again=True).values()) - head
+        blocks = selective + (blocks - selective) / num_blocks
+    if config.recompute is Recompute.full:
+        inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
+        blocks = blocks / num_blocks + num_blocks * inputs
+    return blocks + head
+
+
+def _weight_bytes(recipe: GemmRecipe) -> int:
+    """Bytes of a compute weight's element: none in FP32, which reads the master. In FP8 the reference has two copies if
+    scales go by row, cuda always; Transformer Engine has two and the BF16 weight."""
+    width = recipe.input.bytes
+    if width != 1:
+        return 0 if width == 4 else width
+    if recipe.backend == "reference":
+        return 2 if recipe.scaling.granularity is Granularity.row else 1
+    return 4 if recipe.backend == "transformer_engine" else 2
