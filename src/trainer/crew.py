@@ -72,12 +72,14 @@ class Crew:
     """This process's part in the job.
 
     step: the last one it has begun; 0: none yet. on_end: called with the news, in the process that tells them.
-    on_leave: called when all have done their work.
+    on_leave: called when all have done their work. overdue: says whether the others should have come to where this rank
+    has been; it is asked while main waits for the GPU, say, and can tell nobody.
     """
 
     def __init__(self) -> None:
         self.launch = Launch()
         self.step = 0
+        self.overdue: Callable[[], bool] = lambda: False
         self.on_end: list[Callable[[News], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._store: TCPStore | None = None
@@ -265,10 +267,13 @@ class Crew:
     def _of_others(self, by_others: bool, timed_out: bool) -> News | None:
         """What made a collective operation fail, or run out of time, if it was not this rank."""
         if timed_out:
-            self._key("late", self.launch.rank, "1")
-        if not by_others:
-            return None
-        return self._await_news(PATIENCE) or (self._blame() if timed_out else self._silent())
+            return self.waited_in_vain()
+        return self._await_news(PATIENCE) or self._silent() if by_others else None
+
+    def waited_in_vain(self) -> News:
+        """For a collective operation that has run out of time."""
+        self._key("late", self.launch.rank, "1")
+        return self._await_news(PATIENCE) or self._blame()
 
     def _silent(self) -> News | None:
         """Somebody has closed his connections, and nobody near him has seen why: who gives no sign of life since?"""
@@ -364,6 +369,8 @@ class _Watch(threading.Thread):
                     return
                 if self._store.check([self._crew._name("news")]):
                     self._crew.end(News(**json.loads(self._store.get(self._crew._name("news")))))
+                if self._crew.overdue():
+                    self._crew.end(self._crew.waited_in_vain())
                 self._meet()
                 if self._crew.step != step or time.monotonic() >= due:
                     step = self._crew.step

@@ -44,6 +44,8 @@ class World:
     control: "ProcessGroup | None" = None
     """A group of its own for what hosts tell each other while the model's collectives are under way; gloo."""
     store: "TCPStore | None" = None
+    timeout: float = TIMEOUT
+    """Seconds that a collective waits for the others."""
 
     @property
     def is_first(self) -> bool:
@@ -121,20 +123,20 @@ def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
     from torch._C._distributed_c10d import PrefixStore
 
     store = crew.connect()
-    limit = timedelta(seconds=timeout)
     # NCCL's own watchdog aborts a process, with a long dump, and knows no names: it comes last
-    backend, own = ("cpu:gloo,cuda:nccl", timedelta(seconds=2 * timeout)) if device.type == "cuda" else ("gloo", limit)
+    limit, late = timedelta(seconds=timeout), timedelta(seconds=2 * timeout)
+    gpu = device.type == "cuda"
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
         store=PrefixStore(f"groups/{launch.attempt}", store),
         rank=launch.rank,
         world_size=launch.size,
-        timeout=own,
-        device_id=device if device.type == "cuda" else None,
+        timeout=late if gpu else limit,
+        device_id=device if gpu else None,
     )
-    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
+    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # its time is the crew's to watch
     crew.on_leave.append(dist.destroy_process_group)
-    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store)
+    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store, timeout)
 
 
 def _own_gpu(local_rank: int) -> torch.device:

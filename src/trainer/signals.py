@@ -9,6 +9,7 @@ run cannot be more than one step apart, it also tells a rank that hangs: the oth
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,8 @@ class StopSignals:
             work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
             assert work is not None
             self._question = number, work
+            deadline = time.monotonic() + self._world.timeout
+            self._world.crew.overdue = lambda: time.monotonic() > deadline and not work.is_completed()
 
     def _answer(self, number: torch.Tensor, work: Work) -> int:
         self._question = None

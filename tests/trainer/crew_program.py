@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/trainer/crew_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
 
 FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
-memory.
+memory; lag: as hang, and rank 0 waits for a device, not for rank 1.
 """
 
 import os
@@ -46,7 +46,7 @@ def fail(fault: str, rank: int) -> None:
         raise torch.OutOfMemoryError
     if kind == "mistake":
         raise ValueError("optim.lr=9: too large; lower it")
-    if kind == "hang":
+    if kind in ("hang", "lag"):
         time.sleep(1000)
 
 
@@ -67,7 +67,10 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
                 if step == 3 and not world.crew.launch.attempt:
                     fail(fault, world.rank)
                 time.sleep(0.05)
-                world.barrier()
+                if fault != "lag":
+                    world.barrier()
+                elif step == 4:
+                    time.sleep(1000)
                 sinks.metrics({"step": step, "loss/total": 1.0})
                 stop.agree(step)
                 if stop.received:
