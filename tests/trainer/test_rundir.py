@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,11 @@ def test_environment_says_what_a_run_ran_with() -> None:
     assert found["torch"] == torch.__version__ and found["packages"]["torch"] in torch.__version__
     assert json.loads(json.dumps(found)) == found
     assert found["git"] is None or re.fullmatch(r"[0-9a-f]{40}", found["git"]["commit"])
+
+
+def test_a_run_that_is_started_anew_waits_until_the_one_before_is_gone(runs: Path, opened: Any) -> None:
+    before = opened(runs)
+    threading.Timer(0.5, before.close).start()
+    assert opened(runs, resume="auto", patience=20.0).is_new
+    with pytest.raises(ValueError, match="in use by process"):
+        opened(runs, resume="auto", patience=0.3)

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
+from trainer.crew import News
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
 from trainer.sinks.jsonl import JsonLines
@@ -285,3 +286,32 @@ def test_a_loss_that_is_not_finite_stands_out(run: RunDir) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS | {"loss/total": float("nan"), "recovery/skipped_steps": 3})
     assert "\x1b[1;31mnan" in screen.raw and "3 skipped" in screen.text
+
+
+def test_another_rank_writes_its_log_and_nothing_else(
+    run: RunDir, screen: Screen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Sinks(settings(), run, 200, screen.console, rank=3) as sinks:
+        sinks.metrics(METRICS)
+        sinks.event("resume", 20, "resumed")
+        sinks.event("checkpoint", 20, "no space", failed=True)
+        sinks.progress(20)
+        sinks.summary(Summary(run.path))
+    assert sorted(path.name for path in run.path.iterdir() if not path.name.startswith(".")) == ["config.yaml", "logs"]
+    assert [path.name for path in (run.path / "logs").iterdir()] == ["rank3.log"]
+    log = (run.path / "logs" / "rank3.log").read_text()
+    assert "step  20/200  loss 5.4321" in log and "resumed" in log and "no space" in log
+    assert screen.text == "" and capsys.readouterr().err == "octet: rank 3: checkpoint: no space\n"
+
+
+def test_news_of_the_end_is_an_event_on_whichever_rank_tells_it_even_when_its_files_are_closed(
+    run: RunDir, screen: Screen
+) -> None:
+    news = News("error: rank 0 (a, process 1) has died, in step 7", 1, 0, 3, 7)
+    for rank in (0, 3):
+        sinks = Sinks(settings(), run, 200, screen.console, rank=rank)
+        sinks.close()
+        sinks.ended(news)
+    first, second = lines(run.path / "events.jsonl")
+    assert (first["kind"], first["step"], first["rank"], first["exit_code"]) == ("failure", 7, 0, 1)
+    assert first["message"] == second["message"] == news.message
