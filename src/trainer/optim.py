@@ -150,6 +150,8 @@ class Optimizer:
         self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.step()
+        # torch's kernel does not say that it wrote; what is made from a parameter asks for its version
+        torch.autograd.graph.increment_version([p for p in self._parts.values() if p.grad is not None])
         return self._lr
 
     def zero_grad(self) -> None:

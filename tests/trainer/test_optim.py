@@ -153,3 +153,11 @@ def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatc
         assert state.keys() == expected.keys() and state["step"] == expected["step"]
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor)
+
+
+def test_whoever_made_something_of_a_parameter_can_tell_that_it_changed() -> None:
+    model, optimizer = model_and_optimizer()
+    before = [p._version for p in model.parameters()]
+    backward(model)
+    optimizer.step(torch.tensor(True), torch.tensor(0), optimizer.grad_norms().norm())
+    assert all(p._version > version for p, version in zip(model.parameters(), before, strict=True))
