@@ -17,12 +17,12 @@ def run(crew: Crew) -> None:
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
     from trainer.parallel.mesh import resolve
-    from trainer.preflight import check, report
+    from trainer.preflight import check, fitted, report
 
     configs = [load(job.tree) for job in jobs]
-    for config in configs:
+    for i, config in enumerate(configs):
         if not config.dry_run:
-            resolve(config.parallel, launch.size)
+            configs[i] = fitted(config, resolve(config.parallel, launch.size))
     plans = [check(config) for config in configs]
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md"]
+PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md", "docs/parallelism.md"]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",

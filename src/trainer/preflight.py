@@ -6,6 +6,7 @@ prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.memory`).
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -99,16 +100,24 @@ def _check_batch(config: Config) -> None:
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
 
 
+def fitted(config: Config, degrees: Degrees) -> Config:
+    """The config with a microbatch that is no larger than a rank's share of the batch."""
+    t = config.trainer
+    share, rest = divmod(t.global_batch_size, degrees.world)
+    if rest or t.microbatch_size <= share:
+        return config
+    return replace(config, trainer=replace(t, microbatch_size=share))
+
+
 def check_sharing(config: Config, degrees: Degrees) -> None:
     """ValueError if this config cannot be trained by the ranks of `degrees`."""
     if degrees.world == 1:
         return
     t = config.trainer
-    together = t.microbatch_size * degrees.world
+    together = degrees.world if t.global_batch_size % degrees.world else t.microbatch_size * degrees.world
     if t.global_batch_size % together:
-        why = (
-            f"{degrees.world} ranks with trainer.microbatch_size={t.microbatch_size} do {together} sequences at a time"
-        )
+        doing = "" if together == degrees.world else f" with trainer.microbatch_size={t.microbatch_size}"
+        why = f"{degrees.world} ranks{doing} do a multiple of {together} sequences"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
     if config.cuda_graph:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
@@ -175,6 +184,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """
     t, p = config.trainer, config.parallel
     degrees = resolve(p, p.replicate * p.shard if min(p.replicate, p.shard) > 0 else processes)
+    config = fitted(config, degrees)
     check_sharing(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)

@@ -1,0 +1,131 @@
+"""Which degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
+
+    python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed
+    python scripts/plan_parallelism.py --gpus 64 --sequences 4 model=deepseek_v3 +recipe=fp8_block
+
+Arguments after the options are train.py's. The arithmetic is that of docs/parallelism.md, and as good as the rates it
+is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network what it sends
+(scripts/bench/allreduce.py).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from models import DeepSeek
+from precision import Plan
+from precision.hardware import Gpu
+from trainer.cli import compose, guarded
+from trainer.config import Config, load
+from trainer.memory import GIB
+from trainer.parallel.cost import Cost, Machine, layouts
+
+RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, forecast, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences a GPU and step (8)")
+    parser.add_argument("--memory", type=float, default=139.0, help="GiB of a GPU (139: H200)")
+    parser.add_argument("--tflops", type=float, help="of one GPU in a step (469 in BF16, 611 in FP8: one H200)")
+    parser.add_argument("--node-link", type=float, default=350.0, help="GB/s of a GPU within its node (350)")
+    parser.add_argument("--network", type=float, default=45.0, help="GB/s of a GPU between nodes (45: 400 Gbit/s)")
+    parser.add_argument("--rows", type=int, default=6, help="layouts to print (6)")
+    options, rest = parser.parse_known_args()
+    for name in ("gpus", "per_node", "sequences", "memory", "node_link", "network", "rows"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: set more than 0")
+    sys.argv = [sys.argv[0], *rest]
+    jobs = compose(Path(__file__).resolve().parents[1] / "configs")
+    if len(jobs) != 1:
+        raise ValueError("several values: a layout is planned for one config; leave -m out")
+    config = load(jobs[0].tree)
+    plan = _plan(config)
+    fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    machine = Machine(
+        gpus=options.gpus,
+        per_node=options.per_node,
+        memory=options.memory * GIB,
+        flops=1e12 * (options.tflops or RATES[fp8]),
+        node_link=1e9 * options.node_link,
+        network=1e9 * options.network,
+    )
+    found = layouts(config, plan, machine, options.sequences)
+    if not found:
+        raise ValueError(
+            f"--gpus={options.gpus}: no layout fits into {options.memory:g} GiB a GPU; take more GPUs, "
+            "fewer --sequences, or a shorter trainer.sequence_length"
+        )
+    best, seen = [], set()
+    for one in found:  # of each choice of degrees the fastest
+        if one.degrees not in seen:
+            seen.add(one.degrees)
+            best.append(one)
+    print(table(best[: options.rows]))
+    print(f"\n{command(best[0], options.gpus, options.per_node, rest)}")
+
+
+def _plan(config: Config) -> Plan:
+    """As the run will have it: with kernels for Hopper."""
+    config.model.validate()
+    plan = Plan(config.precision, config.model.num_layers, Gpu("planned", (9, 0)))
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    return plan
+
+
+def table(costs: list[Cost]) -> str:
+    """One layout a line."""
+    head = (
+        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
+        f"{'compute ms':>10} {'gather+reduce':>13} {'to experts':>10} {'tokens/s/GPU':>12}"
+    )
+    lines = [
+        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.microbatch:10} {c.recompute.value:>9} "
+        f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} "
+        f"{c.tokens_per_second:12,.0f}"
+        for c in costs
+    ]
+    return "\n".join([head, *lines])
+
+
+def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
+    """What to type for a layout."""
+    nodes = -(-gpus // per_node)
+    start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
+    if nodes > 1:
+        start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    if gpus == 1:
+        start = "python"
+    own = {"parallel", "trainer.microbatch_size", "trainer.global_batch_size", "recompute"}
+    kept = [
+        word
+        for word in rest
+        if word.partition("=")[0].partition(".")[0] != "parallel" and word.partition("=")[0] not in own
+    ]
+    d = c.degrees
+    degrees = [
+        f"parallel.{axis}={size}"
+        for axis, size in zip(("replicate", "shard", "expert"), (d.replicate, d.shard, d.expert), strict=True)
+        if size != 1
+    ]
+    batch = [
+        f"trainer.microbatch_size={c.microbatch}",
+        f"trainer.global_batch_size={c.microbatch * c.microbatches * gpus}",
+    ]
+    again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
+    return " ".join([start, "train.py", *kept, *degrees, *batch, *again])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

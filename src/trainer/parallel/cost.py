@@ -1,0 +1,135 @@
+"""What a step costs with given degrees: bytes that cross the links, seconds for them, and for the arithmetic.
+
+One rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
+
+    gather     2 P (or 2 (P + Q)) bytes, BF16, times (n - 1) / n of n ranks; twice a microbatch if blocks free their
+               weights after the forward pass, else once a step
+    reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
+    replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
+    experts    K rows of D numbers a token and MoE block, there and back, forward and backward: FP8 or BF16 to the
+               experts, BF16 back, times (e - 1) / e
+
+Gathering and reducing run beside the arithmetic: what counts is only what is longer than it. Tokens on their way to
+experts are waited for. A group that fits into a node uses its links, any other one the network of its node, of which
+each GPU has its share.
+
+The arithmetic takes FLOPs / rate, and what is recomputed on top. A first answer, to be replaced by a measurement: rates
+and bandwidths are given, see `scripts/bench/`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from models.flops import count_parameters, flops_per_token
+from precision import Plan
+from trainer.config import Config, Recompute, Switch
+from trainer.memory import forecast_memory
+from trainer.parallel.mesh import Degrees
+
+SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
+AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpus: in all; per_node: in a node; memory: bytes of one GPU; flops: a second, in a training step, of one GPU;
+    node_link, network: bytes a second of one GPU in either direction, within a node and between nodes."""
+
+    gpus: int
+    per_node: int
+    memory: float
+    flops: float
+    node_link: float
+    network: float
+
+    def seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
+        """Time to send so many bytes in a group of `ranks` ranks that are `stride` apart."""
+        return sent / (self.node_link if ranks * stride <= self.per_node else self.network)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A layout and its step, in seconds and bytes of one rank."""
+
+    degrees: Degrees
+    recompute: Recompute
+    microbatch: int
+    microbatches: int
+    memory: float
+    compute: float
+    hidden: float
+    """Gathering and reducing, which run beside the arithmetic."""
+    waiting: float
+    """Tokens on their way to experts."""
+    tokens: int
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return max(self.compute, self.hidden) + self.waiting
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.tokens / self.step
+
+
+def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
+    """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
+    m, t, d = config.model, config.trainer, degrees
+    microbatches = max(t.global_batch_size // (t.microbatch_size * d.world), 1)
+    tokens = t.microbatch_size * t.sequence_length * microbatches
+    per_token = flops_per_token(m, t.sequence_length)
+    head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
+    compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
+
+    moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
+    experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
+    others = count_parameters(m).total - experts * d.expert
+    reshards = config.parallel.reshard_after_forward is not Switch.false
+    gathers = 2 * microbatches if reshards else 1
+    reduces = microbatches if config.parallel.reduce_each_microbatch is Switch.true else 1
+    hidden = 0.0
+    for parameters, ranks, stride in ((others, d.shard, 1), (experts, d.expert_shard, d.expert)):
+        part = (ranks - 1) / ranks * parameters
+        hidden += machine.seconds((2 * gathers + 4 * reduces) * part, ranks, stride)
+    for parameters, ranks, stride in (
+        (others / d.shard, d.replicate, d.shard),
+        (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
+    ):
+        hidden += machine.seconds(8 * (ranks - 1) / ranks * parameters, ranks, stride)
+
+    travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
+    rows = tokens * m.num_experts_per_token * m.hidden_size * (d.expert - 1) / d.expert
+    waiting = machine.seconds(2 * rows * (travel + 2) * moe_blocks, d.expert)
+    each = reduces > 1 or microbatches == 1
+    memory = sum(forecast_memory(config, plan, d, each).values())
+    return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
+
+
+def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> list[Cost]:
+    """Every layout of `sequences` sequences a GPU and step that fits, the fastest first; of equals the simplest."""
+    found = []
+    for degrees in _degrees(machine.gpus, config.model.num_experts):
+        for microbatch in (n for n in range(1, sequences + 1) if sequences % n == 0):
+            for recompute in Recompute:
+                trainer = replace(
+                    config.trainer, microbatch_size=microbatch, global_batch_size=sequences * machine.gpus
+                )
+                one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
+                if one.memory <= SPARE * machine.memory:
+                    found.append(one)
+    return sorted(found, key=_rank)
+
+
+def _rank(c: Cost) -> tuple[float, ...]:
+    order = list(Recompute)
+    return -round(c.tokens_per_second, -2), c.degrees.expert, c.degrees.replicate, order.index(c.recompute), c.memory
+
+
+def _degrees(gpus: int, experts: int) -> Iterator[Degrees]:
+    for replicate in (n for n in range(1, gpus + 1) if gpus % n == 0):
+        shard = gpus // replicate
+        for expert in (n for n in range(1, gpus + 1) if gpus % n == 0 and experts % n == 0):
+            if shard % expert == 0 or expert % shard == 0:
+                yield Degrees(replicate, shard, expert)

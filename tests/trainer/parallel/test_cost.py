@@ -1,0 +1,101 @@
+"""Which layout: the arithmetic by hand, what does not fit left out, and the script that prints the command."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from models import DeepSeek
+from precision import Plan
+from trainer.config import Config, Switch, load
+from trainer.parallel.cost import SPARE, Machine, cost, layouts
+from trainer.parallel.mesh import Degrees
+
+ROOT = Path(__file__).parents[3]
+H200S = Machine(gpus=8, per_node=8, memory=139 * 2**30, flops=500e12, node_link=350e9, network=45e9)
+EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 1408
+
+
+@pytest.fixture
+def moonlight() -> tuple[Config, Plan]:
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        batch = ["trainer.sequence_length=4096", "trainer.microbatch_size=2", "trainer.global_batch_size=64"]
+        config = load(compose("train", ["model=moonlight_16b", "+recipe=fp8_delayed", *batch]))
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    return config, plan
+
+
+def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
+    alone = cost(*moonlight, Degrees(), replace(H200S, gpus=1))
+    assert alone.hidden == alone.waiting == 0
+    assert alone.step == alone.compute == pytest.approx(64 * 4096 * 17.174074368e9 / 500e12)
+
+
+def test_sharding_gathers_twice_and_reduces_once(moonlight: tuple[Config, Plan]) -> None:
+    """Four microbatches of BF16 there and back, FP32 gradients at the end."""
+    found = cost(*moonlight, Degrees(shard=8), H200S)
+    assert (found.microbatches, found.tokens) == (4, 8 * 4096)
+    assert found.hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * (2 * 2 * 4 + 4) / 350e9)
+    config, plan = moonlight
+    stays = replace(config, parallel=replace(config.parallel, reshard_after_forward=Switch.false))
+    assert cost(stays, plan, Degrees(shard=8), H200S).hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * 6 / 350e9)
+
+
+def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[Config, Plan]) -> None:
+    found = cost(*moonlight, Degrees(shard=8, expert=8), H200S)
+    assert found.hidden == pytest.approx(7 / 8 * OTHERS * 20 / 350e9)
+    assert found.waiting == pytest.approx(7 / 8 * 8 * 4096 * 6 * 2048 * 26 * 2 * (1 + 2) / 350e9)
+    assert found.step == pytest.approx(found.compute + found.waiting)
+
+
+def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, Plan]) -> None:
+    near = cost(*moonlight, Degrees(replicate=2, shard=4), H200S)
+    far = cost(*moonlight, Degrees(replicate=2, shard=4), replace(H200S, per_node=4))
+    added = 8 / 2 * (OTHERS + EXPERTS) / 4
+    assert far.hidden - near.hidden == pytest.approx(added / 45e9 - added / 350e9)
+
+
+def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
+    found = layouts(*moonlight, H200S, 8)
+    speeds = [round(one.tokens_per_second, -2) for one in found]
+    assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
+    assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
+    assert all(one.microbatch * one.microbatches == 8 for one in found)
+    assert not layouts(*moonlight, replace(H200S, gpus=2), 8)
+
+
+def plan_parallelism(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "plan_parallelism.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_script_prints_a_table_and_the_command() -> None:
+    done = plan_parallelism(
+        "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4"
+    )
+    assert done.returncode == 0, done.stderr
+    head, *rows, blank, command = done.stdout.splitlines()
+    assert head.split()[:3] == ["replicate", "shard", "expert"] and 1 < len(rows) <= 6 and not blank
+    assert command.startswith(
+        "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py"
+    )
+    assert " optim.lr=3e-4 " in command and "trainer.global_batch_size=64" in command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139 GiB a GPU; take more GPUs"),
+        (["--gpus", "0"], "--gpus=0: set more than 0"),
+        (["--gpus", "8", "model.layers=3"], "model.layers=3"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(arguments: list[str], says: str) -> None:
+    done = plan_parallelism(*arguments)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
