@@ -99,7 +99,10 @@ class _Begun:
 
 @dataclass
 class _Exchange:
-    """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process."""
+    """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process.
+
+    Where nothing arrives, one row of zeros does, so that the experts have something to make gradients (of zero) of.
+    """
 
     group: Any
     sent: list[int]
@@ -107,11 +110,12 @@ class _Exchange:
 
     def there(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [A, ...]."""
-        return self._move(rows, self.sent, self.received)
+        arrived = self._move(rows, self.sent, self.received)
+        return arrived if len(arrived) else rows.new_zeros(1, *rows.shape[1:])
 
     def back(self, rows: Tensor) -> Tensor:
         """[A, ...] -> [R, ...]."""
-        return self._move(rows, self.received, self.sent)
+        return self._move(rows[: sum(self.received)], self.received, self.sent)
 
     def largest(self, x: Tensor) -> Tensor:
         """0-d, over the group."""
@@ -180,7 +184,8 @@ class AllToAllDispatcher:
         grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
         x_AD, weight_A1 = send(x, begun.weight, choices, exchange, gate_up, bool(x_known))
         here = torch.arange(len(self.experts), device=begun.received.device).repeat(self.size)
-        expert_A = here.repeat_interleave(begun.received.flatten(), output_size=sum(exchange.received))
+        arrived = sum(exchange.received)
+        expert_A = here.repeat_interleave(begun.received.flatten(), output_size=arrived) if arrived else here[:1]
         y_AD = experts(x_AD, expert_A[:, None], weight_A1, None, None if grad is None else grad.rows)
         return bring_back(y_AD, add_TD, choices, exchange, grad, experts.accumulate)
 

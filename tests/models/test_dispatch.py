@@ -47,6 +47,7 @@ CASES = {
     "current": Case("fp8_delayed", CURRENT),
     "row": Case("fp8_jit"),
     "block": Case("fp8_block"),
+    "block_one_process": Case("fp8_block", only=(2, 3)),
     "tokens_in_bf16": Case("fp8_delayed", ("table.moe.dispatch=bf16",)),
 }
 
