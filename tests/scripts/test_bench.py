@@ -200,3 +200,30 @@ print("\\n".join(linear.entries((64, 32, 16), timings)))
     assert delayed is not None and delayed.ms == {"bf16": 2.0, "cuda": 4.0, "transformer_engine": 10.0}
     assert table.nearest("linear", "current/row", (32, 16, 1), 64, {"transformer_engine"}) is None
     assert len(table) == 3
+
+
+def ranks(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A bench in two processes."""
+    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*start, str(BENCH / f"{name}.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_collectives(tmp_path: Path) -> None:
+    done = ranks(tmp_path, "allreduce", "--sizes", "4K", "256K", "--repeat", "2", "--json", "links.json")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks, gloo" in done.stdout and done.stdout.count("all_to_all") == 2
+    results = json.loads((tmp_path / "links.json").read_text())["results"]
+    assert len(results) == 8
+    for one in results:
+        share = 1.0 if one["name"] == "all_reduce" else 0.5
+        assert one["bytes"] / one["seconds"] == pytest.approx(one["algorithm"])
+        assert one["bus"] == pytest.approx(share * one["algorithm"])
+
+
+def test_collectives_of_one_process_are_refused(tmp_path: Path) -> None:
+    done = bench("allreduce", tmp_path)
+    assert done.returncode == 2 and "one process sends nothing" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
