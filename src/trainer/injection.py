@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models import DeepSeek
-from precision import Watch, gemm_layers
+from precision import Linear, Watch, gemm_layers
 from trainer.config import InjectConfig, Where
 
 
@@ -26,19 +26,14 @@ class Injector:
             watch.register_forward_pre_hook(self._spoil_activation)
         elif config.where is Where.gradient:
             watch.register_forward_hook(self._spoil_gradient)
-        self._layer = gemm_layers(block)[-1]
+        elif config.where is Where.weight:
+            # not in `before`: where ranks share the weights, there is none before the block has gathered it
+            block.register_forward_pre_hook(self._spoil_weight)
+        self._layer = [layer for layer in gemm_layers(block) if isinstance(layer, Linear)][-1]
 
     def before(self, step: int, microbatch: int) -> None:
         """Call before each microbatch's forward pass, after the weights were made."""
         self._armed = step == self._config.step and microbatch == 0
-        if self._armed and self._config.where is Where.weight:
-            operand = self._layer.operand
-            assert operand is not None
-            flat = operand.data.view(-1)
-            if operand.scale_inv is None:
-                flat[0] = self._value
-            else:  # E4M3 has no infinity: a spoilt scale stands for both
-                operand.scale_inv.view(-1)[0] = self._value
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss, spoilt if it is its turn."""
@@ -50,6 +45,16 @@ class Injector:
     def _spoil_gradient(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if self._armed and output.requires_grad:
             output.register_hook(self._spoilt)
+
+    @torch.no_grad()
+    def _spoil_weight(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        operand = self._layer.operand
+        if not self._armed or operand is None:
+            return
+        if operand.scale_inv is None:
+            operand.data.view(-1)[0] = self._value
+        else:  # E4M3 has no infinity: a spoilt scale stands for both
+            operand.scale_inv.view(-1)[0] = self._value
 
     def _spoilt(self, x: Tensor) -> Tensor:
         first = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
