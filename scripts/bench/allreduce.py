@@ -7,7 +7,7 @@ NCCL between GPUs, gloo between CPUs. Size is what the larger of input and outpu
 
     algorithm GB/s   size / time
     bus GB/s         what a rank sends over its link: size / time times (n - 1) / n, twice that for all-reduce.
-                     Comparable between collectives, numbers of ranks, and with the link's data sheet (NCCL's convention)
+                     Comparable between collectives, numbers of ranks, and with a link's data sheet (NCCL's convention)
 
 The largest bus figures are the --node-link (one node) and --network (several) of scripts/plan_parallelism.py. Times are
 medians over --repeat calls, each from a barrier on until the slowest rank has finished.

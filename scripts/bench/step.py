@@ -125,7 +125,8 @@ class Contestant:
 
     def build(self) -> None:
         """Model, optimizer and all, on the device."""
-        from trainer.build import build_engine, pick_device
+        from trainer.build import build_engine
+        from trainer.host import pick_device
         from trainer.metrics import state_bytes
 
         self.engine = build_engine(self.config, pick_device(self.config.trainer.device))

@@ -227,3 +227,21 @@ def test_collectives_of_one_process_are_refused(tmp_path: Path) -> None:
     done = bench("allreduce", tmp_path)
     assert done.returncode == 2 and "one process sends nothing" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_scaling(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a few words\n" * 50)
+    quick = ["--gpus", "1", "2", "--steps", "2", "--rounds", "1", "--json", "scaling.json"]
+    done = bench("scaling", tmp_path, *quick, "+recipe=fp8_delayed", "parallel=fsdp", *SMALL_STEP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone, both = json.loads((tmp_path / "scaling.json").read_text())["results"]
+    assert (alone["gpus"], alone["layout"], both["gpus"], both["layout"]) == (1, "1 x 1", 2, "1 x 2")
+    assert alone["silent_seconds"] is None and both["silent_seconds"] > 0
+    for one in (alone, both):
+        assert one["tokens_per_second"] == pytest.approx(2 * 24 / one["seconds"])
+    assert 0 < both["forecast"]
+
+
+def test_scaling_says_what_a_run_refused(tmp_path: Path) -> None:
+    done = bench("scaling", tmp_path, "--gpus", "2", "parallel=fsdp", "model.heads=3")
+    assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr

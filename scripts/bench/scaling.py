@@ -1,0 +1,196 @@
+"""The whole step on 1, 2, 4, 8 GPUs of a node: tokens a second of each GPU, and what communication costs.
+
+    python scripts/bench/scaling.py --gpus 1 2 4 8 +recipe=fp8_delayed model=moonlight_16b model.num_layers=9 \
+        model.vocab_size=102400 model.force_balanced_routing=true trainer.sequence_length=4096 \
+        trainer.microbatch_size=8 trainer.global_batch_size=8 parallel=fsdp
+
+Weak scaling: every GPU has the `trainer.global_batch_size` that the command names, on one GPU that of all of them. Each
+count runs in processes of its own, all steps on random tokens. In the table, of the slowest rank:
+
+    tokens/s/GPU     of steps in a row, none waited for; the median of --rounds times --steps of them
+    of 1 GPU         that, against the smallest count that ran
+    of no messages   the step with weights that stay gathered and gradients that are not reduced, against the step: 1
+                     where communication hides behind the arithmetic (n/a where that does not fit into the memory, and
+                     with experts on other ranks the tokens still travel)
+    peak             the most memory a rank took; forecast: what dry_run=true said
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+
+from trainer.cli import compose, guarded
+from trainer.crew import Crew
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WARM_UP = 3
+GIB = 2**30
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    if os.environ.get("SCALING_RESULT"):
+        crew = Crew()
+        return guarded(lambda: rank(crew), crew)
+    return guarded(run)
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what train.py would be told."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="counts to measure (1 2 4 8)")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of so many steps (3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    options, words = parser.parse_known_args()
+    for name in ("steps", "rounds"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: set 1 or more")
+    if min(options.gpus) < 1:
+        raise ValueError(f"--gpus {min(options.gpus)}: a count is 1 or more")
+    return options, words
+
+
+def run() -> None:
+    """Start each count of processes, one after the other, and print what they found."""
+    options, _ = arguments()
+    there = torch.cuda.device_count()
+    if there and max(options.gpus) > there:
+        raise ValueError(f"--gpus {max(options.gpus)}: this node has {there}; name counts up to that")
+    facts, results = measure.header(), []
+    for count in sorted(set(options.gpus)):
+        results += measure.attempt(f"{count} GPUs", lambda count=count: [one(count, options)])
+    if not results:
+        raise RuntimeError("no count of GPUs ran to the end; the lines above say why")
+    measure.say(measure.table([row(result, results[0]) for result in results]))
+    measure.write_json(options.json, facts, results)
+
+
+def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What `count` processes measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        environment = os.environ | {"SCALING_RESULT": str(result)}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        command = [*launcher, str(Path(__file__).resolve()), *sys.argv[1:]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode or not result.exists():
+            said = [line for line in done.stderr.splitlines() if line.startswith("octet: ")]
+            raise RuntimeError(said[0] if said else done.stderr[-500:])
+        return json.loads(result.read_text())
+
+
+def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
+    """A line of the table."""
+    speed, silent = result["tokens_per_second"], result["silent_seconds"]
+    return {
+        "GPUs": str(result["gpus"]),
+        "layout": result["layout"],
+        "ms": measure.show(result["seconds"], ".1f", 1e3),
+        "tokens/s/GPU": f"{speed:,.0f}",
+        f"of {first['gpus']} GPU": f"{speed / first['tokens_per_second']:.1%}",
+        "of no messages": measure.NONE if silent is None else f"{silent / result['seconds']:.2f}",
+        "peak GiB": measure.show(result["peak"], ".1f", 1 / GIB),
+        "forecast": measure.show(result["forecast"], ".1f", 1 / GIB),
+    }
+
+
+def rank(crew: Crew) -> None:
+    """One of the processes: build, time, and on rank 0 write down what the slowest took."""
+    from trainer.build import build_engine
+    from trainer.config import load
+    from trainer.distributed import init
+    from trainer.host import pick_device
+    from trainer.memory import forecast_memory
+    from trainer.parallel.mesh import resolve
+    from trainer.preflight import check, reduces_each_microbatch
+    from trainer.trainer import train_step
+
+    launch = crew.board(os.environ)
+    options, words = arguments()
+    sys.argv[1:] = words
+    (job,) = compose(CONFIGS, launch)
+    if launch.size == 1:
+        job.tree.parallel.shard = job.tree.parallel.replicate = job.tree.parallel.expert = 1
+    job.tree.trainer.global_batch_size *= launch.size
+    config = load(job.tree)
+    check(config, launch.size)
+    world = init(pick_device(config.trainer.device), crew)
+    engine = build_engine(config, world.device, world=world)
+    degrees = resolve(config.parallel, world.size)
+    t = config.trainer
+    torch.manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (t.global_batch_size, t.sequence_length + 1)).to(world.device)
+    number = 0
+
+    def steps(count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            number += 1
+            train_step(engine, number, tokens, t.microbatch_size)
+
+    seconds = timed(steps, options, world)
+    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else float("nan")
+    silent = silent_seconds(engine.model, steps, options, world)
+    each = reduces_each_microbatch(config, engine.plan, degrees, world.device)
+    peaks = world.gather(peak)
+    if world.is_first:
+        result = {
+            "gpus": world.size,
+            "layout": f"{degrees.replicate} x {degrees.shard}"
+            + (f", experts on {degrees.expert}" if degrees.expert > 1 else ""),
+            "seconds": seconds,
+            "tokens_per_second": t.global_batch_size * t.sequence_length / seconds / world.size,
+            "silent_seconds": silent,
+            "peak": max(peaks),
+            "forecast": sum(forecast_memory(config, engine.plan, degrees, each).values()),
+        }
+        Path(os.environ["SCALING_RESULT"]).write_text(json.dumps(result))
+    world.barrier()
+    crew.leave()
+
+
+def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float:
+    """Seconds a step, of the slowest rank: the median over rounds."""
+    steps(WARM_UP)
+    found = []
+    for _ in range(options.rounds):
+        measure.synchronize()
+        world.barrier()
+        began = time.perf_counter()
+        steps(options.steps)
+        measure.synchronize()
+        found.append(max(world.gather((time.perf_counter() - began) / options.steps)))
+    return statistics.median(found)
+
+
+def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
+    """The same without FSDP's messages; None in one process, and where gathered weights do not fit."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not world.many:
+        return None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+    try:
+        return timed(steps, options, world)
+    except torch.OutOfMemoryError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
