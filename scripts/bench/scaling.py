@@ -1,6 +1,6 @@
 """The whole step on 1, 2, 4, 8 GPUs of a node: tokens a second of each GPU, and what communication costs.
 
-    python scripts/bench/scaling.py --gpus 1 2 4 8 +recipe=fp8_delayed model=moonlight_16b model.num_layers=9 \
+    python scripts/bench/scaling.py --gpus 1,2,4,8 +recipe=fp8_delayed model=moonlight_16b model.num_layers=9 \
         model.vocab_size=102400 model.force_balanced_routing=true trainer.sequence_length=4096 \
         trainer.microbatch_size=8 trainer.global_batch_size=8 parallel=fsdp
 
@@ -49,7 +49,7 @@ def main() -> int:
 def arguments() -> tuple[argparse.Namespace, list[str]]:
     """The options, and what train.py would be told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="counts to measure (1 2 4 8)")
+    parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of so many steps (3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
@@ -57,8 +57,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     for name in ("steps", "rounds"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: set 1 or more")
-    if min(options.gpus) < 1:
-        raise ValueError(f"--gpus {min(options.gpus)}: a count is 1 or more")
+    counts = options.gpus.split(",")
+    if not all(count.isdecimal() and int(count) > 0 for count in counts):
+        raise ValueError(f"--gpus {options.gpus}: want counts with commas between, as 1,2,4,8")
+    options.gpus = sorted({int(count) for count in counts})
     return options, words
 
 
@@ -69,7 +71,7 @@ def run() -> None:
     if there and max(options.gpus) > there:
         raise ValueError(f"--gpus {max(options.gpus)}: this node has {there}; name counts up to that")
     facts, results = measure.header(), []
-    for count in sorted(set(options.gpus)):
+    for count in options.gpus:
         results += measure.attempt(f"{count} GPUs", lambda count=count: [one(count, options)])
     if not results:
         raise RuntimeError("no count of GPUs ran to the end; the lines above say why")
