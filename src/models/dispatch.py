@@ -14,10 +14,10 @@ All processes of a group make the same forward and backward passes, evaluation a
 collective. It cannot be traced or recorded, so it runs outside of compiled graphs (`torch.compiler.disable`), and
 cuda_graph does not go with it. Nothing is lost by it where experts are one operator of kernels.
 
-*Gradients.* Tokens of P processes meet an expert's weights, whose gradient is therefore a sum over P processes, each
-of which takes the mean over its own tokens. The mean over the whole run is that sum over all processes divided by
-their number, so whoever reduces the experts' gradients over the other axes divides by the number of all processes, not
-by the number of holders of the same experts: `trainer.parallel` does. The other weights know nothing of this.
+*Gradients.* Tokens of P processes meet an expert's weights, whose gradient is therefore a sum over P processes. So each
+process's loss has to come as its share of the whole run's mean (divided by the number of all microbatches of all
+processes), and gradients are added up, not averaged, over whoever holds the same experts: as `trainer.parallel` does
+with all weights. Experts then need no factor of their own.
 
 Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R = T K rows sent, A rows arrived.
 """
