@@ -27,7 +27,7 @@ from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
-from trainer.parallel.shards import gathered, load_model
+from trainer.parallel.shards import gathered, load_model, model_state, whole_shape
 from trainer.preflight import check_sharing, reduces_each_microbatch
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
@@ -52,7 +52,7 @@ class Engine:
     def state(self) -> dict:
         """What a step changes: tensors and JSON values, nested."""
         return {
-            "model": self.model.state_dict(),
+            "model": model_state(self.model) if self.world.many else self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "arena": self.arena.state_dict(),
             "guard": self.guard.state_dict(),
@@ -234,13 +234,13 @@ def _init_from(model: DeepSeek, path: Path, notes: list[Note]) -> None:
 
     checkpoint = find_checkpoint(path, "run.init_from", note)
     state, _ = read(checkpoint)
-    ours = model.state_dict()
+    ours = model_state(model)
     for name, tensor in ours.items():
         other = state["model"].get(name)
-        if other is None or other.shape != tensor.shape:
+        if other is None or other.shape != whole_shape(tensor):
             theirs = "no such tensor" if other is None else list(other.shape)
             raise ValueError(
-                f"run.init_from={path}: {name} is {list(tensor.shape)} in this model, there: {theirs}; "
+                f"run.init_from={path}: {name} is {list(whole_shape(tensor))} in this model, there: {theirs}; "
                 "use that run's model.*"
             )
     load_model(model, {name: state["model"][name] for name in ours})

@@ -70,6 +70,8 @@ def materialise(model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, re
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 _shard(part.moe.experts, mesh.experts, frees)
+                for parameter in part.moe.experts.parameters():
+                    parameter.spread = mesh.expert  # type: ignore[attr-defined]
             _shard(part, mesh.weights, frees)
     _shard(model, mesh.weights, False)
     for method in ("hidden", "logits"):
