@@ -19,8 +19,8 @@ from precision import Plan
 from precision.hardware import Gpu
 from trainer.cli import compose, guarded
 from trainer.config import Config, load
+from trainer.cost import Cost, Machine, layouts
 from trainer.memory import GIB
-from trainer.parallel.cost import Cost, Machine, layouts
 
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 

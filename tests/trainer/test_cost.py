@@ -12,10 +12,10 @@ from hydra import compose, initialize_config_dir
 from models import DeepSeek
 from precision import Plan
 from trainer.config import Config, Switch, load
-from trainer.parallel.cost import SPARE, Machine, cost, layouts
+from trainer.cost import SPARE, Machine, cost, layouts
 from trainer.parallel.mesh import Degrees
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 H200S = Machine(gpus=8, per_node=8, memory=139 * 2**30, flops=500e12, node_link=350e9, network=45e9)
 EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 1408
 
