@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from models import DeepSeek, Losses
-from models.block import MoEBlock
+from models.block import Block, MoEBlock
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.parallel.shards import local
@@ -74,8 +74,26 @@ def materialise(model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, re
                     parameter.spread = mesh.expert  # type: ignore[attr-defined]
             _shard(part, mesh.weights, frees)
     _shard(model, mesh.weights, False)
+    _prefetch(blocks)
     for method in ("hidden", "logits"):
         register_fsdp_forward_method(model, method)
+
+
+def _prefetch(blocks: list[Block]) -> None:
+    """Have each block's weights gathered while the one before it computes, in both directions.
+
+    FSDP does so by itself as long as the host is ahead of the device. Where tokens travel to experts, it is not.
+    """
+
+    def shared(block: Block) -> list[FSDPModule]:
+        return [m for m in block.modules() if isinstance(m, FSDPModule)]
+
+    for i, block in enumerate(blocks):
+        after = shared(blocks[i + 1]) if i + 1 < len(blocks) else []
+        before = shared(blocks[i - 1]) if i else []
+        itself, *inner = shared(block)
+        itself.set_modules_to_forward_prefetch([*inner, *after])
+        itself.set_modules_to_backward_prefetch([*inner, *before])
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
