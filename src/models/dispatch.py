@@ -2,12 +2,12 @@
 
     LocalDispatcher      all experts are in this process: tokens are permuted within the experts' layer
     AllToAllDispatcher   the E experts are spread over the P processes of a group; process r holds experts r E/P to
-                         (r + 1) E/P - 1. A token travels to each of its K experts, results travel back (expert
-                         parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
+                         (r + 1) E/P - 1. A token travels to the processes of its K experts, their results travel back
+                         (expert parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
 
-What travels in which format is `precision.wire`; here is who sends how much to whom. Each process counts the rows for
-each expert and tells the holders. How many rows each pair exchanges, the collectives want to know on the host: that is
-one copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
+What travels in which format is `precision.wire`; here is who sends how much to whom. Each process counts its rows for
+each other one and tells it. How many rows each pair exchanges, the collectives want to know on the host: that is one
+copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
 the copy's start and its use, so that the device has work while the host waits. Everything else stays on the device.
 
 All processes of a group make the same forward and backward passes, evaluation and recomputation included: each is a
@@ -19,7 +19,7 @@ process's loss has to come as its share of the whole run's mean (divided by the 
 processes), and gradients are added up, not averaged, over whoever holds the same experts: as `trainer.parallel` does
 with all weights. Experts then need no factor of their own.
 
-Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R = T K rows sent, A rows arrived.
+Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R rows sent, A rows arrived.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
-from precision.wire import Choices, GradFormat, bring_back, send, travels_by_kernels
+from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -46,9 +46,16 @@ class RoutedExperts(Protocol):
     accumulate: torch.dtype
 
     def __call__(
-        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, add_TD: Tensor | None, grad: GradRows | None
+        self,
+        x: Operand | Tensor,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        add_TD: Tensor | None,
+        grad: GradRows | None = None,
+        choices: int = -1,
     ) -> Tensor:
-        """x [T, D], chosen experts, counted from this process's first, their weights, what to add -> [T, D]."""
+        """x [T, D], chosen experts, counted from this process's first, their weights, what to add -> [T, D]. choices:
+        how many of the T K experts are here, the others being one too many; -1: all."""
         ...
 
 
@@ -82,17 +89,16 @@ class LocalDispatcher:
         self, begun: tuple[Tensor, Tensor], x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts
     ) -> Tensor:
         """See `Dispatcher`."""
-        return experts(x, *begun, add_TD, None)
+        return experts(x, *begun, add_TD)
 
 
 @dataclass
 class _Begun:
-    """weight: the router's, with its autograd edge. received [P, E / P]: rows from each process for each expert here.
-    summary: on its way to the host, which has it after `ready`."""
+    """expert, weight: the router's. summary: on its way to the host, which has it after `ready`."""
 
-    choices: Choices
+    parcels: Parcels
+    expert: Tensor
     weight: Tensor
-    received: Tensor
     summary: Tensor
     ready: "torch.cuda.Event | None"
 
@@ -157,37 +163,35 @@ class AllToAllDispatcher:
 
     @_untraced
     def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
-        """See `Dispatcher`: sorts the choices, counts them, tells the holders."""
+        """See `Dispatcher`: addresses the tokens, counts them, tells the others."""
         kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
-        choices = Choices.sort(expert_TK, weight_TK, self.num_experts, kernels)
-        sent = torch.diff(choices.ends.long(), prepend=choices.ends.new_zeros(1)).view(self.size, -1)
+        parcels = Parcels.address(expert_TK, self.size, len(self.experts), kernels)
+        sent = parcels.counts()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         scales = [_scale(experts.gate_up.input_slot, sent), _scale(experts.down.grad_slot, sent)]
-        summary = torch.cat([sent.sum(1), received.sum(1), torch.stack(scales) > 0])
+        summary = torch.cat([sent[:, 0], received[:, 0], received[:, 1].sum()[None], torch.stack(scales) > 0])
         ready = None
         if summary.is_cuda:
             on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
             summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
             ready.record()
-        return _Begun(choices, weight_TK, received, summary, ready)
+        return _Begun(parcels, expert_TK, weight_TK, summary, ready)
 
     @_untraced
     def finish(self, begun: _Begun, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
         if begun.ready is not None:
             begun.ready.synchronize()
-        *sizes, x_known, dy_known = begun.summary.tolist()
+        *sizes, choices, x_known, dy_known = begun.summary.tolist()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :])
-        gate_up, down, choices = experts.gate_up, experts.down, begun.choices
+        gate_up, down, parcels = experts.gate_up, experts.down, begun.parcels.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
         grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
-        x_AD, weight_A1 = send(x, begun.weight, choices, exchange, gate_up, bool(x_known))
-        here = torch.arange(len(self.experts), device=begun.received.device).repeat(self.size)
-        arrived = sum(exchange.received)
-        expert_A = here.repeat_interleave(begun.received.flatten(), output_size=arrived) if arrived else here[:1]
-        y_AD = experts(x_AD, expert_A[:, None], weight_A1, None, None if grad is None else grad.rows)
-        return bring_back(y_AD, add_TD, choices, exchange, grad, experts.accumulate)
+        arrived = send(x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known))
+        choices = choices or begun.expert.shape[1]  # of the row of zeros, all for the first expert here
+        y_AD = experts(*arrived, None, None if grad is None else grad.rows, choices)
+        return bring_back(y_AD, add_TD, parcels, exchange, grad, experts.accumulate)
 
 
 def _scale(slot: Any, like: Tensor) -> Tensor:

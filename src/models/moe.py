@@ -69,6 +69,7 @@ class Experts(nn.Module):
         weight_TK: Tensor,
         add_TD: Tensor | None,
         grad: GradRows | None = None,
+        choices: int = -1,
     ) -> Tensor:
         """x [T, D], the chosen experts (0: the first one here) and their weights, what to add [T, D] -> [T, D]; see
         `precision.ffn`."""
@@ -84,6 +85,7 @@ class Experts(nn.Module):
             accumulate=self.accumulate,
             add=add_TD,
             grad=grad,
+            choices=choices,
         )
 
 

@@ -40,16 +40,18 @@ def expert_ffn(
     accumulate: torch.dtype,
     add: Tensor | None,
     grad: GradRows | None = None,
+    choices: int = -1,
 ) -> Tensor:
     """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype;
     without add in combine's.
 
     rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
     experts' outputs and of the sum. grad: with what the output gradient is cast, if it has been FP8 before.
+    choices: how many of the T K there are, the others being expert E, which is none; -1: all.
     """
     if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
-        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad)
-    order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0])
+        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices)
+    order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0], choices)
     weight_R = weight_TK.flatten().index_select(0, order_R)
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
     rows_RD = down(swiglu(gate_up(rows, offsets_E), down_feed, weight_R), offsets_E, grad).to(combine)
@@ -72,6 +74,7 @@ def _fused(
     weight: Tensor | None = None,
     add: Tensor | None = None,
     grad: GradRows | None = None,
+    choices: int = -1,
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
@@ -95,7 +98,9 @@ def _fused(
         else:
             assert gate_up.input_slot is not None
             data, inv = quantize(x, gate_up.input_slot, recipe)
-    return _Ffn.apply(carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, how)
+    return _Ffn.apply(
+        carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, how, choices
+    )
 
 
 class _Ffn(torch.autograd.Function):
@@ -105,7 +110,7 @@ class _Ffn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, carrier, weight1, weight2, x, x_inv, w1, w1_inv, w1t, w1t_inv, w2, w2_inv, w2t, w2t_inv,
-        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, how,
+        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, how, choices,
     ) -> Tensor:  # fmt: skip
         from precision.kernels import ffn_ops
 
@@ -115,7 +120,7 @@ class _Ffn(torch.autograd.Function):
         inv = none if x_inv is None else x_inv.reshape(-1, x_inv.shape[-1]) if x_inv.dim() else x_inv
         y, *kept = ffn_ops.ffn_forward(
             x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
-            _or(h_scale, none), _or(h_amax, unseen), how,
+            _or(h_scale, none), _or(h_amax, unseen), how, choices,
         )  # fmt: skip
         keep_x = x2 if how or expert is None else none  # experts in BF16 keep rows instead
         ctx.save_for_backward(
@@ -148,7 +153,7 @@ class _Ffn(torch.autograd.Function):
             record_amax(d1_amax, amaxes[1])
         dx = dx.to(ctx.dtype).view(ctx.shape)
         gone = (None,) * 11
-        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 7
+        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 8
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -101,7 +101,9 @@ class _Combine(torch.autograd.Function):
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, D]: the rows of each token, added up one after the other in `dtype`."""
+    """[T, D]: the rows of each token, added up one after the other in `dtype`. A row beyond the last is none."""
+    if rows.shape[0] < inverse.numel():
+        inverse, rows = inverse.clamp(max=rows.shape[0]), F.pad(rows, (0, 0, 0, 1))
     total = rows.index_select(0, inverse[:, 0]).to(dtype)
     for k in range(1, inverse.shape[1]):
         total += rows.index_select(0, inverse[:, k])

@@ -7,6 +7,8 @@ together:
     inverse [T, K]  the row of each of a token's choices: index[inverse[t, k]] = t
     offsets [E]     int32, where each expert's rows end; expert e has rows offsets[e-1] to offsets[e], perhaps none
 
+A choice may be none, written as expert E: it makes no row, and inverse says a row that does not exist.
+
 The sort is stable, so a token's place within its expert follows from the order of tokens alone. Everything stays on the
 device: counts come out of a binary search in the sorted list, and no shape depends on them.
 
@@ -28,11 +30,12 @@ class Permutation(NamedTuple):
     offsets: Tensor
 
 
-def permutation(expert_TK: Tensor, num_experts: int) -> Permutation:
-    """Sort the choices expert [T, K] int64 by expert."""
+def permutation(expert_TK: Tensor, num_experts: int, choices: int = -1) -> Permutation:
+    """Sort the choices expert [T, K] int64 by expert. choices: how many are not none; -1: all."""
     T, K = expert_TK.shape
     sorted_R, order_R = expert_TK.flatten().sort(stable=True)
     inverse_R = torch.empty_like(order_R).scatter(0, order_R, torch.arange(T * K, device=order_R.device))
     experts_E = torch.arange(num_experts, device=sorted_R.device)
     offsets_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
+    order_R = order_R if choices < 0 else order_R[:choices]
     return Permutation(order_R, order_R // K, inverse_R.view(T, K), offsets_E)

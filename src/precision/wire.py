@@ -1,11 +1,14 @@
 """Tokens on their way to experts in other processes and back, and what crosses the wire.
 
-A token that chose K experts is sent K times, each time with the router's weight. What is sent is sorted by expert, so
-that what one process gets lies together; it arrives sorted by sender, then by expert, then by token.
+A token goes once to each process that holds any of its K experts, with a list of them and the router's weights. What is
+sent is sorted by process, then by token. There its experts' weighted results are summed, and one row comes back.
 
                       forward                                          backward
-    to the experts    x: FP8 with scales, or BF16; weights (FP32)      dy: FP8 with scales, or BF16
-    back to tokens    y: BF16; each token sums its K rows in FP32      dx: BF16, summed in FP32; the weights' gradients
+    to the experts    x: FP8 with scales, or BF16; experts, weights    dy: FP8 with scales, or BF16
+    back to tokens    y: BF16, the sum over the experts of one         dx: BF16, likewise; the weights' gradients
+                      process in FP32; summed over processes in FP32
+
+With top-6 of 64 experts on 8 processes these are 4.4 rows a token, where one for each expert would be 6.
 
 x was quantised once, by the norm. dy is quantised once, here, before it travels; where it arrives it is read back into
 BF16 and cast again under the same scale, which changes no number (see `GradRows`).
@@ -14,7 +17,7 @@ Scales travel beside the numbers where there is one a row or for each 128 values
 the arena, which is the same in all processes: nothing has to be sent. Before there is a history, and with current
 scaling, the processes agree on one: that of the largest amax of them all. x is quantised again then.
 
-Legend: T tokens, D hidden, K chosen experts of a token, R = T K rows sent, A rows arrived, E experts of all processes.
+Legend: T tokens, D hidden, K chosen experts of a token, P processes, R rows sent, A rows arrived, E experts in all.
 """
 
 from dataclasses import dataclass
@@ -30,7 +33,6 @@ from precision.formats import fp8_values, saturating_cast
 from precision.fused import sum_rows
 from precision.linear import GroupedLinear
 from precision.operand import GradRows, Operand
-from precision.permutation import permutation
 from precision.plan import GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 
@@ -39,7 +41,7 @@ class Exchange(Protocol):
     """Moves rows between the processes of a group, in the sizes of one forward pass."""
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows [R, ...], sorted by expert, to the processes that hold the experts: -> [A, ...]."""
+        """Rows [R, ...], sorted by process, to where they belong: -> [A, ...]."""
         ...
 
     def back(self, rows: Tensor) -> Tensor:
@@ -51,45 +53,58 @@ class Exchange(Protocol):
         ...
 
 
-class Choices(NamedTuple):
-    """The choices of T tokens, sorted by expert. token [R]: whose each row is; weight [R] FP32: the router's; position
-    [T, K]: the row of each choice; ends [E] int32: where each expert's rows end. kernels: whether `gather` and `sum`
-    run as kernels of the cuda backend (BF16 results)."""
+class Parcels(NamedTuple):
+    """What T tokens send. token [R]: whose each row is. process [R]: to whom. position [T, P]: the row of a token to a
+    process, -1 for none. owner [T, K]: who holds each chosen expert. each: experts of a process. kernels: whether
+    `gather` and `sum` run as kernels of the cuda backend (BF16 results).
+
+    Until `cut`, when the host knows R, token and process have room for the largest R.
+    """
 
     token: Tensor
-    weight: Tensor
+    process: Tensor
     position: Tensor
-    ends: Tensor
+    owner: Tensor
+    each: int
     kernels: bool
 
     @staticmethod
-    def sort(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, kernels: bool) -> "Choices":
-        """expert [T, K] int64, weight [T, K] FP32."""
-        if kernels:
-            from precision.kernels.route import route
+    def address(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "Parcels":
+        """expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1."""
+        (T, K), P = expert_TK.shape, processes
+        owner_TK = expert_TK // each
+        wanted_PT = torch.zeros(P, T, dtype=torch.bool, device=expert_TK.device).scatter_(0, owner_TK.t(), True)
+        row_PT = wanted_PT.flatten().cumsum(0).view(P, T) - 1
+        room = T * min(K, P)
+        place_PT = torch.where(wanted_PT, row_PT, room)
+        index = torch.zeros(room + 1, dtype=torch.int64, device=expert_TK.device)
+        index.scatter_(0, place_PT.flatten(), torch.arange(P * T, device=expert_TK.device))
+        position_TP = torch.where(wanted_PT, row_PT, -1).t().contiguous()
+        fmt = torch.int32 if kernels else torch.int64
+        return Parcels((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels)
 
-            to = route(expert_TK, weight_TK.detach(), num_experts, align=1)
-            return Choices(to.token, to.weight, to.position, to.ends, True)
-        order_R, index_R, inverse_TK, ends_E = permutation(expert_TK, num_experts)
-        return Choices(index_R, weight_TK.detach().flatten()[order_R], inverse_TK, ends_E, False)
+    def cut(self, rows: int) -> "Parcels":
+        """R rows."""
+        return self._replace(token=self.token[:rows], process=self.process[:rows])
 
-    @property
-    def rows(self) -> int:
-        """R."""
-        return self.position.numel()
+    def counts(self) -> Tensor:
+        """[P, 2] int64: rows to each process, and how many choices they stand for."""
+        choices_P = torch.zeros(self.position.shape[1], dtype=torch.int64, device=self.owner.device)
+        owner = self.owner.flatten()
+        return torch.stack([(self.position >= 0).sum(0), choices_P.scatter_add_(0, owner, torch.ones_like(owner))], 1)
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> [R, D]."""
         if not self.kernels:
-            return _bytes(x_TD).index_select(0, self.token[: self.rows]).view(x_TD.dtype)
+            return _bytes(x_TD).index_select(0, self.token).view(x_TD.dtype)
         from precision.kernels.route import gather
 
-        return gather(x_TD.contiguous(), None, self._route(), None)[0][: self.rows]
+        return gather(x_TD.contiguous(), None, self._route(), None)[0]
 
     def sum(self, rows_RD: Tensor, add_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Each token's rows, and `add`, summed in `dtype`: -> [T, D] in dtype, or with kernels in the rows'."""
         if not self.kernels:
-            total = sum_rows(rows_RD, self.position, dtype)
+            total = sum_rows(rows_RD, torch.where(self.position < 0, rows_RD.shape[0], self.position), dtype)
             return total if add_TD is None else total + add_TD
         from precision.kernels.route import combine
 
@@ -98,7 +113,8 @@ class Choices(NamedTuple):
     def _route(self):
         from precision.kernels.route import Route
 
-        return Route(self.token, self.weight, self.position, self.ends, self.ends, self.ends)
+        end = torch.full((1,), self.token.shape[0], dtype=torch.int32, device=self.token.device)
+        return Route(self.token, self.token, self.position, end, end, end)
 
 
 @dataclass
@@ -140,35 +156,39 @@ class GradFormat:
 
 def send(
     x: Operand | Tensor,
+    expert_TK: Tensor,
     weight_TK: Tensor,
-    choices: Choices,
+    parcels: Parcels,
     exchange: Exchange,
     experts: GroupedLinear,
     known: bool,
-) -> tuple[Operand | Tensor, Tensor]:
-    """Tokens x [T, D] and the router's weights [T, K] FP32 to the experts: x [A, D] and weights [A, 1].
+) -> tuple[Operand | Tensor, Tensor, Tensor]:
+    """Tokens x [T, D] to the experts chosen, [T, K] int64, with the router's weights [T, K] FP32: x [A, D], experts
+    [A, K] int64 counted from the first one there (`each`, one too many, for those that are elsewhere), weights [A, K].
 
     experts: what reads x, in FP8 if x is an Operand. known: whether the arena has a scale for it. The gradient's rows
     come back in the dtype of x (of an Operand: of the tensor it was cast from).
     """
     if isinstance(x, Tensor):
-        x_AD, weight_A1, _, _ = _Send.apply(x, weight_TK, x.detach(), None, choices, exchange)
-        return x_AD, weight_A1
+        x_AD, expert_AK, weight_AK, _, _ = _Send.apply(x, expert_TK, weight_TK, x.detach(), None, parcels, exchange)
+        return x_AD, expert_AK, weight_AK
     data, inv, recipe = x.data, x.scale_inv, experts.recipe
     if inv.dim() == 0 and not known:
         plain = x.tensor.detach()
         data, inv = _cast_together(plain, absolute_max(plain), exchange, recipe, gradient=False)
     per_row = inv if inv.dim() else None
-    carrier, weight_A1, data, inv_A = _Send.apply(x.carrier, weight_TK, data, per_row, choices, exchange)
-    return Operand(carrier, data, inv if per_row is None else inv_A, kept=False), weight_A1
+    carrier, expert_AK, weight_AK, data, inv_A = _Send.apply(
+        x.carrier, expert_TK, weight_TK, data, per_row, parcels, exchange
+    )
+    return Operand(carrier, data, inv if per_row is None else inv_A, kept=False), expert_AK, weight_AK
 
 
 def bring_back(
-    y_AD: Tensor, add_TD: Tensor, choices: Choices, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
+    y_AD: Tensor, add_TD: Tensor, parcels: Parcels, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
 ) -> Tensor:
     """Experts' results [A, D], as rows arrived -> add + each token's sum, [T, D] in add's dtype. grad: FP8 for dy, else
     it travels in y's dtype."""
-    return _BringBack.apply(y_AD, add_TD, choices, exchange, grad, accumulate)
+    return _BringBack.apply(y_AD, add_TD, parcels, exchange, grad, accumulate)
 
 
 class _Send(torch.autograd.Function):
@@ -178,35 +198,40 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx,
         carrier: Tensor,
+        expert_TK: Tensor,
         weight_TK: Tensor,
         data: Tensor,
         inv: Tensor | None,
-        choices: Choices,
+        parcels: Parcels,
         exchange: Exchange,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        R = choices.rows
-        beside = choices.weight[:R, None]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        K, each, token = expert_TK.shape[1], parcels.each, parcels.token
+        local_RK = expert_TK.index_select(0, token) - parcels.process[:, None] * each
+        local_RK = torch.where((local_RK < 0) | (local_RK > each), each, local_RK)
+        beside = [local_RK.int(), weight_TK.index_select(0, token).view(torch.int32)]
         if inv is not None:
-            beside = torch.cat([beside, inv.index_select(0, choices.token[:R])], 1)
-        data_AD, beside = exchange.there(choices.gather(data)), exchange.there(beside)
+            beside.append(inv.index_select(0, token).view(torch.int32))
+        data_AD, beside = exchange.there(parcels.gather(data)), exchange.there(torch.cat(beside, 1))
+        expert_AK, weight_AK = beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
         # scales of blocks lie as kernels read them, one block of all rows after the other
-        inv_A, weight_A1 = beside[:, 1:].t().contiguous().t(), beside[:, :1].contiguous()
-        ctx.save_for_backward(*choices[:4])
-        ctx.kernels, ctx.exchange, ctx.dtype = choices.kernels, exchange, carrier.dtype
+        inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
+        ctx.save_for_backward(*parcels[:4])
+        ctx.rest, ctx.exchange, ctx.dtype = parcels[4:], exchange, carrier.dtype
         if data.dtype == carrier.dtype:
             x_AD, data_AD = data_AD, data_AD.new_empty(0)
         else:
             x_AD = carrier.new_zeros(()).expand(data_AD.shape)
-        ctx.mark_non_differentiable(data_AD, inv_A)
-        return x_AD, weight_A1, data_AD, inv_A
+        ctx.mark_non_differentiable(expert_AK, data_AD, inv_A)
+        return x_AD, expert_AK, weight_AK, data_AD, inv_A
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        choices = _saved_choices(ctx)
-        dx_RD = ctx.exchange.back(grads[0])
-        dweight_R = ctx.exchange.back(grads[1]).squeeze(1)
-        dx_TD = choices.sum(dx_RD, None, torch.float32).to(ctx.dtype)
-        return dx_TD, dweight_R[choices.position.long()], *(None,) * 4
+        parcels = Parcels(*ctx.saved_tensors, *ctx.rest)
+        dx_RD, dweight_RK = ctx.exchange.back(grads[0]), ctx.exchange.back(grads[2])
+        dx_TD = parcels.sum(dx_RD, None, torch.float32).to(ctx.dtype)
+        row_TK = parcels.position.gather(1, parcels.owner).long()
+        choice = torch.arange(row_TK.shape[1], device=row_TK.device)
+        return dx_TD, None, dweight_RK[row_TK, choice], *(None,) * 4
 
 
 class _BringBack(torch.autograd.Function):
@@ -217,31 +242,26 @@ class _BringBack(torch.autograd.Function):
         ctx,
         y_AD: Tensor,
         add_TD: Tensor,
-        choices: Choices,
+        parcels: Parcels,
         exchange: Exchange,
         grad: GradFormat | None,
         accumulate: torch.dtype,
     ) -> Tensor:
         y_RD = exchange.back(y_AD)
-        ctx.save_for_backward(*choices[:4])
-        ctx.kernels, ctx.exchange, ctx.grad, ctx.dtype = choices.kernels, exchange, grad, y_AD.dtype
-        return choices.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
+        ctx.save_for_backward(*parcels[:4])
+        ctx.rest, ctx.exchange, ctx.grad, ctx.dtype = parcels[4:], exchange, grad, y_AD.dtype
+        return parcels.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        choices, exchange, dy = _saved_choices(ctx), ctx.exchange, grads[0]
+        parcels, exchange, dy = Parcels(*ctx.saved_tensors, *ctx.rest), ctx.exchange, grads[0]
         if ctx.grad is None:
-            return exchange.there(choices.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
+            return exchange.there(parcels.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
         data, inv = ctx.grad.quantize(dy.to(ctx.dtype), exchange)
-        data_AD = exchange.there(choices.gather(data))
+        data_AD = exchange.there(parcels.gather(data))
         if inv.dim():
-            inv = exchange.there(inv.index_select(0, choices.token[: choices.rows]))
+            inv = exchange.there(inv.index_select(0, parcels.token))
         return read_back(data_AD, inv, ctx.dtype), dy, *(None,) * 4
-
-
-def _saved_choices(ctx) -> Choices:
-    token, weight, position, ends = ctx.saved_tensors
-    return Choices(token, weight, position, ends, ctx.kernels)
 
 
 def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,9 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
                weights after the forward pass, else once a step
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
-    experts    K rows of D numbers a token and MoE block, there and back, forward and backward: FP8 or BF16 to the
-               experts, BF16 back, times (e - 1) / e
+    experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
+               e (1 - (1 - 1/e)^K) of them, one of e being its own. D numbers a MoE block there and back, forward and
+               backward: FP8 or BF16 to the experts, BF16 back
 
 Gathering and reducing run beside the arithmetic: what counts is only what is longer than it. Tokens on their way to
 experts are waited for. A group that fits into a node uses its links, any other one the network of its node, of which
@@ -100,8 +101,8 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         hidden += machine.seconds(8 * (ranks - 1) / ranks * parameters, ranks, stride)
 
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
-    rows = tokens * m.num_experts_per_token * m.hidden_size * (d.expert - 1) / d.expert
-    waiting = machine.seconds(2 * rows * (travel + 2) * moe_blocks, d.expert)
+    others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
+    waiting = machine.seconds(2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks, d.expert)
     each = reduces > 1 or microbatches == 1
     memory = sum(forecast_memory(config, plan, d, each).values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)

@@ -57,7 +57,7 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
     # a block's weights in BF16 arrive in one buffer, the next block's in another; a block's gradients leave from one
     memory["communication"] = 2 * largest / 2 + largest
     if degrees.expert > 1:
-        rows = tokens * model.num_experts_per_token
+        rows = tokens * degrees.expert * (1 - (1 - 1 / degrees.expert) ** model.num_experts_per_token)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
         memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
     return memory

@@ -26,9 +26,9 @@ from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backwa
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-def rows_of(tokens: int, chosen: int, experts: int, align: int) -> int:
-    """R' of so many tokens; see `route.route`."""
-    return (tokens * chosen + experts * (align - 1) + 127) // 128 * 128
+def rows_of(choices: int, experts: int, align: int) -> int:
+    """R' of so many choices; see `route.route`."""
+    return (choices + experts * (align - 1) + 127) // 128 * 128
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,16 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 @torch.library.custom_op("octet::ffn_forward", mutates_args=("h_amax",))
 def ffn_forward(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
-    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), add [T, D] (empty: none) -> y
-    [T, D] BF16; then what backward reads: the first GEMM's result, h's scales, rows of x (BF16 experts only), and the
-    six tensors of the Route."""
+    """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), of which so many choices are
+    not none (-1: all; see `route`), add [T, D] (empty: none) -> y [T, D] BF16; then what backward reads: the first
+    GEMM's result, h's scales, rows of x (BF16 experts only), and the six tensors of the Route."""
     casts = _Casts.parse(how)
     T, D = x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
-    to = route(expert, weight, experts, 128 if casts.mode else grouped_gemm.BF16_ALIGN) if experts else None
+    align = 128 if casts.mode else grouped_gemm.BF16_ALIGN
+    to = route(expert, weight, experts, align, choices) if experts else None
     rows, rows_inv = (x, x_inv)
     if to is not None:
         rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
@@ -109,11 +110,12 @@ def ffn_forward(
 @ffn_forward.register_fake
 def _(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
-    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
-    R = rows_of(T, expert.shape[1], experts, 128 if mode else grouped_gemm.BF16_ALIGN) if experts else T
+    choices = expert.numel() if choices < 0 else choices
+    R = rows_of(choices, experts, 128 if mode else grouped_gemm.BF16_ALIGN) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
     h_inv = _empty(x, *{TENSOR.value: (2,), ROW.value: (R, 1)}.get(mode, ()))

@@ -5,6 +5,8 @@ rows start at a multiple of `align`, so that no tile of a grouped GEMM crosses a
 many rows there are in all is known on the device only: buffers have R' rows, the largest number that can come up, and
 kernels stop at the last expert's end.
 
+A choice may be none, written as expert E: it makes no row, and its place is -1.
+
 T tokens, P = T K choices, E experts.
 """
 
@@ -25,8 +27,8 @@ class Route(NamedTuple):
     """Where rows come from and go to; all int32 but `weight`.
 
     token [R']: the token of each row, -1 for padding. weight [R'] FP32: the router's, 0 for padding. position [T, K]:
-    the row of each choice. starts, ends [E]: each expert's rows, ends rounded up to `align`. tile_expert [R' / 128]:
-    the expert of each 128 rows (only with align = 128).
+    the row of each choice, -1 for none. starts, ends [E]: each expert's rows, ends rounded up to `align`. tile_expert
+    [R' / 128]: the expert of each 128 rows (only with align = 128).
     """
 
     token: Tensor
@@ -71,9 +73,10 @@ def _place_kernel(
     hot = (chosen[:, None] == e[None, :]).to(tl.int32)
     first = tl.load(before + b * E + e, mask=e < E, other=0) + end - padded
     row = tl.sum((tl.cumsum(hot, 0) - hot + first[None, :]) * hot, 1)
-    tl.store(position + p, row, mask=p < P)
-    tl.store(token + row, p // K, mask=p < P)
-    tl.store(weight + row, tl.load(router + p, mask=p < P, other=0.0), mask=p < P)
+    here = chosen < E
+    tl.store(position + p, tl.where(here, row, -1), mask=p < P)
+    tl.store(token + row, p // K, mask=here)
+    tl.store(weight + row, tl.load(router + p, mask=here, other=0.0), mask=here)
     if b == 0:
         tl.store(ends + e, end, mask=e < E)
         tl.store(starts + e, end - padded, mask=e < E)
@@ -111,7 +114,7 @@ def _combine_kernel(
     total = tl.zeros((BC,), tl.float32)
     for k in tl.static_range(K):
         r = tl.load(position + t * K + k).to(tl.int64)
-        total += tl.load(rows + r * C + c, mask=c < C, other=0).to(tl.float32)
+        total += tl.load(rows + r * C + c, mask=(c < C) & (r >= 0), other=0).to(tl.float32)
     i = t.to(tl.int64) * C + c
     if ADD:
         total += tl.load(add + i, mask=c < C, other=0).to(tl.float32)
@@ -119,16 +122,17 @@ def _combine_kernel(
     if WEIGHTS:
         k = tl.arange(0, KP)
         j = tl.arange(0, PP)
-        r = tl.load(position + t * K + k, mask=k < K, other=0).to(tl.int64)
-        one = tl.load(partial + j[None, :] * R + r[:, None], mask=(k < K)[:, None] & (j < parts)[None, :], other=0.0)
+        r = tl.load(position + t * K + k, mask=k < K, other=-1).to(tl.int64)
+        one = tl.load(partial + j[None, :] * R + r[:, None], mask=(r >= 0)[:, None] & (j < parts)[None, :], other=0.0)
         tl.store(grad_weight + t * K + k, tl.sum(one, 1), mask=k < K)
 
 
-def route(expert: Tensor, weight: Tensor, num_experts: int, align: int) -> Route:
-    """expert [T, K] int, weight [T, K] FP32 -> Route. No host synchronisation."""
+def route(expert: Tensor, weight: Tensor, num_experts: int, align: int, choices: int = -1) -> Route:
+    """expert [T, K] int, weight [T, K] FP32 -> Route. choices: how many are not none; -1: all. No host
+    synchronisation."""
     (T, K), E = expert.shape, num_experts
     P, device = T * K, expert.device
-    R = (P + E * (align - 1) + 127) // 128 * 128
+    R = ((P if choices < 0 else choices) + E * (align - 1) + 127) // 128 * 128
     blocks = max(triton.cdiv(P, _CHOICES), triton.cdiv(R // 128, 8), 1)
 
     def ints(*shape: int) -> Tensor:

@@ -128,8 +128,8 @@ def test_two_gpus_equal_one(case: str, single: dict[str, Any], both: list) -> No
     print(case, {key: f"{value:.1e}" for key, value in errors.items()})
     assert errors.pop("load") == 0
     for key, value in errors.items():
-        same = key in ("y", "dh", "amax") or ".experts." in key  # the same FP8 numbers in the same order
-        assert value < (1e-3 if same else 4e-3), key  # else sums over tokens, in BF16 perhaps, then over processes
+        same = key == "amax" or ".experts." in key  # the same FP8 numbers in the same order
+        assert value < (1e-3 if same else 4e-3), key  # else sums over a process's experts, or tokens, rounded to BF16
     if case.endswith("first half"):
         assert not parts[1]["grad.moe.experts.down.weight"].any()
 

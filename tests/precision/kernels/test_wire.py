@@ -21,12 +21,12 @@ from precision import (
     expert_ffn,
     rms_norm,
 )
-from precision.wire import Choices, GradFormat, bring_back, read_back, send, travels_by_kernels
+from precision.wire import GradFormat, Parcels, bring_back, read_back, send, travels_by_kernels
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-T, WIDTH, INNER, EXPERTS = 21, 144, 48, 2
+T, WIDTH, INNER, EXPERTS, PROCESSES = 21, 144, 48, 4, 2
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
 CURRENT = {"scaling__method": "current"}
@@ -52,10 +52,12 @@ class Layer(nn.Module):
     def norm(self, x: Tensor) -> Operand | Tensor:
         return rms_norm(x, self.gain, 1e-6, self.feed, self.kernels)
 
-    def experts(self, x: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor | None, grad=None) -> Tensor:
+    def experts(
+        self, x: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor | None, grad=None, choices: int = -1
+    ) -> Tensor:
         return expert_ffn(
             x, expert, weight, self.up, self.down, down_feed=self.down_feed, rows_feed=None, combine=BF16,
-            accumulate=FP32, add=add, grad=grad,
+            accumulate=FP32, add=add, grad=grad, choices=choices,
         )  # fmt: skip
 
 
@@ -86,12 +88,16 @@ def build(config: PrecisionConfig, backend: str) -> tuple[Layer, ScalingArena]:
 
 def travel(layer: Layer, made: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor, known: bool, way: Mirror):
     """The experts' layer over a wire."""
-    choices = Choices.sort(expert, weight, EXPERTS, travels_by_kernels(layer.up, layer.down, BF16, FP32))
+    kernels = travels_by_kernels(layer.up, layer.down, BF16, FP32)
+    parcels = Parcels.address(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
+    sent, choices = parcels.counts().t().tolist()
+    parcels = parcels.cut(sum(sent))
     grad = GradFormat.of(layer.down, known) if isinstance(made, Operand) else None
-    x, weight_A1 = send(made, weight, choices, way, layer.up, known)
-    expert_A1 = expert.flatten().sort(stable=True).values[:, None]
-    y = layer.experts(x, expert_A1, weight_A1, None, None if grad is None else grad.rows)
-    return bring_back(y, add, choices, way, grad, FP32)
+    x, expert_AK, weight_AK = send(made, expert, weight, parcels, way, layer.up, known)
+    first_A1 = parcels.process[:, None] * parcels.each  # this process is all of them
+    expert_AK = torch.where(expert_AK < parcels.each, expert_AK + first_A1, EXPERTS)
+    y = layer.experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, sum(choices))
+    return bring_back(y, add, parcels, way, grad, FP32)
 
 
 def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> list[Tensor]:
@@ -101,7 +107,7 @@ def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> 
     generator = torch.Generator().manual_seed(2)
     x, add, dy = (torch.randn(3, T, WIDTH, generator=generator) * 0.1).to(DEVICE, BF16).unbind()
     weight = torch.rand(T, 2, generator=generator).to(DEVICE).requires_grad_()
-    expert = torch.rand(T, 2, generator=generator).argsort(1).to(DEVICE)
+    expert = torch.rand(T, EXPERTS, generator=generator).argsort(1)[:, :2].contiguous().to(DEVICE)
     x, add = x.clone().requires_grad_(), add.clone().requires_grad_()
     made = layer.norm(x)
     if way is None:
@@ -128,15 +134,22 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     for i, (a, b) in enumerate(zip(sent, here, strict=True)):
         assert torch.isfinite(a).all() and a.dtype == b.dtype
         error = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
-        assert error <= 1e-6, f"tensor {i}: {error:.1e}"
-    rows = 2 * T
+        limit = 5e-3 if i in (0, 1, 6) else 1e-6  # y, dx and the gain's gradient: sums of two rounded sums
+        assert error <= limit, f"tensor {i}: {error:.1e}"
+    rows = way.log[0][1][0]
+    assert T < rows < 2 * T, "a token goes to a process once"
     if name == "bf16":
         fp8_x, fp8_dy = BF16, BF16
     else:
         fp8_x, fp8_dy = layer.up.recipe.input.dtype, layer.down.recipe.grad.dtype
     scales = {"fp8_jit": 1, "fp8_block": 2}.get(name, 0)
-    expected = [(fp8_x, (rows, WIDTH)), (FP32, (rows, 1 + scales)), (BF16, (rows, WIDTH)), (fp8_dy, (rows, WIDTH))]
-    expected += [(FP32, (rows, scales))] * (scales > 0) + [(BF16, (rows, WIDTH)), (FP32, (rows, 1))]
+    expected = [
+        (fp8_x, (rows, WIDTH)),
+        (torch.int32, (rows, 4 + scales)),
+        (BF16, (rows, WIDTH)),
+        (fp8_dy, (rows, WIDTH)),
+    ]
+    expected += [(FP32, (rows, scales))] * (scales > 0) + [(BF16, (rows, WIDTH)), (FP32, (rows, 2))]
     assert way.log == expected
 
 

@@ -1,0 +1,137 @@
+"""Two GPUs that share a model (FSDP over NCCL, our kernels) train it as one does, and no step waits for the host.
+
+The ranks run this file as a program. By itself it also measures:
+
+    torchrun --nproc_per_node=2 tests/gpu/parallel/test_fsdp.py [KEY=VALUE ...]      tokens a second and GPU, memory
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from trainer.build import build_engine
+from trainer.config import load
+from trainer.distributed import World
+from trainer.trainer import train_step
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cuda")
+RUN = [
+    f"trainer.device={DEVICE}",
+    "trainer.max_steps=20",
+    "optim.warmup_steps=2",
+    "optim.lr=5e-4",
+    "data=text",
+    "data.path=.",
+]
+SMALL = ["trainer.global_batch_size=8", "trainer.microbatch_size=2", "trainer.sequence_length=256"]
+RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
+CASES = {recipe: [f"precision={recipe}", "precision.backend=cuda", "compile.enabled=false"] for recipe in RECIPES}
+CASES |= {"fp32": ["precision=fp32", "compile.enabled=false"]}
+CASES |= {f"{r} compiled": [f"precision={r}", "precision.backend=cuda", "compile.enabled=true"] for r in RECIPES[:2]}
+CASES |= {"fp8_delayed full": [*CASES["fp8_delayed"], "recompute=full"]}
+STEPS, QUIET = 6, 4  # the step that must not wait
+SPEED = ["model=deepseek_300m", "trainer.global_batch_size=16", "trainer.microbatch_size=4"]
+SPEED += ["trainer.sequence_length=2048", "compile.enabled=true"]
+
+
+def train(keys: list[str], world: World) -> list[float]:
+    """Losses of some steps."""
+    share = ["parallel=fsdp"] if world.many else []
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *SMALL, *share, *keys]))
+    torch._dynamo.reset()
+    engine = build_engine(config, world.device, world=world)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, config.model.vocab_size, (8, 257), generator=generator).to(world.device)
+        torch.cuda.set_sync_debug_mode("error" if step == QUIET else "default")
+        try:
+            result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert bool(result.verdict.ok)
+        losses.append(float(result.metrics["loss/total"]))
+    return losses
+
+
+def measure(keys: list[str], world: World) -> None:
+    """Print tokens a second and GPU of steps after the first ones."""
+    share = ["parallel=fsdp"] if world.many else []
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *SPEED, *share, *keys]))
+    engine = build_engine(config, world.device, world=world)
+    t = config.trainer
+    tokens = torch.randint(0, config.model.vocab_size, (t.global_batch_size, t.sequence_length + 1)).to(world.device)
+    warm, steps, began = 5, 15, 0.0
+    for step in range(1, warm + steps + 1):
+        if step == warm + 1:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+        train_step(engine, step, tokens, t.microbatch_size)
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / steps
+    if world.is_first:
+        rate = t.global_batch_size * t.sequence_length / seconds / world.size
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        print(
+            f"{' '.join(keys)}: {world.size} GPUs, {rate:,.0f} tokens/s a GPU, {seconds:.4f} s a step, {memory:.1f} GiB"
+        )
+
+
+def main(out: str | None) -> None:
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size > 1:
+        backend, bound = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        torch.distributed.init_process_group(backend, device_id=bound)
+    world = World(device, rank, rank, size, size)
+    if out is None:
+        for recipe in ("bf16", "fp8_delayed"):
+            measure([f"precision={recipe}", *sys.argv[1:]], world)
+    else:
+        curves = {name: train(keys, world) for name, keys in CASES.items()}
+        if world.is_first:
+            Path(out).write_text(json.dumps(curves))
+    if world.many:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[float]]]:
+    """Losses by number of GPUs and case."""
+    made = {}
+    for size in (1, 2):
+        out = tmp_path_factory.mktemp("ranks") / "curves.json"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+        place |= {"LOCAL_WORLD_SIZE": str(size), "FSDP_TEST_OUT": str(out)}
+        who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+        ranks = [subprocess.Popen([sys.executable, __file__], env=os.environ | own) for own in who]
+        assert [rank.wait(timeout=1200) for rank in ranks] == [0] * size
+        made[size] = json.loads(out.read_text())
+    return made
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_train_as_one_does(curves: dict[int, dict[str, list[float]]], name: str) -> None:
+    one, two = curves[1][name], curves[2][name]
+    assert two[0] == pytest.approx(one[0], rel=1e-5 if name == "fp32" else 2e-4)
+    assert two == pytest.approx(one, rel=1e-4 if name == "fp32" else 5e-3)
+
+
+if __name__ == "__main__":
+    main(os.environ.get("FSDP_TEST_OUT"))
