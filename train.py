@@ -23,7 +23,7 @@ def run(crew: Crew) -> None:
     for i, config in enumerate(configs):
         if not config.dry_run:
             configs[i] = fitted(config, resolve(config.parallel, launch.size))
-    plans = [check(config) for config in configs]
+    plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
             if launch.is_first:

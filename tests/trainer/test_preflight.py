@@ -172,3 +172,24 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
     message = what_grew(forecast, in_use * 2**30, 80.0 * 2**30)
     assert message.startswith(f"out of GPU memory: {in_use:.1f} of 80.0 GiB in use") and "\n" not in message
     assert re.search(says, message)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("parallel=single",), r"parallel\.shard=1: .*choose parallel=fsdp"),
+        (
+            ("trainer.microbatch_size=4", "trainer.global_batch_size=4"),
+            r"global_batch_size=4: 2 ranks .* multiple of 8",
+        ),
+        (
+            ("parallel.expert=2", "model.num_experts=5"),
+            r"parallel\.expert=2: it does not divide .*num_experts=5; set 1",
+        ),
+        (("precision.backend=transformer_engine",), r"backend=transformer_engine: its modules hold whole weights"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys: tuple[str, ...], message: str) -> None:
+    made = config("parallel=fsdp", *keys)
+    with pytest.raises(ValueError, match=message):
+        check(made, world_size=2)
