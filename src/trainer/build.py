@@ -17,7 +17,7 @@ import torch
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
-from trainer.checkpoint import Checkpointer, read
+from trainer.checkpoint import Checkpointer, read, saved_shapes
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
@@ -27,7 +27,7 @@ from trainer.injection import Injector
 from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
-from trainer.parallel.shards import gathered, load_model, model_state, whole_shape
+from trainer.parallel.shards import as_parts, model_state
 from trainer.preflight import check_sharing, reduces_each_microbatch
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
@@ -50,18 +50,17 @@ class Engine:
     microbatch: Microbatch
 
     def state(self) -> dict:
-        """What a step changes: tensors and JSON values, nested."""
-        return {
-            "model": model_state(self.model) if self.world.many else self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "arena": self.arena.state_dict(),
-            "guard": self.guard.state_dict(),
-        }
+        """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
+        return {**self.in_place(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
+
+    def in_place(self) -> dict:
+        """Weights and moments, the part of `state` that a checkpoint is read into: what is named there is the memory
+        that the step works on."""
+        weights = model_state(self.model) if self.world.many else self.model.state_dict()
+        return as_parts({"model": weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state(self, state: dict) -> list[str]:
-        """Take over a saved state. Returns the arena rows that begin without a history."""
-        load_model(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Take over the rest of a saved state. Returns the arena rows that begin without a history."""
         self.guard.load_state_dict(state["guard"])
         return self.arena.load_state_dict(state["arena"])
 
@@ -89,7 +88,8 @@ class Parts:
             self.profiler.close()
 
     def state(self) -> dict:
-        """Everything that must survive."""
+        """Everything that must survive. Random numbers are drawn alike on all ranks, and the loader's cursor knows no
+        ranks: what is not a weight or a moment is the same everywhere, or rank 0's."""
         return {
             **self.engine.state(),
             "loader": self.loader.state_dict(),
@@ -98,14 +98,12 @@ class Parts:
         }
 
     def save(self, step: int) -> None:
-        """Checkpoint in the background. A collective: rank 0 gets the whole and writes it."""
-        state = gathered(self.state(), self.world.is_first) if self.world.many else self.state()
-        if self.world.is_first:
-            self.checkpointer.save(step, state, _identity(self.config))
+        """Checkpoint in the background; each rank its own part."""
+        self.checkpointer.save(step, self.state(), _identity(self.config))
 
     def restore(self, path: Path) -> None:
-        """Take over a checkpoint of this run."""
-        state, meta = read(path)
+        """Take over a checkpoint of this run, which `RunDir` has verified: each rank reads its own part."""
+        state, meta = read(path, self.engine.in_place(), verified=True)
         fresh = self.engine.load_state(state)
         self.loader.load_state_dict(state["loader"])
         self.sinks.load_state_dict(state["sinks"])
@@ -123,7 +121,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     t, notes = config.trainer, []
     engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None:
-        _init_from(engine.model, Path(config.run.init_from), notes)
+        _init_from(engine, Path(config.run.init_from), notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
     with world.first_of_node_goes_ahead():
         data = prepare_data(config.data, config.model.vocab_size)
@@ -141,11 +139,13 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps, rank=world.rank))
         world.crew.on_end.append(sinks.ended)
-        checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event)
+        checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
         parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler)
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
+        if config.checkpoint.every:
+            checkpointer.reserve(parts.state())
         on_error.pop_all()
     return parts
 
@@ -226,22 +226,21 @@ def _check_same(theirs: dict, ours: dict, path: Path) -> None:
                 )
 
 
-def _init_from(model: DeepSeek, path: Path, notes: list[Note]) -> None:
-    """Weights (and router biases) of another run's checkpoint; what there is to tell goes to `notes`."""
+def _init_from(engine: Engine, path: Path, notes: list[Note]) -> None:
+    """Weights (and router biases) of another run's checkpoint; what there is to tell goes to `notes`. A collective."""
 
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
 
-    checkpoint = find_checkpoint(path, "run.init_from", note)
-    state, _ = read(checkpoint)
-    ours = model_state(model)
+    checkpoint = engine.world.on_first(lambda: find_checkpoint(path, "run.init_from", note))
+    saved = saved_shapes(checkpoint)
+    ours = engine.in_place()["model"]
     for name, tensor in ours.items():
-        other = state["model"].get(name)
-        if other is None or other.shape != whole_shape(tensor):
-            theirs = "no such tensor" if other is None else list(other.shape)
+        here, there = tensor.size(), saved.get(f"model/{name}")
+        if there != here:
+            theirs = "no such tensor" if there is None else list(there)
             raise ValueError(
-                f"run.init_from={path}: {name} is {list(whole_shape(tensor))} in this model, there: {theirs}; "
-                "use that run's model.*"
+                f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
             )
-    load_model(model, {name: state["model"][name] for name in ours})
+    read(checkpoint, {"model": ours}, rest=False, verified=True)
     note("resume", 0, f"weights from {checkpoint}")

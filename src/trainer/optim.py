@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
 from trainer.distributed import World
-from trainer.parallel.shards import copies, copy_part, local, shared_like
+from trainer.parallel.shards import copies, local, shared_like
 from trainer.parallel.totals import added_up
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy moments and step counts back, in place; of whole ones this rank's part."""
+        """Copy moments and step counts back, in place, shared as they are here. (A checkpoint is read into them.)"""
         for name, tensors in self.state_dict().items():
             for key, tensor in tensors.items():
-                copy_part(tensor, state[name][key])
+                local(tensor).copy_(local(state[name][key]))

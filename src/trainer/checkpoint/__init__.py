@@ -1,11 +1,11 @@
 """Checkpoints of a run: saved in the background, visible when whole, verified when read, never pickled.
 
-`checkpointer` is the way in; below it `tree` (state as JSON and tensors), `staging` (a copy in host memory), `storage`
-(tensors in safetensors files, planned by torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and
-`folder` (which checkpoint is which).
+`checkpointer` and `reading` are the ways in; below them `part` (what one of many ranks has of a tensor), `tree` (state
+as JSON and tensors), `staging` (a copy in host memory), `storage` (tensors in safetensors files, planned by
+torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and `folder` (which checkpoint is which).
 """
 
-from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError, read, read_meta
+from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
 from trainer.checkpoint.folder import (
     OnEvent,
     checkpoint_name,
@@ -16,12 +16,15 @@ from trainer.checkpoint.folder import (
     set_aside_after,
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
+from trainer.checkpoint.part import Part
+from trainer.checkpoint.reading import read, read_meta, saved_shapes
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DamagedCheckpoint",
     "OnEvent",
+    "Part",
     "checkpoint_name",
     "checkpoint_step",
     "delete_leftovers",
@@ -29,6 +32,7 @@ __all__ = [
     "newest_checkpoint",
     "read",
     "read_meta",
+    "saved_shapes",
     "set_aside_after",
     "sync_folder",
     "verify",

@@ -1,10 +1,15 @@
-"""Saves the state of a run in the background, and reads it back.
+"""Saves the state of a run in the background.
 
     save      on the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned if there is a GPU,
               kept from save to save), hand them to the writing thread, go on training
     write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
     rename    to checkpoints/step_N: here it becomes visible, whole or not at all
     delete    what exceeds `keep`: only now, so that there is always a whole one
+
+Of many ranks, each copies and writes its own parts, in a file of its own; rank 0 also what all have alike. The writing
+threads agree over a gloo group of theirs, which the trainers do not use: rank 0 plans, waits for every rank's file,
+sees that it is there, writes the manifest and renames. So a rank that dies or fails before that leaves no checkpoint of
+the step, and the ones before.
 
 A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is reported through
 `on_event`, what was half written is removed, the ones before stay, and training goes on; `wait()` raises it for those
@@ -17,16 +22,16 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer.checkpoint.folder import (
     WRITING,
@@ -36,12 +41,22 @@ from trainer.checkpoint.folder import (
     delete_superseded,
     newest_checkpoint,
 )
-from trainer.checkpoint.manifest import FileDigest, seal, sync_folder, verify, write_file
+from trainer.checkpoint.manifest import FileDigest, seal, sync_folder, write_file
+from trainer.checkpoint.part import Part, PartSavePlanner
+from trainer.checkpoint.reading import STATE, cause
 from trainer.checkpoint.staging import HostBuffers
-from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-from trainer.checkpoint.tree import join, split
+from trainer.checkpoint.storage import SafetensorsWriter
+from trainer.checkpoint.tree import split
 
-STATE = "state.json"
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from trainer.distributed import World
+
+WAIT = timedelta(hours=2)
+"""How long a rank's writing thread waits for the slowest other one. A rank that dies ends the wait at once."""
+SEEN = 30.0
+"""Seconds after which rank 0 must see what other ranks have written; network file systems are late."""
 
 # DCP says so even when it is told that there is only one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -55,10 +70,11 @@ class Checkpointer:
     """Writes checkpoints of one run into `folder` (`RUN/checkpoints`), the `keep` newest of which stay (0: all).
 
     `on_event` hears of every checkpoint saved, failed or found damaged; it is called from the writing thread too.
-    What a killed process left half written is deleted here, so hold the run's lock.
+    What a killed process left half written is deleted here, so hold the run's lock. world: who saves; with several
+    ranks all of them make one (a collective), and rank 0's hears of events.
     """
 
-    def __init__(self, folder: Path, keep: int, on_event: OnEvent) -> None:
+    def __init__(self, folder: Path, keep: int, on_event: OnEvent, world: "World | None" = None) -> None:
         if keep < 0:
             raise ValueError(f"checkpoint.keep={keep}: how many checkpoints stay, 1 or more, or 0 for all")
         self.folder = folder
@@ -67,27 +83,53 @@ class Checkpointer:
         self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        delete_leftovers(folder)
+        self._last = -1
+        self._group: ProcessGroup | None = None
+        self._is_first, self._attempt = True, ""
+        if world is not None and world.many:
+            import torch.distributed as dist
+
+            self._group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=WAIT))
+            self._is_first = world.is_first
+            # ranks of a run that was killed may be writing still
+            self._attempt = world.share(f".{time.time_ns():x}")
+        if self._is_first:
+            delete_leftovers(folder)
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Get the host memory that saves of `state` need now, so that the first one holds training up no longer than
+        the others."""
+        self._buffers.reserve(self._own(split(state)[1])[1])
 
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Save `state` (a tree of tensors and JSON scalars, see `tree`) as the checkpoint of `step`.
+        """Save `state` (a tree of tensors, `Part`s and JSON scalars, see `tree`) as the checkpoint of `step`.
 
         Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
         without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
 
+        All ranks call it for the same steps, with states of the same names; what is not a `Part`, rank 0's is saved.
+        No rank waits for another one here.
+
         Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see
         `wait`.
         """
+        start = time.perf_counter()
         if self._pending is not None:
             error = self._pending.exception()  # waits
             if error is not None and not isinstance(error, CheckpointError):
                 raise error
-        if (self.folder / checkpoint_name(step)).is_dir():
+            self._last = self._last if error is None else -1
+        if step == self._last or (self._group is None and (self.folder / checkpoint_name(step)).is_dir()):
             return
         skeleton, tensors = split(state)
         text = json.dumps({"step": step, "meta": meta, "state": skeleton}, indent=1)
-        self._pending = self._thread.submit(self._write, step, self._buffers.copy(tensors), text)
+        parts, own = self._own(tensors)
+        copies = self._buffers.copy(own)
+        held = time.perf_counter() - start
+        staged = {name: replace(parts[name], data=copy) for name, copy in copies.items()}
+        self._last = step
+        self._pending = self._thread.submit(self._write, step, staged, text, held)
 
     def wait(self) -> None:
         """Return when the last save is on the disk. Raises its error (CheckpointError), once, if it is not."""
@@ -105,25 +147,28 @@ class Checkpointer:
         self._buffers.release()
         self.wait()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], text: str) -> None:
+    def _own(self, tensors: Mapping[str, Tensor | Part]) -> tuple[dict[str, Part], dict[str, Tensor]]:
+        """What this rank writes: the parts, and the tensors that they are kept in."""
+        parts = {name: x if isinstance(x, Part) else Part.whole(x, self._is_first) for name, x in tensors.items()}
+        parts = {name: part for name, part in parts.items() if part.writes and not part.is_empty}
+        return parts, {name: part.data for name, part in parts.items()}
+
+    def _write(self, step: int, parts: dict[str, Part], text: str, held: float) -> None:
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
-        temporary = self.folder / (WRITING + path.name)
+        temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            files = save_tensors(temporary, tensors)
-            files[STATE] = write_file(temporary / STATE, text)
-            seal(temporary, files)
-            temporary.rename(path)
-            sync_folder(self.folder)
+            files = save_parts(_Checkpoint(temporary, path, text), parts, self._group)
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
-            self._on_event("checkpoint", step, reason, path=str(path), failed=True)
+            if self._is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._on_event("checkpoint", step, reason, path=str(path), failed=True)
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error
+        if not self._is_first:
+            return
         seconds = time.perf_counter() - start
         size = sum(digest.bytes for digest in files.values())
         try:
@@ -131,47 +176,67 @@ class Checkpointer:
         except OSError as error:
             message = f"old checkpoints in {self.folder} could not be deleted: {error}"
             self._on_event("checkpoint", step, message, path=str(self.folder), failed=True)
-        message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s)"
-        self._on_event("checkpoint", step, message, path=str(path), bytes=size, seconds=round(seconds, 3))
+        what = {"path": str(path), "bytes": size, "seconds": round(seconds, 3), "held_seconds": round(held, 4)}
+        message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s; training waited {held:.2f} s)"
+        self._on_event("checkpoint", step, message, **what)
 
 
-def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> dict[str, FileDigest]:
-    """Write tensors by name into `folder` through DCP (one process). Returns the digests of the files written."""
-    writer = SafetensorsWriter(folder)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        dcp_save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as failure:
-        raise _cause(failure) from failure
-    return writer.files
+class _Checkpoint(SafetensorsWriter):
+    """The storage of one checkpoint: `temporary` until rank 0 has seen that it is whole, `path` from then on.
 
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` that the checkpoint `path` was saved with. Does not verify: `read` and `newest_checkpoint` do."""
-    return json.loads((path / STATE).read_text())["meta"]
-
-
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as they were saved.
-
-    Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file.
+    What fails in here, on whichever rank, DCP tells all ranks.
     """
-    verify(path)
-    reader = SafetensorsReader(path)
-    tensors = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata)
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def __init__(self, temporary: Path, path: Path, text: str) -> None:
+        super().__init__(temporary)
+        self._path, self._text = path, text
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+        """Rank 0 makes the folder, before the others may write."""
+        super().set_up_storage_writer(is_coordinator, rank=rank)
+        if is_coordinator:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all ranks have written their files: make it a checkpoint."""
+        super().finish(metadata, results)
+        self.files[STATE] = write_file(self.folder / STATE, self._text)
+        for name, digest in self.files.items():
+            _see(self.folder / name, digest)
+        seal(self.folder, self.files)
+        self.folder.rename(self._path)
+        sync_folder(self._path.parent)
+
+
+def _see(path: Path, digest: FileDigest) -> None:
+    """OSError unless the file is there in its full size, from this rank's point of view."""
+    deadline = time.monotonic() + SEEN
+    while not path.is_file() or path.stat().st_size != digest.bytes:
+        if time.monotonic() > deadline:
+            why = f"{path.name} was written by another rank and is not in {path.parent}"
+            raise OSError(f"{why}; all nodes need run.dir on a file system that they share")
+        time.sleep(0.1)
+
+
+def save_parts(
+    writer: SafetensorsWriter, parts: Mapping[str, Part], group: "ProcessGroup | None" = None
+) -> dict[str, FileDigest]:
+    """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
+
+    group: of all ranks that save; None: this one alone. Raises what went wrong, on all ranks: OSError names the rank.
+    """
     try:
-        dcp_load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+        dcp_save(
+            dict(parts),
+            storage_writer=writer,
+            planner=PartSavePlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
     except CheckpointException as failure:
-        raise _cause(failure) from failure
-    saved = json.loads((path / STATE).read_text())
-    return join(saved["state"], tensors), saved["meta"]
-
-
-def _cause(failure: CheckpointException) -> BaseException:
-    """DCP wraps the error of each rank; with one process there is one."""
-    return next(iter(failure.failures.values()))[0]
+        error = cause(failure)
+        if group is not None and isinstance(error, OSError):
+            raise OSError(f"rank {min(failure.failures)}: {error.strerror or error}") from failure
+        raise error from failure
+    return writer.files

@@ -16,6 +16,7 @@ folder does. Both are needed before a rename may announce the folder.
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 MANIFEST = "manifest.json"
 FORMAT = 1
 _PIECE_BYTES = 1 << 24
+_THREADS = 8
 
 
 class DamagedCheckpoint(ValueError):
@@ -73,9 +75,11 @@ def verify(folder: Path) -> None:
             raise DamagedCheckpoint(f"{path} is missing") from None
         if size != expected["bytes"]:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {expected['bytes']}")
-    for name, expected in files.items():
-        if _sha256(folder / name) != expected["sha256"]:
-            raise DamagedCheckpoint(f"{folder / name} was altered (its SHA-256 is not the saved one)")
+    with ThreadPoolExecutor(max_workers=_THREADS) as threads:  # hashing lets go of Python's lock
+        digests = threads.map(_sha256, [folder / name for name in files])
+        for name, digest in zip(files, digests, strict=True):
+            if digest != files[name]["sha256"]:
+                raise DamagedCheckpoint(f"{folder / name} was altered (its SHA-256 is not the saved one)")
 
 
 def _manifest_text(files: dict[str, dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ The trainer may go on as soon as its tensors are copied, so the copy is what a s
 buffer that stays from save to save: allocated and, for tensors on a GPU, page-locked once, because page-locking costs
 many times what copying costs, and copying to pageable memory several times as much. The buffer is registered with CUDA,
 not taken from torch's pinned allocator, which rounds up to a power of two: up to twice the state in host memory.
+`reserve` does it ahead of the first save.
 
 torch's own DefaultStager is not used: in torch 2.11 it works once.
 """
@@ -27,18 +28,21 @@ class HostBuffers:
         self._copies: dict[str, Tensor] = {}
         self._unpin: weakref.finalize | None = None
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory that `copy` of these tensors will need, if it is not there; what was there before goes."""
+        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if layout != self._layout:
+            self.release()
+            self._allocate(tensors, pin=any(tensor.is_cuda for tensor in tensors.values()))
+            self._layout = layout
+
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return contiguous CPU copies of `tensors`, which may change from here on. Valid until the next call."""
-        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        if layout != self._layout:
-            self.release()
-            self._allocate(tensors, pin=bool(devices))
-            self._layout = layout
+        self.reserve(tensors)
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=True)
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return dict(self._copies)
 
@@ -53,7 +57,7 @@ class HostBuffers:
         starts = [0]
         for size in sizes:
             starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-        buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        buffer = torch.empty(starts[-1], dtype=torch.uint8).fill_(0)  # pages come when they are touched: now
         for (name, tensor), start, size in zip(tensors.items(), starts[:-1], sizes, strict=True):
             self._copies[name] = buffer[start : start + size].view(tensor.dtype).view(tensor.shape)
         if pin and len(buffer):

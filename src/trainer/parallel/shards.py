@@ -1,4 +1,4 @@
-"""Parts of shared tensors: a rank's own, and back to the whole.
+"""Parts of shared tensors: a rank's own, and what it is of the whole.
 
 A shared parameter is a DTensor (torch.distributed.tensor): it has the shape of the whole, and one part of it in memory.
 What works element by element, as the optimizer does, works on the parts.
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from trainer.checkpoint import Part
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -45,47 +47,37 @@ def shared_like(part: Tensor, like: Tensor) -> Tensor:
     return shared
 
 
-def copy_part(to: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` (a plain tensor) into `to`, in place; all of it if `to` is not shared."""
-    if is_shared(to):
-        if (spread := getattr(to, "spread", None)) is not None:
-            whole = whole.chunk(spread.size())[spread.get_local_rank()]
-        mesh, placements = to.device_mesh, to.placements  # type: ignore[attr-defined]
-        for axis, placement in enumerate(placements):
-            if placement.is_shard():
-                size, index = mesh.size(axis), mesh.get_local_rank(axis)
-                rows = -(-whole.shape[placement.dim] // size)
-                start = min(index * rows, whole.shape[placement.dim])
-                rows = min(rows, whole.shape[placement.dim] - start)
-                whole = whole.narrow(placement.dim, start, rows)
-    local(to).copy_(whole)
+def as_parts(tree: Mapping) -> dict:
+    """A nested dict with its shared tensors as this rank's `Part`s of the whole, in the same memory, for checkpoints.
 
+    Those that have copies take turns in writing: with HSDP each group of ranks writes its share.
+    """
+    count = iter(range(1 << 62))
 
-def gathered(tree: Mapping, keep: bool) -> dict:
-    """A nested dict with its shared tensors whole and in host memory. A collective; `keep`: whether this rank wants
-    them, else it gets empty ones."""
-
-    def whole(value: object) -> object:
+    def part(value: object) -> object:
         if isinstance(value, Mapping):
-            return gathered(value, keep)
-        if isinstance(value, Tensor) and is_shared(value):
-            full = _whole(value)
-            return full.cpu() if keep else torch.empty(0)
-        return value
+            return {key: part(inner) for key, inner in value.items()}
+        return part_of(value, next(count)) if isinstance(value, Tensor) else value
 
-    with torch.no_grad():
-        return {key: whole(value) for key, value in tree.items()}
+    return {key: part(value) for key, value in tree.items()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor()  # type: ignore[attr-defined]
-    if (spread := getattr(tensor, "spread", None)) is None:
-        return full
-    import torch.distributed as dist
-
-    parts = [torch.empty_like(full) for _ in range(spread.size())]
-    dist.all_gather(parts, full.contiguous(), group=spread.get_group())
-    return torch.cat(parts)
+def part_of(tensor: Tensor, turn: int = 0) -> Tensor | Part:
+    """This rank's part of a shared tensor; a tensor that is not shared: itself. turn: which of its copies is written,
+    modulo their number."""
+    if not is_shared(tensor):
+        return tensor.detach()
+    (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # DTensor says where its part lies
+    offsets = list(box.offsets)
+    if (spread := getattr(tensor, "spread", None)) is not None:
+        offsets[0] += spread.get_local_rank() * tensor.shape[0]
+    copy = 0
+    for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if placement.is_replicate():
+            mesh = tensor.device_mesh  # type: ignore[attr-defined]
+            copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
+    writes = copy == turn % copies(tensor)
+    return Part(local(tensor).detach(), whole_shape(tensor), tuple(offsets), writes)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -97,14 +89,3 @@ def whole_shape(tensor: Tensor) -> torch.Size:
     """Shape of the whole of a shared tensor; of one that is not shared: its own."""
     spread = getattr(tensor, "spread", None)
     return tensor.shape if spread is None else torch.Size([tensor.shape[0] * spread.size(), *tensor.shape[1:]])
-
-
-def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy a whole `state_dict` of the model into it, each rank its part. ValueError if names or shapes differ."""
-    ours = model_state(model)
-    for name in (*ours, *state):
-        if name not in ours or name not in state or whole_shape(ours[name]) != state[name].shape:
-            raise ValueError(f"{name}: the checkpoint is of another model; use that run's model.*")
-    with torch.no_grad():
-        for name, tensor in ours.items():
-            copy_part(tensor, state[name])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import (
     Checkpointer,
+    Part,
     list_checkpoints,
     read,
     read_meta,
@@ -177,9 +178,9 @@ def test_host_buffers_are_reused(checkpointer: Checkpointer, monkeypatch: pytest
     seen: list[int] = []
     write = checkpointer._write
 
-    def spy(step: int, tensors: dict[str, Tensor], text: str) -> None:
-        seen.append(tensors["weight"].data_ptr())
-        write(step, tensors, text)
+    def spy(step: int, parts: dict[str, Part], text: str, held: float) -> None:
+        seen.append(parts["weight"].data.data_ptr())
+        write(step, parts, text, held)
 
     monkeypatch.setattr(checkpointer, "_write", spy)
     weight = torch.zeros(1000)

@@ -47,8 +47,9 @@ def test_shards_are_read_and_written_on_another_world_size(tmp_path: Path, asser
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from trainer.checkpoint.checkpointer import save_tensors
-    from trainer.checkpoint.storage import SafetensorsReader
+    from trainer.checkpoint.checkpointer import save_parts
+    from trainer.checkpoint.part import Part
+    from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
@@ -58,7 +59,7 @@ def test_shards_are_read_and_written_on_another_world_size(tmp_path: Path, asser
         for layer, n in ((0, 5), (1, 3))
         for kind, tensor in (("weight", torch.randn(n, 8 if n == 5 else 5)), ("bias", torch.randn(n)))
     }  # 5 and 3 rows: uneven shards
-    save_tensors(source, state)
+    save_parts(SafetensorsWriter(source), {name: Part.whole(tensor) for name, tensor in state.items()})
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SHARDED, str(rank), "2", str(tmp_path / "store"), str(source), str(target)],
@@ -79,10 +80,11 @@ def test_reading_into_another_dtype_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from trainer.checkpoint.checkpointer import save_tensors
-    from trainer.checkpoint.storage import SafetensorsReader
+    from trainer.checkpoint.checkpointer import save_parts
+    from trainer.checkpoint.part import Part
+    from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
-    save_tensors(tmp_path, {"t": torch.ones(3)})
+    save_parts(SafetensorsWriter(tmp_path), {"t": Part.whole(torch.ones(3))})
     into = {"t": torch.ones(3, dtype=torch.bfloat16)}
     with pytest.raises(CheckpointException, match=r"t was saved as torch.float32"):
         load(into, storage_reader=SafetensorsReader(tmp_path), planner=DefaultLoadPlanner(False, False), no_dist=True)

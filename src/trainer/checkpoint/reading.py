@@ -1,0 +1,96 @@
+"""Reading a checkpoint: what is in it comes to where it belongs, whichever ranks wrote it.
+
+A run that goes on has its tensors already, perhaps shared by other ranks than those that saved. They are filled in
+place, each rank's part from the boxes that overlap it: nothing is read that the rank does not hold, and nothing is held
+twice. What has no place yet comes as new tensors on the CPU.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.part import Part, PartLoadPlanner
+from trainer.checkpoint.storage import SafetensorsReader
+from trainer.checkpoint.tree import join, split
+
+STATE = "state.json"
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The `meta` that the checkpoint `path` was saved with. Does not verify: `read` and `newest_checkpoint` do."""
+    return json.loads((path / STATE).read_text())["meta"]
+
+
+def saved_shapes(path: Path) -> dict[str, torch.Size]:
+    """Shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
+    return {name: tensor.size for name, tensor in _tensors(SafetensorsReader(path)).items()}
+
+
+def read(
+    path: Path, into: Mapping[str, Any] | None = None, *, rest: bool = True, verified: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as they were saved.
+
+    into: branches of the state, by name, whose tensors and `Part`s are filled in place; they are left out of what is
+    returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
+
+    Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file, and
+    ValueError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
+    collective: each rank reads for itself.
+    """
+    if not verified:
+        verify(path)
+    into = into or {}
+    reader = SafetensorsReader(path)
+    saved = _tensors(reader)
+    targets = {name: x if isinstance(x, Part) else Part.whole(x) for name, x in split(into)[1].items()}
+    branches = {name: name.split("/", 1)[0] in into for name in saved}
+    for name in (*targets, *(name for name, ours in branches.items() if ours)):
+        if name not in targets or name not in saved or targets[name].shape != saved[name].size:
+            plain = name.split("/", 1)[-1]
+            raise ValueError(f"{plain}: the checkpoint is of another model; use that run's model.*")
+    fresh = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in saved.items()
+        if rest and not branches[name]
+    }
+    wanted = {name: Part.whole(tensor) for name, tensor in fresh.items()}
+    converted: dict[str, Part] = {}
+    for name, part in targets.items():
+        dtype = saved[name].properties.dtype
+        wanted[name] = part
+        if part.data.dtype != dtype:
+            wanted[name] = converted[name] = replace(part, data=torch.empty(part.data.shape, dtype=dtype))
+    _fill(reader, wanted)
+    with torch.no_grad():
+        for name, part in converted.items():
+            targets[name].data.copy_(part.data)
+    text = json.loads((path / STATE).read_text())
+    branches_wanted = {key: value for key, value in text["state"].items() if rest and key not in into}
+    return join(branches_wanted, fresh), text["meta"]
+
+
+def _tensors(reader: SafetensorsReader) -> dict[str, TensorStorageMetadata]:
+    saved = reader.read_metadata().state_dict_metadata
+    return {name: tensor for name, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _fill(reader: SafetensorsReader, parts: dict[str, Part]) -> None:
+    here = {name: part for name, part in parts.items() if not part.is_empty}
+    try:
+        dcp_load(here, storage_reader=reader, planner=PartLoadPlanner(), no_dist=True)
+    except CheckpointException as failure:
+        raise cause(failure) from failure
+
+
+def cause(failure: CheckpointException) -> BaseException:
+    """DCP wraps the error of each rank; the first one's."""
+    return failure.failures[min(failure.failures)][0]
