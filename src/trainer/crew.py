@@ -25,43 +25,24 @@ import contextlib
 import json
 import os
 import platform
-import select
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer import watch
 from trainer.launch import Launch
-from trainer.postmortem import how_it_ended, of_a_collective, place
+from trainer.postmortem import of_a_collective, place
+from trainer.watch import LOOK_SECONDS, News, Watch, when
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
-
-LOOK_SECONDS = 0.5
-"""Between two looks for news."""
-PULSE_SECONDS = 5.0
-SILENCES = 9
-"""Pulses that may fail to come before a rank counts as lost."""
-PATIENCE = 5.0
-"""Seconds that those who fail together wait for each other, so that the right one is named."""
-
-
-@dataclass(frozen=True)
-class News:
-    """Why the job ends: what there is to say, the exit code of all, the rank it is about, and who found out."""
-
-    message: str
-    code: int
-    rank: int
-    finder: int
-    step: int
-    traceback: str = ""
 
 
 class Terminated(KeyboardInterrupt):
@@ -83,7 +64,7 @@ class Crew:
         self.on_end: list[Callable[[News], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._store: TCPStore | None = None
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
         self._ending = threading.Lock()
 
     def board(self, environment: Mapping[str, str]) -> Launch:
@@ -103,7 +84,7 @@ class Crew:
         """
         self._store = _connect(self.launch, 300, serve=self.launch.is_first and not self.launch.agent_store)
         self._key("who", self.launch.rank, f"{platform.node()} {os.getpid()}")
-        self._watch = _Watch(self, _connect(self.launch, 300))
+        self._watch = Watch(self, _connect(self.launch, 300))
         self._watch.start()
         signal.signal(signal.SIGTERM, self._terminated)
         return _connect(self.launch, 300)
@@ -114,7 +95,7 @@ class Crew:
             return
         self._key("left", self.launch.rank, "1")
         waited = 0.0
-        keys = [self._name("left", rank) for rank in range(self.launch.size)]
+        keys = [self.name("left", rank) for rank in range(self.launch.size)]
         with contextlib.suppress(RuntimeError):  # the store may go with its node
             while not self._store.check(keys) and waited < seconds:
                 time.sleep(LOOK_SECONDS / 5)
@@ -142,10 +123,10 @@ class Crew:
             return self.launch.is_first
         try:
             store = _connect(self.launch, 10)
-            first = store.add(self._name("said", message), 1) == 1
-            store.add(self._name("refused"), 1)
+            first = store.add(self.name("said", message), 1) == 1
+            store.add(self.name("refused"), 1)
             deadline = time.monotonic() + 2.0
-            while time.monotonic() < deadline and store.add(self._name("refused"), 0) < self.launch.size:
+            while time.monotonic() < deadline and store.add(self.name("refused"), 0) < self.launch.size:
                 time.sleep(0.02)
         except RuntimeError:
             return self.launch.is_first
@@ -165,7 +146,7 @@ class Crew:
             if news is None:
                 says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
                 trace = "".join(traceback.format_exception(error)) if message is None else ""
-                news = News(f"error: {self.describe(rank)} failed {_when(step)}: {says}", code, rank, rank, step, trace)
+                news = News(f"error: {self.describe(rank)} failed {when(step)}: {says}", code, rank, rank, step, trace)
         except RuntimeError:
             news = self.lost()
         self.end(news)
@@ -183,7 +164,7 @@ class Crew:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):
             text = json.dumps(asdict(news))
-            news = News(**json.loads(self._store.compare_set(self._name("news"), "", text)))
+            news = News(**json.loads(self._store.compare_set(self.name("news"), "", text)))
         self.launch.leave_word(news.message)
         try:
             self._see_it_told(news)
@@ -196,14 +177,14 @@ class Crew:
         """`rank 1 (host, process 123)`."""
         assert self._store is not None
         host, process = "?", "?"
-        if self._store.check([self._name("who", rank)]):
-            host, process = self._store.get(self._name("who", rank)).decode().split()
+        if self._store.check([self.name("who", rank)]):
+            host, process = self._store.get(self.name("who", rank)).decode().split()
         return f"rank {rank} ({host}, process {process})"
 
     def has(self, kind: str, which: object = None) -> bool:
         """Whether a key is there."""
         assert self._store is not None
-        return self._store.check([self._name(kind, which)])
+        return self._store.check([self.name(kind, which)])
 
     def pulse(self) -> str:
         """What the watch sends: `COUNT|STEP|PLACE`, without the count."""
@@ -217,7 +198,7 @@ class Crew:
 
     def _pulse(self, rank: int) -> str:
         assert self._store is not None
-        return self._store.get(self._name("pulse", rank)).decode() if self.has("pulse", rank) else "0|0|?"
+        return self._store.get(self.name("pulse", rank)).decode() if self.has("pulse", rank) else "0|0|?"
 
     def _see_it_told(self, news: News) -> None:
         """Rank 0 tells, for it has the screen and the run folder; the finder does if rank 0 is gone or does not."""
@@ -227,15 +208,15 @@ class Crew:
         teller = news.finder if news.rank == 0 and news.finder != 0 else 0
         if rank == teller:
             self._tell(news)
-        deadline = time.monotonic() + PATIENCE
-        while not self._store.check([self._name("told")]):
+        deadline = time.monotonic() + watch.PATIENCE
+        while not self._store.check([self.name("told")]):
             if time.monotonic() > deadline:
                 if rank == news.finder:
                     self._tell(news)
                 break
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to end some of them
-        others = [self._name("seen", other) for other in range(self.launch.size) if other != news.rank]
+        others = [self.name("seen", other) for other in range(self.launch.size) if other != news.rank]
         deadline = time.monotonic() + 2 * LOOK_SECONDS
         while not self._store.check(others) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 25)
@@ -259,8 +240,8 @@ class Crew:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline:
-                if self._store.check([self._name("news")]):
-                    return News(**json.loads(self._store.get(self._name("news"))))
+                if self._store.check([self.name("news")]):
+                    return News(**json.loads(self._store.get(self.name("news"))))
                 time.sleep(LOOK_SECONDS / 5)
         return None
 
@@ -268,25 +249,25 @@ class Crew:
         """What made a collective operation fail, or run out of time, if it was not this rank."""
         if timed_out:
             return self.waited_in_vain()
-        return self._await_news(PATIENCE) or self._silent() if by_others else None
+        return self._await_news(watch.PATIENCE) or self._silent() if by_others else None
 
     def waited_in_vain(self) -> News:
         """For a collective operation that has run out of time."""
         self._key("late", self.launch.rank, "1")
-        return self._await_news(PATIENCE) or self._blame()
+        return self._await_news(watch.PATIENCE) or self._blame()
 
     def _silent(self) -> News | None:
         """Somebody has closed his connections, and nobody near him has seen why: who gives no sign of life since?"""
         ranks = [rank for rank in range(self.launch.size) if rank != self.launch.rank and not self.has("left", rank)]
         before = {rank: self._pulse(rank) for rank in ranks}
-        news = self._await_news(2.5 * PULSE_SECONDS)
+        news = self._await_news(2.5 * watch.PULSE_SECONDS)
         gone = [rank for rank in ranks if self._pulse(rank) == before[rank]]
         if news is not None or not gone:
             return news
         named = ", ".join(self.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
         step = max(self.step, self.pulse_of(gone[0])[0])
         return News(
-            f"error: {named} closed all connections and is gone, {_when(step)}", 1, gone[0], self.launch.rank, step
+            f"error: {named} closed all connections and is gone, {when(step)}", 1, gone[0], self.launch.rank, step
         )
 
     def _blame(self) -> News:
@@ -295,12 +276,12 @@ class Crew:
         absent = [
             rank
             for rank in range(self.launch.size)
-            if not any(self._store.check([self._name(state, rank)]) for state in ("late", "left"))
+            if not any(self._store.check([self.name(state, rank)]) for state in ("late", "left"))
         ]
         steps = {rank: self.pulse_of(rank) for rank in range(self.launch.size)}
         if not absent:  # all wait, for different things: those that are behind
             absent = [rank for rank in steps if steps[rank][0] == min(step for step, _ in steps.values())]
-        named = [f"{self.describe(rank)}, {_when(steps[rank][0])}, at {steps[rank][1]}" for rank in absent[:4]] + [
+        named = [f"{self.describe(rank)}, {when(steps[rank][0])}, at {steps[rank][1]}" for rank in absent[:4]] + [
             f"{len(absent) - 4} more"
         ] * (len(absent) > 4)
         message = f"error: the others waited in vain for {'; '.join(named)}"
@@ -311,123 +292,14 @@ class Crew:
         time.sleep(2 * LOOK_SECONDS)
         raise Terminated
 
-    def _name(self, kind: str, which: object = None) -> str:
+    def name(self, kind: str, which: object = None) -> str:
+        """A key of this attempt's in the store."""
         key = f"octet/{self.launch.attempt}/{kind}"
         return key if which is None else f"{key}/{which}"
 
     def _key(self, kind: str, which: object, value: str) -> None:
         assert self._store is not None
-        self._store.set(self._name(kind, which), value)
-
-
-class _Watch(threading.Thread):
-    """Sends the pulse, looks for news, for neighbours that die and for pulses that stop."""
-
-    def __init__(self, crew: Crew, store: "TCPStore") -> None:
-        super().__init__(name="watch", daemon=True)
-        self._crew, self._store, self._stopping = crew, store, False
-        self._poll = select.poll()
-        self._wake, self._waker = os.pipe()
-        self._poll.register(self._wake, select.POLLIN)
-        launch = crew.launch
-        first = launch.rank - launch.local_rank
-        self._strangers = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
-        self._neighbours: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process
-        self._watched = [rank for rank in range(launch.size) if rank != launch.rank and (launch.is_first or rank == 0)]
-        self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, how often it was looked at
-        self._beats = 0
-
-    def stop(self) -> None:
-        """End the thread, and wait for it."""
-        self._stopping = True
-        os.write(self._waker, b".")
-        self.join()
-
-    def end_the_deaf(self, rank: int) -> None:
-        """End a neighbour that the news does not reach: a stopped process, for which the launcher would wait."""
-        descriptor = next((key for key, (neighbour, _) in self._neighbours.items() if neighbour == rank), None)
-        if descriptor is None:
-            return
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            if self._crew.has("seen", rank):
-                return
-            time.sleep(LOOK_SECONDS / 5)
-        with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-
-    def run(self) -> None:
-        """Until `stop`, or until there is news."""
-        due, step = 0.0, 0
-        try:
-            while not self._stopping:
-                pause = LOOK_SECONDS / 10 if self._strangers else LOOK_SECONDS
-                for descriptor, _ in self._poll.poll(pause * 1000):
-                    if descriptor in self._neighbours:
-                        self._gone(*self._neighbours[descriptor], descriptor)
-                if self._stopping:
-                    return
-                if self._store.check([self._crew._name("news")]):
-                    self._crew.end(News(**json.loads(self._store.get(self._crew._name("news")))))
-                if self._crew.overdue():
-                    self._crew.end(self._crew.waited_in_vain())
-                self._meet()
-                if self._crew.step != step or time.monotonic() >= due:
-                    step = self._crew.step
-                    self._beats += 1
-                    mine = f"{self._beats}|{self._crew.pulse()}"
-                    self._store.set(self._crew._name("pulse", self._crew.launch.rank), mine)
-                if time.monotonic() >= due:
-                    due = time.monotonic() + PULSE_SECONDS
-                    self._listen()
-        except RuntimeError:
-            if not self._stopping:
-                self._crew.end(self._crew.lost())
-
-    def _meet(self) -> None:
-        """Take a descriptor of each neighbour that has come."""
-        for rank in list(self._strangers):
-            if self._store.check([self._crew._name("who", rank)]):
-                self._strangers.discard(rank)
-                process = int(self._store.get(self._crew._name("who", rank)).decode().split()[1])
-                try:
-                    descriptor = os.pidfd_open(process)
-                except ProcessLookupError:
-                    self._gone(rank, process, None)
-                except (OSError, AttributeError):  # not Linux, or not allowed: its pulse is all there is
-                    continue
-                else:
-                    self._neighbours[descriptor] = rank, process
-                    self._poll.register(descriptor, select.POLLIN)
-
-    def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
-        """A neighbour's process has ended."""
-        how = how_it_ended(process, descriptor)
-        if descriptor is not None:
-            self._poll.unregister(descriptor)
-            os.close(descriptor)
-            del self._neighbours[descriptor]
-        if any(self._store.check([self._crew._name(key)]) for key in (f"left/{rank}", "news")):
-            return
-        self._end(rank, how)
-
-    def _listen(self) -> None:
-        """Count how often the pulse of those who are watched has been the same."""
-        for rank in self._watched:
-            key = self._crew._name("pulse", rank)
-            if not self._store.check([key]) or self._store.check([self._crew._name("left", rank)]):
-                continue
-            pulse = self._store.get(key).decode()
-            before, times = self._pulses.get(rank, ("", 0))
-            self._pulses[rank] = pulse, times + 1 if pulse == before else 0
-            if self._pulses[rank][1] >= SILENCES:
-                seconds = round(SILENCES * PULSE_SECONDS)
-                self._end(rank, f"has given no sign of life for {seconds} s (is its node lost?)")
-
-    def _end(self, rank: int, how: str) -> None:
-        step = max(self._crew.step, self._crew.pulse_of(rank)[0])  # its pulse is up to half a second old
-        message = f"error: {self._crew.describe(rank)} {how}, {_when(step)}"
-        self._crew.end(News(message, 1, rank, self._crew.launch.rank, step))
+        self._store.set(self.name(kind, which), value)
 
 
 def _exit(code: int) -> NoReturn:
@@ -442,7 +314,3 @@ def _connect(launch: Launch, seconds: float, serve: bool = False) -> "TCPStore":
 
     limit = timedelta(seconds=seconds)
     return TCPStore(launch.address, launch.port, is_master=serve, timeout=limit, wait_for_workers=False)
-
-
-def _when(step: int) -> str:
-    return f"in step {step}" if step else "before its first step was done"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from trainer import crew as crew_module
+from trainer import watch
 from trainer.cli import guarded
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.crew import Crew
@@ -90,7 +90,7 @@ def main() -> int:
     crew = Crew()
     folder, name, fault, *numbers = sys.argv[1:]
     steps, timeout = [*map(int, numbers), *[6, 8][len(numbers) :]]
-    crew_module.PULSE_SECONDS, crew_module.PATIENCE = 0.5, 2.0
+    watch.PULSE_SECONDS, watch.PATIENCE = 0.5, 2.0
 
     def run() -> None:
         crew.board(os.environ)

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.crew import News
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
 from trainer.sinks.jsonl import JsonLines
+from trainer.watch import News
 
 METRICS = {
     "step": 20,

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
-from trainer.crew import News
 from trainer.rundir import CONFIG, EVENTS, METRICS, RunDir
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.trackers import TensorboardTracker, WandbTracker
+from trainer.watch import News
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan"}
 _ALARM = "yellow"
