@@ -71,6 +71,5 @@ class MoEBlock(Block):
         """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
         h_BSD = self.attend(h_BSD, rope_2SP)
         B, S, _ = h_BSD.shape
-        h_TD = h_BSD.flatten(0, 1)
-        y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_TD, self.moe.feed), B)
-        return (h_TD + self.ffn_watch(y_TD)).unflatten(0, (B, S)), balance_loss, load_E
+        y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_BSD.flatten(0, 1), self.moe.feed), B)
+        return h_BSD + self.ffn_watch(y_TD).unflatten(0, (B, S)), balance_loss, load_E  # no view: FSDP warns of one
