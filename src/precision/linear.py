@@ -136,7 +136,8 @@ class _GemmLayer(nn.Module):
         backend = get_backend(self.recipe.backend)
         kept = tuple(t for t in self.operand or () if t is not None)
         # a backward pass that waits for these numbers gets them again: the same ones, so this is no change to it
-        with torch.autograd._unsafe_preserve_version_counter(kept):
+        same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with same(kept):
             self.operand = backend.quantize_weight(weight, scale, amax, self.recipe.input, self.recipe, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 
