@@ -6,6 +6,7 @@ or from the checkpoint that the run resumes from.
 """
 
 import json
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -99,7 +100,8 @@ class Parts:
 
     def save(self, step: int) -> None:
         """Checkpoint in the background; each rank its own part."""
-        self.checkpointer.save(step, self.state(), _identity(self.config))
+        began = time.perf_counter()
+        self.checkpointer.save(step, self.state(), _identity(self.config), began)
 
     def restore(self, path: Path) -> None:
         """Take over a checkpoint of this run, which `RunDir` has verified: each rank reads its own part."""
@@ -197,7 +199,8 @@ def build_model(
 
         reshard = config.parallel.reshard_after_forward
         keep = None if reshard is Switch.auto else reshard is Switch.true
-        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keep)
+        fp8 = config.parallel.fp8_all_gather is Switch.true
+        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keep, fp8)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)
@@ -232,7 +235,7 @@ def _init_from(engine: Engine, path: Path, notes: list[Note]) -> None:
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
 
-    checkpoint = engine.world.on_first(lambda: find_checkpoint(path, "run.init_from", note))
+    checkpoint = engine.world.on_first(lambda: find_checkpoint(path, "run.init_from", note), "init_from")
     saved = saved_shapes(checkpoint)
     ours = engine.in_place()["model"]
     for name, tensor in ours.items():

@@ -81,9 +81,18 @@ class World:
         """Return when every rank has come here."""
         self.gather(None)
 
-    def on_first(self, ask: Callable[[], T]) -> T:
-        """What `ask()` gives on rank 0, on every rank. A collective; the others do not call `ask`."""
-        return self.share(ask() if self.is_first else cast(T, None))
+    def on_first(self, ask: Callable[[], T], named: str = "") -> T:
+        """What `ask()` gives on rank 0, on every rank. A collective; the others do not call `ask`.
+
+        named: a word for what may take longer than a collective waits (reading whole checkpoints): no time limit then.
+        """
+        value = ask() if self.is_first else cast(T, None)
+        if named:
+            key = f"{named}/{self.crew.launch.attempt}"
+            if self.is_first:
+                self._say(key)
+            self._await(key, [0])
+        return self.share(value)
 
     @contextmanager
     def first_of_node_goes_ahead(self) -> Iterator[None]:

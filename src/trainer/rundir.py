@@ -133,24 +133,26 @@ class RunDir:
 
         A collective: rank 0 opens it, the others get a `RunDir` that says the same and holds no lock.
         """
-        if not world.is_first:
-            return cls._opened_by_another(*world.share(("", None, 0)))
-        texts = {
-            CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
-            "overrides.txt": "".join(f"{override}\n" for override in overrides),
-            "environment.json": json.dumps(environment(), indent=1) + "\n",
-            "precision_plan.txt": plan_text,
-            BACKENDS: json.dumps(backends, indent=1) + "\n",
-        }
-        run = config.run
-        patience = LOCK_SECONDS if world.crew.launch.attempt else 0.0
-        ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
-        try:
-            world.share((str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step))
-        except BaseException:
-            ours.close()
-            raise
-        return ours
+        run, opened = config.run, []
+        with ExitStack() as on_error:
+
+            def first() -> tuple[str, str | None, int]:
+                texts = {
+                    CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
+                    "overrides.txt": "".join(f"{override}\n" for override in overrides),
+                    "environment.json": json.dumps(environment(), indent=1) + "\n",
+                    "precision_plan.txt": plan_text,
+                    BACKENDS: json.dumps(backends, indent=1) + "\n",
+                }
+                patience = LOCK_SECONDS if world.crew.launch.attempt else 0.0
+                ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
+                on_error.callback(ours.close)
+                opened.append(ours)
+                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
+
+            told = world.on_first(first, "opened")  # which may have to read whole checkpoints
+            on_error.pop_all()
+        return opened[0] if opened else cls._opened_by_another(*told)
 
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunDir":

@@ -101,12 +101,13 @@ class Checkpointer:
         the others."""
         self._buffers.reserve(self._own(split(state)[1])[1])
 
-    def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any], began: float | None = None) -> None:
         """Save `state` (a tree of tensors, `Part`s and JSON scalars, see `tree`) as the checkpoint of `step`.
 
         Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
         without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
+        began: when training stopped for it (`time.perf_counter`), if that was before the call.
 
         All ranks call it for the same steps, with states of the same names; what is not a `Part`, rank 0's is saved.
         No rank waits for another one here.
@@ -114,7 +115,7 @@ class Checkpointer:
         Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see
         `wait`.
         """
-        start = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         if self._pending is not None:
             error = self._pending.exception()  # waits
             if error is not None and not isinstance(error, CheckpointError):
@@ -126,7 +127,7 @@ class Checkpointer:
         text = json.dumps({"step": step, "meta": meta, "state": skeleton}, indent=1)
         parts, own = self._own(tensors)
         copies = self._buffers.copy(own)
-        held = time.perf_counter() - start
+        held = time.perf_counter() - began
         staged = {name: replace(parts[name], data=copy) for name, copy in copies.items()}
         self._last = step
         self._pending = self._thread.submit(self._write, step, staged, text, held)
