@@ -8,9 +8,10 @@ The parameter is the FP32 master weight. What multiplies is the compute weight: 
 BF16 (never from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It
 is made once after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
 
-Where ranks share a weight, each holds a shard of the master. The whole compute weight comes to a rank (in `wire_dtype`)
-for as long as it is used, `receive` makes the operand of it, and the layer's `weight` is an autograd edge meanwhile: a
-tensor of the master's shape and dtype that takes gradients and holds nothing.
+Where ranks share a weight, each holds a shard of the master. The whole compute weight comes to a rank for as long as it
+is used: in `wire_dtype`, and `receive` makes the operand of it; or in FP8 that each rank made of its part by
+`quantize_part`, and `receive_quantized` takes it as it is. The layer's `weight` is an autograd edge meanwhile: a tensor
+of the master's shape and dtype that takes gradients and holds nothing.
 
 x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is
 kept for the backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
@@ -140,6 +141,29 @@ class _GemmLayer(nn.Module):
         with same(kept):
             self.operand = backend.quantize_weight(weight, scale, amax, self.recipe.input, self.recipe, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
+
+    @torch.no_grad()
+    def quantize_part(self, part: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """FP8 data and inverse scales of BF16(part): rows of the master, or some of its experts.
+
+        scale: of the whole, 0-d or one an expert, or not read (blocks). amax: raised to the part's, of scale's shape.
+        """
+        backend = get_backend(self.recipe.backend)
+        return backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
+
+    @torch.no_grad()
+    def receive_quantized(self, data: Tensor, scale_inv: Tensor) -> list[Tensor]:
+        """As `receive`, of a weight that was quantised in parts: data, its bytes [(G,) N, K], are the operand."""
+        old, data = self.operand, data.view(self.recipe.input.dtype)
+        if old is not None:
+            assert old.scale_inv is not None
+            if (old.data.data_ptr(), old.scale_inv.data_ptr()) != (data.data_ptr(), scale_inv.data_ptr()):
+                old = None
+        kept = tuple(t for t in old or () if t is not None)
+        # a backward pass that waits for these numbers gets them again
+        with torch.autograd._unsafe_preserve_version_counter(kept):  # pyright: ignore[reportPrivateImportUsage]
+            self.operand = get_backend(self.recipe.backend).weight_operand(data, scale_inv, self.recipe, old)
+        return [] if self.operand.data_t is None else [self.operand.data_t]
 
     @torch.no_grad()
     def refresh_weight(self) -> None:

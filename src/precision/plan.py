@@ -70,6 +70,20 @@ class GemmRecipe:
         return self.scaling.method is Method.delayed
 
     @property
+    def scales_tensors(self) -> bool:
+        """Whether a tensor (of a stack: each expert's) has one scale."""
+        return self.scaling.granularity is Granularity.tensor
+
+    def parts_stand_alone(self, rows: int | None, even: bool) -> bool:
+        """Whether a part of a weight can be quantised by itself, into the same FP8 as the whole: under a given scale,
+        or in 128 x 128 blocks that belong to one part. rows: of a part; None: whole experts. even: all parts are of one
+        size."""
+        if not self.reads_fp8:
+            return False
+        blocks = self.scaling.granularity is Granularity.block and even and (rows is None or rows % 128 == 0)
+        return self.scales_tensors or blocks
+
+    @property
     def under_given_scale(self) -> "GemmRecipe":
         """The same, with a tensor cast under the scale that is given, not under its own. Rows and blocks always have
         their own."""

@@ -236,6 +236,9 @@ class ParallelConfig:
     reduce_each_microbatch: Switch
     """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
     moves least; auto: once a step where a whole set of FP32 gradients fits."""
+    fp8_all_gather: Switch
+    """true: weights that compute in FP8 are quantised before they are gathered, in half the bytes, where their scales
+    allow it; false: gathered in BF16 and quantised after; auto: false. The numbers are the same."""
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""

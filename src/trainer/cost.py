@@ -2,7 +2,8 @@
 
 One rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
 
-    gather     2 P (or 2 (P + Q)) bytes, BF16, times (n - 1) / n of n ranks; twice a microbatch if blocks free their
+    gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for what computes in FP8), times
+               (n - 1) / n of n ranks; twice a microbatch if blocks free their
                weights after the forward pass, else once a step
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute, Switch
-from trainer.memory import forecast_memory
+from trainer.memory import forecast_memory, travels_in_fp8
 from trainer.parallel.mesh import Degrees
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
@@ -91,9 +92,13 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     gathers = 2 * microbatches if reshards else 1
     reduces = microbatches if config.parallel.reduce_each_microbatch is Switch.true else 1
     hidden = 0.0
-    for parameters, ranks, stride in ((others, d.shard, 1), (experts, d.expert_shard, d.expert)):
-        part = (ranks - 1) / ranks * parameters
-        hidden += machine.seconds((2 * gathers + 4 * reduces) * part, ranks, stride)
+    halved, halved_experts = _in_fp8(config, plan, d)
+    for parameters, in_fp8, ranks, stride in (
+        (others, halved, d.shard, 1),
+        (experts, halved_experts, d.expert_shard, d.expert),
+    ):
+        sent = gathers * (2 * parameters - in_fp8) + 4 * reduces * parameters
+        hidden += machine.seconds((ranks - 1) / ranks * sent, ranks, stride)
     for parameters, ranks, stride in (
         (others / d.shard, d.replicate, d.shard),
         (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
@@ -106,6 +111,16 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     each = reduces > 1 or microbatches == 1
     memory = sum(forecast_memory(config, plan, d, each).values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
+
+
+def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
+    """Parameters that travel in FP8: outside the routed experts, and in those of a rank."""
+    sizes = [0.0, 0.0]
+    for row in plan.gemms.values():
+        if travels_in_fp8(config, row, d):
+            kept = d.expert if row.op == "moe.experts" else 1
+            sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
+    return sizes[0], sizes[1]
 
 
 def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> list[Cost]:

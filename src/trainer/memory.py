@@ -19,7 +19,7 @@ from collections import defaultdict
 from models.flops import count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
-from precision.plan import GemmRecipe
+from precision.plan import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.parallel.mesh import Degrees
 
@@ -54,8 +54,8 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
         memory["gradients"] += sum(wholes.values())
     else:
         memory["gradients"] += largest
-    # a block's weights in BF16 arrive in one buffer, the next block's in another; a block's gradients leave from one
-    memory["communication"] = 2 * largest / 2 + largest
+    # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
+    memory["communication"] = 2 * max(_travelling(config, plan, degrees).values(), default=0.0) + largest
     if degrees.expert > 1:
         rows = tokens * degrees.expert * (1 - (1 - 1 / degrees.expert) ** model.num_experts_per_token)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
@@ -119,6 +119,29 @@ def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
         if row.op != "moe.experts" or degrees.expert_shard * degrees.expert_replicate > 1:
             sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / kept
     return sizes
+
+
+def _travelling(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
+    """Bytes that a rank gathers, by block: BF16, or FP8 where weights travel in it."""
+    sizes = {name: size / 2 for name, size in _wholes(config, plan, degrees).items() if name}
+    for name, row in plan.gemms.items():
+        if _block_of(name) and travels_in_fp8(config, row, degrees):
+            kept = degrees.expert if row.op == "moe.experts" else 1
+            sizes[_block_of(name)] -= 1.0 * row.in_features * row.out_features * row.groups / kept
+    return sizes
+
+
+def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
+    """Whether ranks quantise their parts of this weight before it is gathered (`parallel.fp8_all_gather`)."""
+    if config.parallel.fp8_all_gather is not Switch.true:
+        return False
+    if row.op == "moe.experts":
+        if degrees.expert_shard * degrees.expert_replicate == 1:  # they stay where they are
+            return False
+        ranks, count = degrees.expert_shard, row.groups // degrees.expert
+        return row.recipe.parts_stand_alone(None, even=count % ranks == 0)
+    rows, rest = divmod(row.out_features, degrees.shard)
+    return row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
 def _gathered(config: Config, plan: Plan, degrees: Degrees) -> float:

@@ -13,12 +13,12 @@ import torch
 from models import DeepSeek
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
-from precision.config import BackendChoice
+from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.config import Config, Device, Switch
 from trainer.data.config import check_data
 from trainer.host import pick_device
-from trainer.memory import GIB, forecast_memory
+from trainer.memory import GIB, forecast_memory, travels_in_fp8
 from trainer.parallel.mesh import Degrees, resolve
 
 
@@ -42,6 +42,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
         _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     _check_cuda_graph(config, plan)
+    _check_fp8_all_gather(config, plan, world_size)
     return plan
 
 
@@ -174,6 +175,23 @@ def _check_cuda_graph(config: Config, plan: Plan) -> None:
     if plan.served_by("transformer_engine"):
         why = "Transformer Engine's modules do work on the host that a graph would leave out"
         _refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
+
+
+def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) -> None:
+    if config.parallel.fp8_all_gather is not Switch.true:
+        return
+    key, fix = "parallel.fp8_all_gather", "set parallel.fp8_all_gather=auto"
+    rows = [row for row in plan.gemms.values() if row.recipe.is_fp8]
+    if not rows:
+        _refuse(key, "true", "no weight computes in FP8", f"choose an FP8 recipe, or {fix}")
+    if config.precision.scaling.granularity is Granularity.row:
+        why = "with precision.scaling.granularity=row a weight's scales are known when it is whole"
+        _refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
+    if world_size is not None:
+        degrees = resolve(config.parallel, world_size)
+        if degrees.world > 1 and not any(travels_in_fp8(config, row, degrees) for row in rows):
+            why = f"no weight is cut into whole blocks of 128 rows by {degrees.shard} ranks"
+            _refuse(key, "true", why, f"lower parallel.shard, or {fix}")
 
 
 def report(config: Config, plan: Plan, processes: int = 1) -> str:

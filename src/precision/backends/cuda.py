@@ -25,7 +25,7 @@ from precision.kernels import ffn_ops, ops
 from precision.kernels.common import MODES, Cast
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
-from precision.kernels.weights import cast_weight
+from precision.kernels.weights import cast_weight, transpose_weight
 
 if TYPE_CHECKING:
     from precision.plan import GemmRecipe
@@ -74,6 +74,27 @@ class CudaBackend:
             into = out.data, out.scale_inv, out.data_t.mT, out.scale_inv_t
         data, inv, data_t, inv_t = cast_weight(master, scale_row, amax_row, cast_of(recipe, fmt), into)
         return WeightOperand(data, inv, data_t.mT, inv_t)
+
+    def quantize_part(
+        self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
+        how = cast_of(recipe.under_given_scale, fmt)
+        data, inv, _, _ = cast_weight(part, scale, amax_row, how, None, transposed=False)
+        return data, inv
+
+    def weight_operand(
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+    ) -> WeightOperand:
+        """The operand of a weight in FP8, with its transposed copy."""
+        inv_t = scale_inv if recipe.scales_tensors else scale_inv.mT.contiguous()
+        if out is None:
+            return WeightOperand(data, scale_inv, transpose_weight(data, None).mT, inv_t)
+        assert out.data_t is not None and out.scale_inv_t is not None
+        transpose_weight(data, out.data_t.mT)
+        if not recipe.scales_tensors:
+            out.scale_inv_t.copy_(inv_t)
+        return out
 
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe

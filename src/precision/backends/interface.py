@@ -70,6 +70,19 @@ class Backend(Protocol):
         `out` if given."""
         ...
 
+    def quantize_part(
+        self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data and inverse scales of BF16(part), rows [n, K] of a weight or some experts [g, N, K] of a stack,
+        under given scales [] or [g] (tensor), or its blocks' own; raises the amax. Not for row scales."""
+        ...
+
+    def weight_operand(
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+    ) -> WeightOperand:
+        """The operand of a weight [(G,) N, K] in FP8, in this memory. out: the one made of the same memory before."""
+        ...
+
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:

@@ -84,6 +84,20 @@ class ReferenceBackend:
                 old.copy_(new)
         return out
 
+    def quantize_part(
+        self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
+        """FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
+        made = self._quantize_weight(part.to(torch.bfloat16), scale, amax_row, fmt, recipe.under_given_scale)
+        assert made.scale_inv is not None
+        return made.data, made.scale_inv
+
+    def weight_operand(
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+    ) -> WeightOperand:
+        """The operand of a weight in FP8."""
+        return WeightOperand(data, scale_inv) if out is None else out
+
     def _quantize_weight(
         self, w: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> WeightOperand:

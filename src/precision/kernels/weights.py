@@ -63,7 +63,7 @@ def _amax_kernel(
 def _cast_kernel(
     w, w8, wt, scale_row, own, amax, inv, inv_t, by_row, by_column, N, K,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    MODE: tl.constexpr,
+    MODE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """A tile of 128 x 128; four parts of 32 rows each, so that words of four rows can be transposed."""
     g = tl.program_id(2).to(tl.int64)
@@ -107,7 +107,8 @@ def _cast_kernel(
         s0, s1, s2, s3, st = s0[:, None], s1[:, None], s2[:, None], s3[:, None], st[None, :]
     words = byte(to_fp8(v0 * s0, F8, LIMIT), 0) | byte(to_fp8(v1 * s1, F8, LIMIT), 1)
     words |= byte(to_fp8(v2 * s2, F8, LIMIT), 2) | byte(to_fp8(v3 * s3, F8, LIMIT), 3)
-    words = settled(words)
+    if TRANSPOSED:
+        words = settled(words)
     for i in tl.static_range(4):
         n = n4 * 4 + i
         at = w8 + (g * N + n[:, None]) * K + k[None, :]
@@ -116,15 +117,46 @@ def _cast_kernel(
         words = byte(to_fp8(v0 * st, F8, LIMIT), 0) | byte(to_fp8(v1 * st, F8, LIMIT), 1)
         words |= byte(to_fp8(v2 * st, F8, LIMIT), 2) | byte(to_fp8(v3 * st, F8, LIMIT), 3)
         words = settled(words)
+    if TRANSPOSED:
+        at = wt + (g * K + k[:, None]) * (N // 4) + n4[None, :]
+        tl.store(at, tl.trans(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+
+
+@triton.jit
+def _transpose_kernel(w8, wt, N, K):
+    """A tile of 128 x 128 bytes, in words of four rows."""
+    g = tl.program_id(2).to(tl.int64)
+    n4 = tl.program_id(0) * 32 + tl.arange(0, 32)
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    words = tl.zeros((32, 128), tl.int32)
+    for i in tl.static_range(4):
+        n = n4 * 4 + i
+        at = w8 + (g * N + n[:, None]) * K + k[None, :]
+        words |= byte(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0), i)
     at = wt + (g * K + k[:, None]) * (N // 4) + n4[None, :]
-    tl.store(at, tl.trans(words), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+    tl.store(at, tl.trans(settled(words)), mask=(k < K)[:, None] & (n4 * 4 < N)[None, :])
+
+
+def transpose_weight(data: Tensor, out: Tensor | None) -> Tensor:
+    """FP8 [(G,) N, K], N and K multiples of 16 -> [(G,) K, N], contiguous, in the memory of `out` if given. Exact: of
+    TENSOR and BLOCK scales, what `cast_weight` makes as the transposed copy."""
+    *stack, N, K = data.shape
+    out = torch.empty((*stack, K, N), device=data.device, dtype=data.dtype) if out is None else out
+    grid = (triton.cdiv(N, 128), triton.cdiv(K, 128), stack[0] if stack else 1)
+    _transpose_kernel[grid](as_bytes(data), as_words(out), N, K, num_warps=8)
+    return out
 
 
 def cast_weight(
-    master: Tensor, scale_row: Tensor, amax: Tensor, how: Cast, out: tuple[Tensor, ...] | None
+    master: Tensor,
+    scale_row: Tensor,
+    amax: Tensor,
+    how: Cast,
+    out: tuple[Tensor, ...] | None,
+    transposed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """master [N, K] or [G, N, K] FP32, N and K multiples of 16 -> data, inverse scales, the transposed copy [(G,) K, N]
-    and its inverse scales, in the memory of `out` if given.
+    and its inverse scales, in the memory of `out` if given. Not `transposed`: any N, and an empty copy.
 
     Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128]
     and its transpose.
@@ -139,7 +171,8 @@ def cast_weight(
         shape_t = {TENSOR.value: None, ROW.value: (*stack, 1, K), BLOCK.value: (*stack, *blocks[::-1])}[how.mode]
         inv_t = inv if shape_t is None else torch.empty(shape_t, **new)
         w8 = torch.empty(master.shape, device=device, dtype=how.fmt.dtype)
-        out = w8, inv, torch.empty((*stack, K, N), device=device, dtype=how.fmt.dtype), inv_t
+        shape = (*stack, K, N) if transposed else (0,)
+        out = w8, inv, torch.empty(shape, device=device, dtype=how.fmt.dtype), inv_t
     w8, inv, wt, inv_t = out
     grid = (*blocks, G)
     rows = columns = own = as_bits(amax)  # not read
@@ -152,6 +185,6 @@ def cast_weight(
         _amax_kernel[grid](master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8)
     _cast_kernel[grid](
         master, as_bytes(w8), as_words(wt), scale_row, own, as_bits(amax), inv, inv_t, rows, columns, N, K,
-        **how.constants, MODE=how.mode, num_warps=8,
+        **how.constants, MODE=how.mode, TRANSPOSED=transposed, num_warps=8,
     )  # fmt: skip
     return out

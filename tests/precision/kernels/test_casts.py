@@ -9,7 +9,7 @@ from precision.scaling import scale_from_amax
 
 kernels = pytest.importorskip("precision.kernels.cast", reason="Triton is missing")
 from precision.kernels.common import Cast  # noqa: E402
-from precision.kernels.weights import cast_weight  # noqa: E402
+from precision.kernels.weights import cast_weight, transpose_weight  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR, ROW, BLOCK = 1, 2, 3
@@ -104,3 +104,27 @@ def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int) -> None:
             same(pick(data_t).t(), want_t, f"w[{g}]^T")
             if mode == BLOCK:
                 assert torch.equal(pick(inv).t(), pick(inv_t))
+
+
+@pytest.mark.parametrize("mode", [TENSOR, BLOCK])
+@pytest.mark.parametrize("stack", [(), (3,)])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weights_in_parts(mode: int, stack: tuple[int, ...], delayed: bool) -> None:
+    N, K, rows = 272, 144, 128 if mode == BLOCK else 107  # a part may have any number of rows
+    w = values(N * (stack or (1,))[0], K, torch.float32).view(*stack, N, K)
+    amax, row = torch.zeros(stack, device=DEVICE), torch.full(stack, 0.37 * delayed, device=DEVICE)
+    whole = cast_weight(w, row, amax, Cast(E4M3, mode, delayed, 0, mode != TENSOR), None)
+    under = Cast(E4M3, mode, True, 0, mode != TENSOR)
+    given = row if delayed or mode == BLOCK else scale_from_amax(amax, E4M3.max, 0, False)
+    seen = torch.zeros_like(amax)
+    if stack:
+        parts = [cast_weight(w[g], given[g], seen[g], under, None, transposed=False) for g in range(3)]
+        data, inv = (torch.stack([part[i] for part in parts]) for i in range(2))
+    else:
+        parts = [cast_weight(part, given, seen, under, None, transposed=False) for part in w.split(rows)]
+        data, inv = torch.cat([part[0] for part in parts]), parts[0][1]
+        inv = torch.cat([part[1] for part in parts]) if mode == BLOCK else inv
+    same(data, whole[0], "parts")
+    assert torch.equal(inv, whole[1]) and torch.equal(seen, amax)
+    same(transpose_weight(data, None), whole[2], "transposed")
+    same(transpose_weight(data, torch.zeros_like(whole[2])), whole[2], "transposed in place")

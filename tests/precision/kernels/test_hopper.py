@@ -103,6 +103,9 @@ if mode == 3:
     cast.cast_blocks(new(R // 2, D), one, back, rows=True, transposed=True, ends=to.ends, token=to.token)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
+if mode != 2:
+    weights.cast_weight(floats(D, F), one, one, how, None, transposed=False)
+    weights.transpose_weight(new(E, 2 * F, D, dtype=torch.float8_e4m3fn), None)
 for n, k, fmt in ((2 * F, D, E4M3), (D, F, E4M3), (F, D, back.fmt), (D, 2 * F, back.fmt)):
     scale_a = {1: one, 2: floats(R, 1), 3: floats(k // 128, R).t()}[mode]
     scale_b = {1: floats(E), 2: floats(E, n, 1), 3: floats(E, n // 128, k // 128)}[mode]

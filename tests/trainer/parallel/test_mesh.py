@@ -8,7 +8,8 @@ from trainer.parallel.mesh import Degrees, resolve
 
 def parallel(**sizes: int) -> ParallelConfig:
     axes = dict.fromkeys(("replicate", "shard", "expert", "tensor", "context", "pipeline"), 1) | sizes
-    return ParallelConfig(**axes, reduce_each_microbatch=Switch.auto, reshard_after_forward=Switch.auto)
+    auto = Switch.auto
+    return ParallelConfig(**axes, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto)
 
 
 @pytest.mark.parametrize(

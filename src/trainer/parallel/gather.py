@@ -1,0 +1,254 @@
+"""What a shared weight travels in, and what becomes of it on arrival.
+
+PyTorch's FSDP2 asks a shard two things: what to send, and what parameter the gathered whole is. Ours is an edge only:
+it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. What computes is the
+layer's operand (`precision.linear`).
+
+    Wire         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
+    Fp8Wire      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the operand
+
+Both end in the same numbers, bit for bit, where a part can be quantised by itself:
+
+    one scale a tensor (or expert)    follows from the amax of the whole, which `Agreed` finds for all weights with one
+                                      message a step; it is the one known beforehand where there is a history
+    128 x 128 blocks                  the blocks' own; the scales travel too. A part has to be made of whole blocks, as
+                                      parts of a stack of experts are; a weight that is cut otherwise travels in BF16
+    row scales                        never: the second copy has scales of its own, one a column of the whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from precision import GroupedLinear, Linear
+from precision.scaling import step_scale
+from trainer.parallel.shards import local
+
+ALIGNED = 4  # numbers: compiled code copies operands that do not start at 16 bytes
+
+_foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_maximum_ = torch._foreach_maximum_  # pyright: ignore[reportPrivateImportUsage]
+
+Sent = tuple[tuple[Tensor, ...], None]
+Arrived = tuple[Tensor, list[Tensor]] | None
+
+
+class Receiver(Protocol):
+    """A layer whose compute weight is gathered."""
+
+    weight: nn.Parameter
+    is_sharded: bool
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What its weight travels in."""
+        ...
+
+    def receive(self, weight: Tensor) -> list[Tensor]:
+        """Take over the whole weight; returns what was made of it and may be freed, nothing if it is used as it is."""
+        ...
+
+
+class Wire:
+    """What FSDP asks a shard: what to send, and what the gathered whole becomes."""
+
+    def __init__(self, layer: Receiver):
+        self._layer, self._shape = layer, layer.weight.shape
+
+    def attach(self) -> None:
+        """Let FSDP find its two functions at the layer's shard."""
+        self._layer.is_sharded = True
+        shard = local(self._layer.weight)
+        shard.fsdp_pre_all_gather = self._send  # type: ignore[attr-defined]
+        shard.fsdp_post_all_gather = self._arrive  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _send(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
+    ) -> Sent:
+        shard = local(self._layer.weight)
+        rows = -(-outer_size[0] // mesh.size())
+        sent = shard.new_empty((rows, *outer_size[1:]), dtype=self._layer.wire_dtype)
+        sent[: shard.shape[0]].copy_(shard)  # what is left of an uneven cut is never read
+        return (sent,), None
+
+    @torch.no_grad()
+    def _arrive(
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Arrived:
+        made = self._layer.receive(gathered[0][: self._shape[0]])
+        if made:
+            gathered[0].untyped_storage().resize_(0)
+        return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None
+
+
+class Fp8Wire(Wire):
+    """The same for a weight that is quantised before it is sent."""
+
+    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, agreed: Agreed):
+        super().__init__(layer)
+        self._fp8_layer, self._agreed = layer, agreed
+        self._row = agreed.add(layer, mesh)
+
+    @torch.no_grad()
+    def _send(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
+    ) -> Sent:
+        self._agreed.settle()
+        shard, own = local(self._layer.weight), self._agreed.of_part(self._row)
+        rows, scales = -(-outer_size[0] // mesh.size()), ()
+        sent = shard.new_empty((rows, *outer_size[1:]), dtype=torch.uint8)
+        if shard.shape[0]:
+            data, inv = self._fp8_layer.quantize_part(shard, own.scale, own.amax)
+            scales = (inv.contiguous(),) if self._row.blocks else ()
+            if shard.shape[0] == rows:
+                return (data.view(torch.uint8), *scales), None
+            sent[: shard.shape[0]].copy_(data.view(torch.uint8))  # what is left of an uneven cut is never read
+        return (sent,), None
+
+    @torch.no_grad()
+    def _arrive(
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Arrived:
+        inv = gathered[1] if self._row.blocks else self._agreed.inverse(self._row)
+        made = self._fp8_layer.receive_quantized(gathered[0][: self._shape[0]], inv)
+        return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None
+
+
+def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None) -> Wire:
+    """How the weight of a layer travels, which `mesh` (its last axis) has cut. agreed: None keeps FP8 off the wire."""
+    if agreed is not None and isinstance(layer, Linear | GroupedLinear):
+        count, ranks = layer.weight.shape[0], mesh.size(mesh.ndim - 1)
+        # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
+        rows = None if isinstance(layer, GroupedLinear) else count // ranks
+        if layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
+            return Fp8Wire(layer, mesh, agreed)
+    return Wire(layer)
+
+
+class _Row(NamedTuple):
+    """A weight among those that agree. start: of its numbers in the common buffers, one or one an expert of the plan;
+    first: of its experts on this rank, the one that its part begins with; blocks: its scales are those of blocks."""
+
+    layer: Linear | GroupedLinear
+    shared: nn.Parameter
+    start: int
+    first: int
+    blocks: bool
+
+
+class _Own(NamedTuple):
+    """Of a rank's part: the scale that it is quantised under (of a tensor), and the whole's amax."""
+
+    scale: Tensor
+    amax: Tensor
+
+
+class Agreed:
+    """The amaxes of whole weights of which each rank holds a part, and the scales that follow, the same on all ranks.
+
+    They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one
+    place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+        self._size, self._known, self._bound = 0, False, False
+        self._amax = self._scale = self._inverse = torch.empty(0)
+        self._own: dict[int, _Own] = {}
+        self._inverses: dict[int, Tensor] = {}
+
+    def add(self, layer: Linear | GroupedLinear, mesh: DeviceMesh) -> _Row:
+        """One more weight, which `mesh` has cut; before the first is sent."""
+        slot = layer.weight_slot
+        assert slot is not None and not self._bound
+        ranks, axis = mesh.size(mesh.ndim - 1), mesh.ndim - 1
+        first = min(-(-layer.weight.shape[0] // ranks) * mesh.get_local_rank(axis), layer.weight.shape[0])
+        row = _Row(layer, layer.weight, self._size, first, not layer.recipe.scales_tensors)
+        self._size += -(-len(slot.names) // ALIGNED) * ALIGNED
+        self._rows.append(row)
+        return row
+
+    def forget(self) -> None:
+        """The masters change, or a step begins."""
+        self._known = False
+
+    def of_part(self, row: _Row) -> _Own:
+        """What this rank's part is quantised under."""
+        return self._own[row.start]
+
+    def inverse(self, row: _Row) -> Tensor:
+        """Inverse scales of the weight: 0-d, or one for each expert of this rank's."""
+        return self._inverses[row.start]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Find out, if it is not known. A collective then. The host does not wait."""
+        if self._known:
+            return
+        if not self._bound:
+            self._bind()
+        self._amax.zero_()
+        for row in self._rows:
+            shard = local(row.shared)
+            if shard.numel():
+                torch.linalg.vector_norm(shard, torch.inf, dim=(-2, -1), out=self._own[row.start].amax)
+        self._amax.copy_(self._amax.bfloat16())  # rounding keeps order: the amax of what is rounded
+        self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
+        dist.all_reduce(self._amax, dist.ReduceOp.MAX)
+        slots = [row.layer.weight_slot for row in self._rows]
+        scales = [slot.scale for slot in slots if slot is not None and slot.scale is not None]
+        amaxes = [slot.amax for slot in slots if slot is not None and slot.amax is not None]
+        assert len(scales) == len(amaxes) == len(slots), "precision.bind(model, ...) has not been called"
+        _foreach_copy_(self._theirs(self._scale), scales)
+        recipe = self._rows[0].layer.recipe
+        self._scale.copy_(step_scale(self._amax, self._scale, recipe.input.max, recipe.scaling, recipe.delayed))
+        torch.reciprocal(self._scale, out=self._inverse)
+        _foreach_maximum_(amaxes, self._theirs(self._amax))
+        self._known = True
+
+    def _theirs(self, numbers: Tensor) -> list[Tensor]:
+        """Views of a common buffer, a weight each, of this rank's experts; each with a version counter of its own."""
+        views = []
+        for row in self._rows:
+            slot = row.layer.weight_slot
+            assert slot is not None
+            stop = row.start + slot.part.stop
+            views.append(numbers.data[row.start + slot.part.start : stop] if slot.stacked else numbers.data[row.start])
+        return views
+
+    def _bind(self) -> None:
+        """Make the buffers, and each part's views of them."""
+        device = local(self._rows[0].shared).device
+        self._amax, self._scale, self._inverse = (torch.zeros(self._size, device=device) for _ in range(3))
+        views = map(self._theirs, (self._amax, self._scale, self._inverse))
+        for row, amax, scale, inverse in zip(self._rows, *views, strict=True):
+            if amax.dim():
+                part = slice(row.first, row.first + local(row.shared).shape[0])
+                amax, scale = amax[part], scale[part]
+            self._own[row.start], self._inverses[row.start] = _Own(scale, amax), inverse
+        self._bound = True
+
+
+class _Edge(Tensor):
+    """Answers FSDP's `torch.as_strided` with a tensor of that shape without memory: what autograd sees of a weight."""
+
+    whole: Tensor
+
+    @classmethod
+    def of(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Edge:
+        edge = torch.empty(0, device=device).as_subclass(cls)
+        edge.whole = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return edge
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        if func is torch.as_strided:
+            return args[0].whole
+        return super().__torch_function__(func, types, args, kwargs)

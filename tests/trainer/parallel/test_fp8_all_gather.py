@@ -1,0 +1,159 @@
+"""Weights that are quantised before they are gathered give the same run, bit for bit, as those quantised after.
+
+The ranks run this file as a program, over gloo: all cases of a world size one after the other, each both ways.
+"""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from precision import gemm_layers
+from trainer.build import build_engine
+from trainer.config import load
+from trainer.distributed import World
+from trainer.parallel import gather, parallelize
+from trainer.preflight import check
+from trainer.trainer import train_step
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+STEPS = 4
+RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
+RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
+RUN += ["model.vocab_size=512", "model.hidden_size=128", "model.num_layers=2", "data=text", "data.path=."]
+FSDP, HSDP = ["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"]
+EP = [*FSDP, "parallel.expert=2"]
+TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
+ODD = ["model.moe_intermediate_size=208"]  # a part of these rows is no whole number of blocks, or of four
+CASES = {
+    2: {
+        "delayed": [*FSDP, "precision=fp8_delayed"],
+        "current": [*FSDP, *TENSOR],
+        "block": [*FSDP, "precision=fp8_block"],
+        "block odd": [*FSDP, "precision=fp8_block", *ODD],
+        "delayed full": [*FSDP, "precision=fp8_delayed", "recompute=full"],
+        "delayed kept": [*FSDP, "precision=fp8_delayed", "parallel.reshard_after_forward=false"],
+        "delayed compiled": [*FSDP, "precision=fp8_delayed"],
+        "delayed spread": [*EP, "precision=fp8_delayed"],
+        "with head": [*FSDP, *TENSOR, "precision.table.lm_head=fp8"],
+    },
+    4: {
+        "delayed": [*FSDP, "precision=fp8_delayed", *ODD],
+        "block": [*FSDP, "precision=fp8_block"],
+        "delayed groups": [*HSDP, "precision=fp8_delayed"],
+        "current spread": [*HSDP, "parallel.expert=2", *TENSOR],
+    },
+}
+
+
+def digest(tensors: list[Tensor]) -> str:
+    made = hashlib.sha256()
+    for t in tensors:
+        made.update(t.detach().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def train(keys: list[str], world: World, compiled: bool) -> dict[str, list[str]]:
+    """What each step computed with and came to, and an evaluation after each."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *keys]))
+    engine = build_engine(config, world.device, world=world)
+    if compiled:
+        torch._dynamo.reset()
+        parallelize(engine.model, config.recompute, True, "aot_eager")
+    operands: list[str] = []
+    layers = [layer for layer in gemm_layers(engine.model) if layer.recipe.is_fp8]
+
+    def note(layer: torch.nn.Module, args: tuple) -> None:
+        operands.append(digest([t for t in layer.operand or () if t is not None]))  # type: ignore[union-attr]
+
+    if not compiled:
+        for layer in layers:
+            layer.register_forward_pre_hook(note)
+    wires = [local_wire(layer) for layer in layers]
+    seen: dict[str, list[str]] = {"loss": [], "norm": [], "amax": [], "scale": [], "validation": []}
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, 512, (4, 33), generator=generator)
+        result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+        assert bool(result.verdict.ok)
+        seen["loss"].append(float(result.metrics["loss/total"]).hex())
+        seen["norm"].append(float(result.metrics["optim/grad_norm"]).hex())
+        seen["amax"].append(digest([engine.arena.amax]))
+        seen["scale"].append(digest([engine.arena.scale]))
+        with torch.no_grad():
+            loss = engine.model.loss(engine.model.hidden(tokens[:, :-1]), tokens[:, 1:])
+        seen["validation"].append(float(loss).hex())
+        engine.microbatch.release()
+    return seen | {"operands": operands, "wires": wires}
+
+
+def local_wire(layer: torch.nn.Module) -> str:
+    shard = gather.local(layer.weight)  # type: ignore[arg-type]
+    return type(shard.fsdp_pre_all_gather.__self__).__name__  # type: ignore[attr-defined]
+
+
+def main(rank: int, size: int, port: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    world = World(torch.device("cpu"), rank, rank, size, size)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    seen = {}
+    for name, keys in CASES[size].items():
+        ways = [[*keys, f"parallel.fp8_all_gather={way}"] for way in ("false", "true")]
+        seen[name] = [world.gather(train(way, world, "compiled" in name)) for way in ways]
+    if rank == 0:
+        out.write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """By world size and case: gathered in BF16, gathered in FP8; of each rank."""
+    made = {}
+    for size in CASES:
+        out = tmp_path_factory.mktemp("ranks") / "seen.json"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-W", "ignore", __file__]
+        ranks = [subprocess.Popen([*command, str(rank), str(size), port, str(out)]) for rank in range(size)]
+        codes = [rank.wait(timeout=600) for rank in ranks]
+        assert not any(codes), f"{size} ranks ended with {codes}"
+        made[size] = json.loads(out.read_text())
+    return made
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
+def test_quantising_before_the_gather_is_quantising_after_it(seen: dict[int, dict], size: int, name: str) -> None:
+    after, before = seen[size][name]
+    for mine, theirs in zip(before, after, strict=True):
+        for key in ("operands", "loss", "norm", "amax", "scale", "validation"):
+            assert mine[key] == theirs[key], key
+        assert set(theirs["wires"]) == {"Wire"}
+        travels = mine["wires"].count("Fp8Wire")
+        assert travels > 0 if "block" in name else travels == len(mine["wires"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["precision=bf16"], "parallel.fp8_all_gather=true: no weight computes in FP8"),
+        (["precision=fp8_jit"], "parallel.fp8_all_gather=true: .*granularity=row"),
+    ],
+)
+def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) -> None:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *FSDP, *keys, "parallel.fp8_all_gather=true"]))
+    with pytest.raises(ValueError, match=why):
+        check(config, 2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
