@@ -136,12 +136,10 @@ def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
     if config.parallel.fp8_all_gather is not Switch.true:
         return False
     if row.op == "moe.experts":
-        if degrees.expert_shard * degrees.expert_replicate == 1:  # they stay where they are
-            return False
-        ranks, count = degrees.expert_shard, row.groups // degrees.expert
-        return row.recipe.parts_stand_alone(None, even=count % ranks == 0)
-    rows, rest = divmod(row.out_features, degrees.shard)
-    return row.recipe.parts_stand_alone(rows, even=rest == 0)
+        ranks, rest, rows = degrees.expert_shard, row.groups // degrees.expert % degrees.expert_shard, None
+    else:
+        ranks, rest, rows = degrees.shard, row.out_features % degrees.shard, row.out_features // degrees.shard
+    return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
 def _gathered(config: Config, plan: Plan, degrees: Degrees) -> float:

@@ -190,8 +190,8 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
     if world_size is not None:
         degrees = resolve(config.parallel, world_size)
         if degrees.world > 1 and not any(travels_in_fp8(config, row, degrees) for row in rows):
-            why = f"no weight is cut into whole blocks of 128 rows by {degrees.shard} ranks"
-            _refuse(key, "true", why, f"lower parallel.shard, or {fix}")
+            why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
+            _refuse(key, "true", why, f"change parallel.shard, or {fix}")
 
 
 def report(config: Config, plan: Plan, processes: int = 1) -> str:

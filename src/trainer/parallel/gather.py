@@ -127,7 +127,7 @@ def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None) -> Wire:
         count, ranks = layer.weight.shape[0], mesh.size(mesh.ndim - 1)
         # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
-        if layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
+        if ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
             return Fp8Wire(layer, mesh, agreed)
     return Wire(layer)
 

@@ -38,6 +38,8 @@ CASES = {recipe: [f"precision={recipe}", "precision.backend=cuda", "compile.enab
 CASES |= {"fp32": ["precision=fp32", "compile.enabled=false"]}
 CASES |= {f"{r} compiled": [f"precision={r}", "precision.backend=cuda", "compile.enabled=true"] for r in RECIPES[:2]}
 CASES |= {"fp8_delayed full": [*CASES["fp8_delayed"], "recompute=full"]}
+IN_FP8 = ["fp8_delayed", "fp8_block", "fp8_delayed compiled"]  # weights that are quantised before they travel
+CASES |= {f"{name} gathered": [*CASES[name], "parallel.fp8_all_gather=true"] for name in IN_FP8}
 STEPS, QUIET = 6, 4  # the step that must not wait
 SPEED = ["model=deepseek_300m", "trainer.global_batch_size=16", "trainer.microbatch_size=4"]
 SPEED += ["trainer.sequence_length=2048", "compile.enabled=true"]
@@ -131,6 +133,13 @@ def test_two_gpus_train_as_one_does(curves: dict[int, dict[str, list[float]]], n
     one, two = curves[1][name], curves[2][name]
     assert two[0] == pytest.approx(one[0], rel=1e-5 if name == "fp32" else 2e-4)
     assert two == pytest.approx(one, rel=1e-4 if name == "fp32" else 5e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", IN_FP8)
+def test_weights_that_travel_in_fp8_give_the_same_numbers(curves: dict[int, dict[str, list[float]]], name: str) -> None:
+    assert curves[2][f"{name} gathered"][0] == curves[2][name][0]
+    assert curves[2][f"{name} gathered"] == pytest.approx(curves[2][name], rel=1e-4)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from precision import (
     gated_ffn,
     rms_norm,
 )
+from precision.scaling import step_scale
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
@@ -201,3 +202,32 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int) ->
         return [y.detach(), x.grad, weight.grad, add.grad]
 
     compare(recipe, name, (width, inner, experts), run)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("history", [False, True])
+def test_a_weight_quantised_in_parts_is_the_weight_quantised_whole(recipe: Recipe, name: str, history: bool) -> None:
+    base, overrides = RECIPES[name]
+    layers, _ = build(recipe(base, **overrides), "cuda", 144, 256, 2)
+    for layer in (layers.alone, layers.ups):
+        slot = layer.weight_slot
+        assert slot is not None and slot.scale is not None and slot.amax is not None
+        slot.scale.fill_(0.37 * history)
+        layer.refresh_weight()
+        whole = layer.operand
+        assert whole is not None
+        stacked = layer.weight.dim() == 3
+        scaling = layer.recipe.scaling
+        scale = step_scale(slot.amax, slot.scale, layer.recipe.input.max, scaling, layer.recipe.delayed)
+        made = []
+        for i, part in enumerate(layer.weight.detach().split(1 if stacked else 128)):
+            own = scale[i : i + 1] if stacked else scale
+            made.append(layer.quantize_part(part, own, torch.zeros_like(own)))
+        data, inv = torch.cat([d.view(torch.uint8) for d, _ in made]), made[0][1]
+        inv = torch.cat([i for _, i in made]) if stacked or name == "block" else inv
+        layer.operand = None
+        for _ in range(2):  # the second time in place
+            layer.receive_quantized(data, inv)
+            for ours, theirs in zip(layer.operand or (), whole, strict=True):
+                assert ours is not None and theirs is not None and torch.equal(ours.float(), theirs.float())
+                assert ours.stride() == theirs.stride()
