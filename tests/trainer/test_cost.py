@@ -47,6 +47,17 @@ def test_sharding_gathers_twice_and_reduces_once(moonlight: tuple[Config, Plan])
     assert cost(stays, plan, Degrees(shard=8), H200S).hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * 6 / 350e9)
 
 
+def test_what_computes_in_fp8_may_be_gathered_in_half_the_bytes(moonlight: tuple[Config, Plan]) -> None:
+    config, plan = moonlight
+    in_fp8 = replace(config, parallel=replace(config.parallel, fp8_all_gather=Switch.true))
+    rows = [row for row in plan.gemms.values() if row.recipe.is_fp8]
+    halved = sum(row.in_features * row.out_features * row.groups for row in rows)
+    assert 0.9 < halved / (OTHERS + EXPERTS) < 1
+    plain, less = (cost(c, plan, Degrees(shard=8), H200S) for c in (config, in_fp8))
+    assert plain.hidden - less.hidden == pytest.approx(7 / 8 * halved * 2 * 4 / 350e9)
+    assert less.memory < plain.memory
+
+
 def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[Config, Plan]) -> None:
     found = cost(*moonlight, Degrees(shard=8, expert=8), H200S)
     assert found.hidden == pytest.approx(7 / 8 * OTHERS * 20 / 350e9)
