@@ -94,16 +94,15 @@ def test_a_norm_in_bf16_is_noticed() -> None:
 @pytest.mark.parametrize("part", ["combine", "accumulate"])
 def test_a_sum_over_experts_in_another_format_is_noticed(part: str) -> None:
     def lie(model: DeepSeek) -> None:
-        moe = model.layers[1].moe  # type: ignore[union-attr]
-        other = torch.bfloat16 if part == "accumulate" else torch.float32
-        setattr(moe, f"{part}_dtype", other)
+        experts = model.layers[1].moe.experts  # type: ignore[union-attr]
+        setattr(experts, part, torch.bfloat16 if part == "accumulate" else torch.float32)
 
     assert wrong_rows("fp8_delayed", lie) == [f"layers.1.moe.{part}"]
 
 
 def test_tokens_that_travel_in_another_format_are_noticed() -> None:
     def lie(model: DeepSeek) -> None:
-        moe = model.layers[1].moe  # type: ignore[union-attr]
-        moe.dispatch_dtype, moe.rows_feed = torch.bfloat16, Feed(moe.experts.gate_up)  # type: ignore[union-attr]
+        experts = model.layers[1].moe.experts  # type: ignore[union-attr]
+        experts.dispatch, experts.rows_feed = torch.bfloat16, Feed(experts.gate_up)  # type: ignore[union-attr]
 
     assert wrong_rows("fp8_delayed", lie) == ["layers.1.moe.dispatch"]
