@@ -30,6 +30,9 @@ T, WIDTH, INNER, EXPERTS, PROCESSES = 21, 144, 48, 4, 2
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
 CURRENT = {"scaling__method": "current"}
+# Triton's interpreter takes a minute for all recipes: there one stands for them
+RUNS = [(name, "reference") for name in [*RECIPES, "no_history", "current"]]
+RUNS += [(name, "cuda") for name in ([*RECIPES, "no_history", "current"] if DEVICE == "cuda" else ["fp8_delayed"])]
 
 
 class Layer(nn.Module):
@@ -119,8 +122,7 @@ def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> 
     return [y.detach(), *grads, arena.amax.clone()]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
-@pytest.mark.parametrize("name", [*RECIPES, "no_history", "current"])
+@pytest.mark.parametrize(("name", "backend"), RUNS)
 def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     known = name not in ("no_history", "current")
     recipes = {"no_history": recipe("fp8_delayed"), "current": recipe("fp8_delayed", **CURRENT)}
@@ -153,8 +155,7 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
     assert way.log == expected
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "backend"), [run for run in RUNS if run[0] in RECIPES])
 def test_a_row_of_zeros_leaves_no_trace(recipe: Recipe, name: str, backend: str) -> None:
     """What experts are given to which nobody sent a token."""
     layer, arena = build(recipe(name), backend)

@@ -24,7 +24,7 @@ from trainer.preflight import check
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-STEPS = 4
+STEPS = 2
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=512", "model.hidden_size=128", "model.num_layers=2", "data=text", "data.path=."]
@@ -38,18 +38,13 @@ CASES = {
         "current": [*FSDP, *TENSOR],
         "block": [*FSDP, "precision=fp8_block"],
         "block odd": [*FSDP, "precision=fp8_block", *ODD],
-        "delayed full": [*FSDP, "precision=fp8_delayed", "recompute=full"],
-        "delayed kept": [*FSDP, "precision=fp8_delayed", "parallel.reshard_after_forward=false"],
         "delayed compiled": [*FSDP, "precision=fp8_delayed"],
         "delayed spread": [*EP, "precision=fp8_delayed"],
-        "block spread": [*EP, "precision=fp8_block"],
         "with head": [*FSDP, *TENSOR, "precision.table.lm_head=fp8"],
     },
     4: {
-        "delayed": [*FSDP, "precision=fp8_delayed", *ODD],
         "block": [*FSDP, "precision=fp8_block"],
         "delayed groups": [*HSDP, "precision=fp8_delayed"],
-        "delayed spread": [*EP, "precision=fp8_delayed"],  # each expert is shared by two
         "current spread": [*HSDP, "parallel.expert=2", *TENSOR],  # by none
     },
 }
@@ -140,7 +135,7 @@ def test_quantising_before_the_gather_is_quantising_after_it(seen: dict[int, dic
             assert mine[key] == theirs[key], key
         assert set(theirs["wires"]) == {"Wire"}
         travels = mine["wires"].count("Fp8Wire")
-        some = "block" in name or ("spread" in name and (size, name) != (4, "delayed spread"))
+        some = "block" in name or "spread" in name
         assert travels > 0 if some else travels == len(mine["wires"])
 
 
