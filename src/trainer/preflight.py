@@ -200,9 +200,10 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these.
     ValueError for degrees that do not go together, or with the batch.
     """
-    t, p = config.trainer, config.parallel
+    p = config.parallel
     degrees = resolve(p, p.replicate * p.shard if min(p.replicate, p.shard) > 0 else processes)
     config = fitted(config, degrees)
+    t = config.trainer
     check_sharing(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)

@@ -152,6 +152,11 @@ def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
     assert once == pytest.approx(1.5 * whole, rel=0.01)
 
 
+def test_a_dry_run_of_more_ranks_gives_each_its_share_of_the_batch(config: Make):
+    made = config("parallel.shard=2", "trainer.microbatch_size=4", "trainer.global_batch_size=4")
+    assert "a forecast, microbatch 2 x" in report(made, check(made))
+
+
 def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(config: Make):
     made = config("parallel.shard=3")
     with pytest.raises(ValueError, match=r"^trainer\.global_batch_size=\d+: 3 ranks .* set a multiple of"):
