@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,10 +136,7 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
         return
     own = [line for line in said(err) if "ended by SIGKILL" not in line]  # of the one that did not listen
     assert len(own) == 1 and len(failures) == 1, err
-    blank = " ".join(own[0].split())
-    for word in blank.split():
-        if word.rstrip("),").isdigit() and "process " + word in blank:
-            blank = blank.replace("process " + word, "process N" + word.lstrip("0123456789"))
+    blank = re.sub(r"process \d+", "process N", " ".join(own[0].split()))
     assert blank.replace(os.uname().nodename, "HOST").startswith(f"octet: {says}"), err
     assert own[0] == f"octet: {failures[0]['message']}" and failures[0]["exit_code"] == code
     assert ("Traceback" in err) == (fault == "bug") and err.count("KeyError") in (0, 2)
