@@ -20,6 +20,7 @@ from omegaconf.errors import InterpolationResolutionError
 from models.config import ModelConfig
 from precision.config import PrecisionConfig
 from trainer.data.config import DataConfig
+from trainer.health.config import HealthConfig
 from trainer.schema import fit, generic, keys_of, nearest, shown
 
 
@@ -298,6 +299,8 @@ class Config:
     """Sinks."""
     recovery: RecoveryConfig
     """Dropped steps."""
+    health: HealthConfig
+    """What is watched beside the loss."""
     parallel: ParallelConfig
     """How several processes share the work."""
     compile: CompileConfig
