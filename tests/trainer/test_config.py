@@ -65,7 +65,8 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_there_is_a_choice_in_every_group_that_the_readme_names():
-    assert set(GROUPS) == {"recipe", "precision", "parallel", "model", "data", "optim", "checkpoint", "logging"}
+    groups = {"recipe", "precision", "parallel", "model", "data", "optim", "checkpoint", "health", "logging"}
+    assert set(GROUPS) == groups
     assert {"bf16", "fp8_delayed", "fp8_jit", "fp8_block"} <= set(RECIPES)
 
 
