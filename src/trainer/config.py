@@ -21,6 +21,7 @@ from models.config import ModelConfig
 from precision.config import PrecisionConfig
 from trainer.data.config import DataConfig
 from trainer.health.config import HealthConfig
+from trainer.recovery.config import RecoveryConfig
 from trainer.schema import fit, generic, keys_of, nearest, shown
 
 
@@ -200,14 +201,6 @@ class LoggingConfig:
     """TensorBoard."""
     wandb: WandbConfig
     """Weights & Biases."""
-
-
-@dataclass
-class RecoveryConfig:
-    """What happens when a step is not finite: it is dropped, whole."""
-
-    max_consecutive_skips: int
-    """More dropped steps in a row than this stop the run."""
 
 
 @dataclass
