@@ -40,6 +40,8 @@ class Loader:
         self.seed = seed
         self.num_windows = num_windows
         self.cursor = 0
+        self.served = np.arange(0)
+        """Numbers, in the run's stream, of the windows that `next` gave last."""
 
     @property
     def epoch(self) -> int:
@@ -54,11 +56,15 @@ class Loader:
                 "make it a multiple of them"
             )
         rows = self.batch_size // world_size
-        number = self.cursor + rank * rows + np.arange(rows)
-        epoch, index = np.divmod(number, self.num_windows)
+        self.served = number = self.cursor + rank * rows + np.arange(rows)
         self.cursor += self.batch_size
-        windows = permute(index, epoch, self.num_windows, self.seed)
-        return torch.from_numpy(self.bins.gather(windows, self.sequence_length))
+        return torch.from_numpy(self.bins.gather(self.windows_at(number), self.sequence_length))
+
+    def windows_at(self, number: np.ndarray) -> np.ndarray:
+        """Numbers of windows in the run's stream [B] -> which windows of the bins they are [B]; window w are the tokens
+        from w S to w S + S."""
+        epoch, index = np.divmod(number, self.num_windows)
+        return permute(index, epoch, self.num_windows, self.seed)
 
     def state_dict(self) -> dict[str, int | str]:
         """The cursor, and what it counts in."""

@@ -64,11 +64,19 @@ class StepGuard:
 
     def judge(self, step: int, losses: Tensor, grad_norms: Tensor) -> Verdict:
         """losses [n], grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step -> the verdict."""
-        finite = torch.isfinite(self._arena.amax)
-        loss_finite = torch.isfinite(losses).all()
-        in_order = [finite[self._forward], loss_finite[None], finite[self._backward], torch.isfinite(grad_norms)]
-        bad = ~torch.cat(in_order)
+        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms)])
         return Verdict(step, ~bad.any(), bad.int().argmax())
+
+    def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
+        """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
+        host."""
+        bad = ~torch.cat(self._finite(amax.to(self._forward.device), losses.to(self._forward.device)))
+        return int(bad.int().argmax()) if bad.any() else None
+
+    def _finite(self, amax: Tensor, losses: Tensor) -> list[Tensor]:
+        """Whether they are, place by place in the order of `places`."""
+        finite = torch.isfinite(amax)
+        return [finite[self._forward], torch.isfinite(losses).all()[None], finite[self._backward]]
 
     def count(self, verdict: Verdict) -> None:
         """Add the step to the counters."""

@@ -1,0 +1,84 @@
+"""Evidence: what is kept of a bad step on the device until the host looks, and what it says.
+
+A good step must not wait for the host, so nobody asks in the step whether it was bad. Each step copies its numbers into
+a small buffer on the device, a good one into a slot that nobody reads, a bad one into the next free slot:
+
+    amax [M, N + 1]   this rank's amaxes after each of its M microbatches, before ranks put theirs together, and the
+                      microbatch's loss beside them. Amaxes are maxima, so the first row with a number that is not
+                      finite is the microbatch in which it began, and the row says where
+    rows [2, N]       amaxes of the whole step over all ranks, and the scales that it was cast with
+
+That is a copy a microbatch and a handful of small kernels a step. The host reads at its next review, on a GPU up to one
+logging interval later: the first `KEPT` - 1 bad steps since the review before, and the last one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precision import ScalingArena
+
+KEPT = 4
+
+
+@dataclass
+class Evidence:
+    """Of one bad step, on the host. N arena rows, M microbatches of this rank.
+
+    own [M, N]: this rank's amaxes after each microbatch; loss [M]: of each; amax [N]: of the step, over all ranks;
+    scale [N]: what tensors were cast with, 0 where that was their own.
+    """
+
+    own: Tensor
+    loss: Tensor
+    amax: Tensor
+    scale: Tensor
+
+    @property
+    def microbatch(self) -> int | None:
+        """The first of this rank's microbatches that held a number that is not finite; None: none of them did."""
+        bad = ~(torch.isfinite(self.own).all(1) & torch.isfinite(self.loss))
+        return int(bad.int().argmax()) if bad.any() else None
+
+
+class EvidenceKeeper:
+    """Keeps the evidence of bad steps of an arena. See the module docstring."""
+
+    def __init__(self, arena: ScalingArena):
+        self._arena = arena
+        device, size = arena.amax.device, len(arena.names)
+        self._now = torch.zeros(0, size + 1, device=device)
+        self._kept = torch.zeros(KEPT + 1, 0, size + 1, device=device)
+        self._rows = torch.zeros(KEPT + 1, 2, size, device=device)
+        self._count = torch.zeros((), dtype=torch.long, device=device)
+        self._nowhere = torch.tensor(KEPT, device=device)
+
+    def begin(self, microbatches: int) -> None:
+        """Before the first of this many microbatches of a step."""
+        if self._now.shape[0] != microbatches:
+            size = self._now.shape[1]
+            self._now = self._now.new_zeros(microbatches, size)
+            self._kept = self._kept.new_zeros(KEPT + 1, microbatches, size)
+
+    def note(self, microbatch: int, loss: Tensor) -> None:
+        """After each microbatch: its loss, 0-d, and the amaxes so far."""
+        torch.cat([self._arena.amax, loss.detach().float()[None]], out=self._now[microbatch])
+
+    def keep(self, ok: Tensor) -> None:
+        """After the verdict (0-d bool), before the arena commits: keep the step unless it is ok."""
+        slot = torch.where(ok, self._nowhere, self._count.clamp(max=KEPT - 1))[None]
+        self._kept.index_copy_(0, slot, self._now[None])
+        self._rows.index_copy_(0, slot, torch.stack([self._arena.amax, self._arena.scale])[None])
+        self._count += ~ok
+
+    def take(self) -> list[Evidence | None]:
+        """Of each bad step since the last call, in order; None where others stood in its place. Synchronises."""
+        count = int(self._count)
+        self._count.zero_()
+        kept, rows = self._kept.cpu(), self._rows.cpu()
+        found: list[Evidence | None] = [None] * count
+        for slot in range(min(count, KEPT)):
+            step = count - 1 if slot == KEPT - 1 else slot
+            found[step] = Evidence(kept[slot, :, :-1].clone(), kept[slot, :, -1].clone(), *rows[slot].clone())
+        return found
