@@ -15,6 +15,7 @@ from torch import Tensor
 
 from precision.fused import combine_rows, gather_rows, swiglu
 from precision.linear import GroupedLinear, Linear, quantize
+from precision.observe import is_observed
 from precision.operand import Feed, GradRows, Operand
 from precision.permutation import permutation
 from precision.scaling import record_amax
@@ -60,8 +61,11 @@ def expert_ffn(
 
 
 def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
-    """Whether the backend has kernels for the whole layer; they round where BF16 results are summed in FP32."""
+    """Whether the backend has kernels for the whole layer; they round where BF16 results are summed in FP32. Not while
+    somebody wants to see what is cast (see `observe`)."""
     recipe = gate_up.recipe
+    if is_observed():
+        return False
     plain = recipe.output.dtype == torch.bfloat16
     return recipe == down.recipe and recipe.backend == "cuda" and recipe.input.bytes <= 2 and plain
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precision.linear import quantize
+from precision.observe import is_observed
 from precision.operand import Feed, Operand, stand_in
 
 
@@ -141,7 +142,8 @@ def rms_norm(
 
     kernels: `cuda` norms BF16 and casts in one kernel.
     """
-    if kernels == "cuda" and x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda")):
+    fits = x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda"))
+    if kernels == "cuda" and fits and not is_observed():
         return _norm_and_cast(x, gain, eps, feed)
     return deliver(_RmsNorm.apply(x, gain, eps), feed)
 

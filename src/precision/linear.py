@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
+from precision.observe import report
 from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe, GemmRow
 from precision.resolve import TE
@@ -149,7 +150,9 @@ class _GemmLayer(nn.Module):
         scale: of the whole, 0-d or one an expert, or not read (blocks). amax: raised to the part's, of scale's shape.
         """
         backend = get_backend(self.recipe.backend)
-        return backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
+        data, inv = backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
+        report(None if self.weight_slot is None else self.weight_slot.amax, part, data, inv, self.recipe.input)
+        return data, inv
 
     @torch.no_grad()
     def receive_quantized(self, data: Tensor, scale_inv: Tensor) -> list[Tensor]:

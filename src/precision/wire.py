@@ -32,6 +32,7 @@ from precision.ffn import has_kernels
 from precision.formats import fp8_values, saturating_cast
 from precision.fused import sum_rows
 from precision.linear import GroupedLinear
+from precision.observe import report
 from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
@@ -150,6 +151,7 @@ class GradFormat:
         own = absolute_max(dy)
         record_amax(slot.amax, own)
         data, inv = _cast_together(dy, own, exchange, recipe, gradient=True)
+        report(slot.amax, dy, data, inv, recipe.grad)
         self.rows.scale.copy_(inv.reciprocal())
         return data, inv
 

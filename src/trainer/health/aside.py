@@ -1,0 +1,89 @@
+"""A forward and backward pass off the record: it changes nothing in training, bit for bit.
+
+Between two steps nothing is on the way: gradients are gone, gathered weights are freed, the data cursor and the random
+numbers are the host's. What a pass leaves behind is known, and is put away here:
+
+    amaxes of the arena       taken down before, put back after; scales and histories are only read
+    compute weights           made anew at the start; the next step does the same from the same masters and scales
+    gradients                 dropped, each as soon as it is complete unless somebody wants it
+    weights gathered by FSDP  freed before and after
+    load of the experts       an output of the model: nobody takes it
+    debug.inject              disarmed: a fault belongs to its step
+
+The pass is eager, whatever the run is: nothing is compiled for it, and a CUDA graph of the step is left alone. (It
+finds its operands where they were, and its gradients are attached anew in each step.)
+
+All ranks make the same passes: there are collectives in them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from models import Losses
+from precision import refresh_weights
+from trainer.build import Engine
+from trainer.parallel.totals import share_of
+
+OnGradient = Callable[[str, nn.Parameter], None]
+"""Called with a parameter's name when its gradient is complete, `parameter.grad`; it may take it, or let go of it."""
+
+
+@contextmanager
+def aside(engine: Engine) -> Iterator[None]:
+    """Passes made inside leave no trace. Between two steps only. A collective where there are ranks."""
+    amax = engine.arena.amax.clone()
+    if engine.injector is not None:
+        engine.injector.before(0, 0)  # there is no such step
+    engine.microbatch.release()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        engine.optimizer.zero_grad()
+        engine.microbatch.release()
+        engine.arena.amax.copy_(amax)
+
+
+def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient | None = None) -> Losses:
+    """Forward and backward of tokens [b, S + 1] (this rank's), inside `aside`. Returns the losses, detached: of these
+    tokens.
+
+    batch: sequences of a step, of all ranks. Gradients are as large as in a step of so many, of which these are b: what
+    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. on_gradient:
+    None lets go of each as soon as it is complete.
+    """
+    refresh_weights(engine.model, force=True)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(_named(name, on_gradient or _let_go))
+        for name, parameter in engine.model.named_parameters()
+    ]
+    try:
+        losses = engine.model(tokens.to(engine.device))
+        (losses.total * (len(tokens) / batch)).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return losses.detached(losses.total)
+
+
+def look(engine: Engine, tokens: Tensor) -> None:
+    """A forward pass alone, without gradients."""
+    refresh_weights(engine.model, force=True)
+    with torch.no_grad():
+        engine.model(tokens.to(engine.device))
+
+
+def own_sequences(engine: Engine, tokens: Tensor, count: int) -> Tensor:
+    """The first `count` of this rank's sequences of a global batch [B, S + 1]."""
+    return share_of(tokens, engine.world)[:count]
+
+
+def _let_go(name: str, parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _named(name: str, on_gradient: OnGradient) -> Callable[[nn.Parameter], None]:
+    return lambda parameter: on_gradient(name, parameter)

@@ -1,0 +1,123 @@
+"""What casting into FP8 does to the numbers: how many saturate, how many vanish, and how far off the rest are.
+
+For x and its FP8 copy x8 under a scale s, over all casts of a tensor that were seen:
+
+    saturated   share of the elements with |x s| > FORMAT_MAX: clipped, they come out too small
+    underflown  share of the elements that were not 0 and are stored as 0
+    error       ||x - x8 / s|| / ||x||: 0.03 is what E4M3 does to numbers well inside its range, 0.05 E5M2
+
+A row of the result is a tensor, as in the scaling arena; a stack of experts' weights, which has an arena row for each
+expert, is one row here. Sums are kept on the device: five numbers a row.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from precision import ScalingArena
+from precision.formats import Format
+from trainer.distributed import World
+from trainer.parallel.totals import added_up
+
+_AT_ONCE = 1 << 23  # numbers that are looked at together
+_BLOCK = 128
+_ROUNDING = 1e-5  # of a scale that is known as its inverse
+ELEMENTS, SATURATED, UNDERFLOWN, ERROR, NORM = range(5)
+
+
+class Rows:
+    """The FP8 rows of an arena with each stack of experts as one. names: in the arena's order; of: [N] int64, the row
+    of each arena row, len(names) for those that are only watched."""
+
+    def __init__(self, arena: ScalingArena):
+        scaled = arena.scaled.tolist()
+        names = [re.sub(r":weight\.\d+$", ":weight", name) for name in arena.names]
+        self.names = list(dict.fromkeys(name for name, is_fp8 in zip(names, scaled, strict=True) if is_fp8))
+        index = {name: i for i, name in enumerate(self.names)}
+        self._of = [index[n] if is_fp8 else len(self.names) for n, is_fp8 in zip(names, scaled, strict=True)]
+        self.of = torch.tensor(self._of, dtype=torch.int64, device=arena.amax.device)
+        self._first = arena.amax.data_ptr()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def at(self, amax_row: Tensor) -> int | None:
+        """The row that a slot's view into the arena belongs to; None if it is no such view, or not in FP8."""
+        place = (amax_row.data_ptr() - self._first) // amax_row.element_size()
+        row = self._of[place] if 0 <= place < len(self._of) else len(self)
+        return row if row < len(self) else None
+
+    def largest(self, of_arena: Tensor) -> Tensor:
+        """[N] of the arena -> [rows]: the largest of each, 0 at least."""
+        return of_arena.new_zeros(len(self) + 1).scatter_reduce_(0, self.of, of_arena, "amax")[:-1]
+
+    def smallest_positive(self, of_arena: Tensor) -> Tensor:
+        """[N] of the arena -> [rows]: the smallest above 0 of each; infinity where there is none."""
+        usable = torch.where(of_arena > 0, of_arena, torch.inf)
+        return of_arena.new_full((len(self) + 1,), torch.inf).scatter_reduce_(0, self.of, usable, "amin")[:-1]
+
+
+class Casts:
+    """Statistics of the casts that it is told of (an `observe.Observer`)."""
+
+    def __init__(self, rows: Rows, device: torch.device):
+        self._rows = rows
+        self.sums = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
+        """[rows, 5]: elements, saturated, underflown, squared error, squared norm."""
+
+    @torch.no_grad()
+    def __call__(self, amax_row: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+        """See `observe.Observer`."""
+        row = self._rows.at(amax_row)
+        if row is not None and x.numel():
+            self.sums[row] += cast_sums(x, data, scale_inv, fmt)
+
+    def shares(self, world: World) -> dict[str, Tensor]:
+        """saturated, underflown, error: [rows] FP64, over all ranks; NaN where nothing was cast. A collective."""
+        sums = added_up([self.sums], world)[0]
+        return {
+            "saturated": sums[:, SATURATED] / sums[:, ELEMENTS],
+            "underflown": sums[:, UNDERFLOWN] / sums[:, ELEMENTS],
+            "error": (sums[:, ERROR] / sums[:, NORM]).sqrt(),
+        }
+
+
+def cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor:
+    """[5] FP64: elements, saturated, underflown, squared error, squared norm of one cast.
+
+    x, data [..., C]: what was cast (of a master weight its BF16) and what it became. scale_inv: [], one for each matrix
+    of a stack, [..., 1], or for blocks of 1 x 128 or 128 x 128.
+    """
+    if scale_inv.dim() == 1:
+        scale_inv = scale_inv[:, None, None]
+    blocks_of_rows = scale_inv.dim() == x.dim() and scale_inv.shape[0] not in (1, x.shape[0])
+    each = max(1, _AT_ONCE // max(1, x[0].numel()))
+    each = -(-each // _BLOCK) * _BLOCK if blocks_of_rows else each
+    total = torch.zeros(5, dtype=torch.float64, device=x.device)
+    for start in range(0, x.shape[0], each):
+        part, inv = slice(start, start + each), scale_inv
+        if inv.dim() == x.dim() and inv.shape[0] > 1:
+            inv = inv[start // _BLOCK : -(-(start + each) // _BLOCK)] if blocks_of_rows else inv[part]
+        total += _sums(x[part], data[part], inv, fmt)
+    return total
+
+
+def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
+    if x.dtype == torch.float32:
+        x = x.to(torch.bfloat16)  # a master: what is cast is its compute weight
+    wide, stored = x.float(), data.float()
+    inv = _spread(inv, wide.shape)
+    clipped = (wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).sum(dtype=torch.float64)
+    vanished = ((stored == 0) & (wide != 0)).sum(dtype=torch.float64)
+    norm = wide.square().sum(dtype=torch.float64)
+    error = torch.addcmul(wide, stored, inv, value=-1).square_().sum(dtype=torch.float64)
+    return torch.stack([torch.full_like(norm, wide.numel()), clipped, vanished, error, norm])
+
+
+def _spread(inv: Tensor, shape: torch.Size) -> Tensor:
+    """Scales of blocks, for each number of theirs."""
+    for dim in range(-inv.dim(), 0):
+        if inv.shape[dim] not in (1, shape[dim]):
+            inv = inv.repeat_interleave(_BLOCK, dim).narrow(dim, 0, shape[dim])
+    return inv
