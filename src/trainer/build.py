@@ -32,6 +32,8 @@ from trainer.parallel.shards import as_parts, model_state
 from trainer.preflight import check_sharing, reduces_each_microbatch
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
+from trainer.recovery.diagnosis import Diagnosis
+from trainer.recovery.evidence import EvidenceKeeper
 from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
 from trainer.sinks import Sinks
 
@@ -47,6 +49,7 @@ class Engine:
     arena: ScalingArena
     optimizer: Optimizer
     guard: StepGuard
+    evidence: EvidenceKeeper
     injector: Injector | None
     microbatch: Microbatch
 
@@ -79,6 +82,7 @@ class Parts:
     checkpointer: Checkpointer
     sinks: Sinks
     profiler: Profiler
+    diagnosis: Diagnosis
 
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
@@ -143,7 +147,10 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         world.crew.on_end.append(sinks.ended)
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
-        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler)
+        diagnosis = Diagnosis(
+            engine.guard, engine.arena, engine.evidence, world, loader, data.tokenizer_path, t.microbatch_size
+        )
+        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis)
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
         if config.checkpoint.every:
@@ -167,7 +174,7 @@ def build_engine(
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
     optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device, world)
-    guard = StepGuard(arena, optimizer.names, config.recovery.max_consecutive_skips)
+    guard = StepGuard(arena, optimizer.names, config.recovery)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
@@ -179,7 +186,7 @@ def build_engine(
 
         microbatch = Shared(model, microbatch, world.size, reduces_each_microbatch(config, plan, degrees, device))
     tune_host(device)
-    return Engine(device, world, plan, model, arena, optimizer, guard, injector, microbatch)
+    return Engine(device, world, plan, model, arena, optimizer, guard, EvidenceKeeper(arena), injector, microbatch)
 
 
 def build_model(

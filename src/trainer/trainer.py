@@ -16,6 +16,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Trainer:
         self.config = config
         self.parts: Parts = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
         self.step = self.parts.run.first_step
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
         self._metrics: dict[str, Tensor] = {}
         per_token = flops_per_token(config.model, config.trainer.sequence_length)
         world = self.parts.world
@@ -101,7 +102,7 @@ class Trainer:
         engine = self.parts.engine
         result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
         self._metrics = result.metrics
-        self._verdicts.append(result.verdict)
+        self._verdicts.append((result.verdict, self.parts.loader.served))
         if (
             engine.device.type == "cpu"
         ):  # nothing to wait for: say at once what the host would otherwise learn at the next log
@@ -138,15 +139,13 @@ class Trainer:
         """Read the verdicts of the steps since the last review; report dropped ones, stop if there are too many in a
         row."""
         verdicts, self._verdicts = self._verdicts, []
-        dropped = torch.stack([~v.ok for v in verdicts]).tolist() if verdicts else []
-        place = None
-        for verdict in (v for v, bad in zip(verdicts, dropped, strict=True) if bad):
-            place = self.parts.engine.guard.places[int(verdict.place)]
-            message = f"step {verdict.step} is not finite, first at {place}; nothing of it was kept"
-            module, _, direction = place.partition(" ")
-            self.parts.sinks.event("nonfinite", verdict.step, message, module=module, where=direction.strip("()"))
-        if any(dropped):
-            self.parts.engine.guard.check_progress(self.step, place)
+        flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
+        dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
+        if dropped:
+            told = self.parts.diagnosis.tell(dropped)
+            for (verdict, _), bad in zip(dropped, told, strict=True):
+                self.parts.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
+            self.parts.engine.guard.check_progress(self.step, told[-1].place)
 
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
@@ -206,10 +205,12 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     begin_step(e.model, e.arena)
     microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
     seen: list[Losses] = []
+    e.evidence.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
         seen.append(e.microbatch(microbatch, i, len(microbatches)))
+        e.evidence.note(i, seen[-1].total)
 
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
@@ -220,6 +221,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     verdict = e.guard.judge(step, means, norms)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
     e.model.update_router_bias(load, verdict.ok)
+    e.evidence.keep(verdict.ok)
     e.arena.commit(verdict.ok)
     e.guard.count(verdict)
     e.optimizer.zero_grad()
