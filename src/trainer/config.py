@@ -22,7 +22,7 @@ from precision.config import PrecisionConfig
 from trainer.data.config import DataConfig
 from trainer.health.config import HealthConfig
 from trainer.recovery.config import RecoveryConfig
-from trainer.schema import fit, generic, keys_of, nearest, shown
+from trainer.schema import Switch, fit, generic, keys_of, nearest, shown
 
 
 class Device(Enum):
@@ -44,14 +44,6 @@ class Schedule(Enum):
 
     wsd = "wsd"
     cosine = "cosine"
-
-
-class Switch(Enum):
-    """On, off, or where it pays."""
-
-    auto = "auto"
-    true = "true"
-    false = "false"
 
 
 class Recompute(Enum):
@@ -227,6 +219,9 @@ class ParallelConfig:
     """Reserved; 1."""
     pipeline: int
     """Reserved; 1."""
+    timeout: float
+    """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
+    come. The first step compiles, within this time."""
     reduce_each_microbatch: Switch
     """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
     moves least; auto: once a step where a whole set of FP32 gradients fits."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT = 600.0
-"""Seconds that a process waits in a collective for the others. The first step compiles, within this time."""
+TIMEOUT = 1200.0
+"""Seconds that a process waits in a collective for the others, where `parallel.timeout` does not say."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,17 @@ class World:
         box: list[Any] = [None] * self.size
         dist.all_gather_object(box, value)  # by gloo, which serves CPU tensors in the default group
         return box
+
+    def gather_numbers(self, row: list[float]) -> list[list[float]]:
+        """As `gather`, for numbers, as many on each rank: one message between hosts instead of two, nothing pickled."""
+        if not self.many:
+            return [row]
+        import torch.distributed as dist
+
+        mine = torch.tensor(row, dtype=torch.float64)
+        box = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(box, mine)  # on the CPU: by gloo
+        return [each.tolist() for each in box]
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

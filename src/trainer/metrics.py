@@ -78,6 +78,9 @@ class Throughput:
     def __init__(self, flops_per_token: float, device: torch.device):
         self._flops_per_token, self._peak = flops_per_token, bf16_peak(device)
         self.total_tokens, self.total_seconds = 0, 0.0
+        self.is_paused = False
+        self.latest: tuple[int, float, int] = 0, 0.0, 0
+        """Tokens, seconds and steps between the last two readings."""
         self._restart()
 
     def _restart(self) -> None:
@@ -86,8 +89,9 @@ class Throughput:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time spent inside is nobody's."""
-        began = time.perf_counter()
+        began, self.is_paused = time.perf_counter(), True
         yield
+        self.is_paused = False
         self._paused += time.perf_counter() - began
 
     def step(self, tokens: int) -> None:
@@ -100,6 +104,7 @@ class Throughput:
         seconds = time.perf_counter() - self._began - self._paused
         self.total_seconds += seconds
         self.total_tokens += self._tokens
+        self.latest = self._tokens, seconds, self._steps
         rate = self._tokens / seconds
         metrics = {
             "perf/tokens_per_second": rate,

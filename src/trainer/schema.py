@@ -14,6 +14,14 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
 
 
+class Switch(Enum):
+    """On, off, or where it pays."""
+
+    auto = "auto"
+    true = "true"
+    false = "false"
+
+
 def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
     """Every key below a dataclass, sections included, with its annotation. Sections in lists are `key[].name`."""
     keys: dict[str, Any] = {}

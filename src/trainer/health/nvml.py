@@ -1,0 +1,188 @@
+"""One GPU as NVML, the driver's own library, sees it: power, energy, temperatures, clocks and why they are reduced.
+
+NVML counts all GPUs of a machine, torch those that CUDA_VISIBLE_DEVICES leaves it, in its order: an index of one means
+nothing to the other. What both know is the UUID that a GPU was made with, so that is what `find` goes by; then its
+address on the PCI bus; then, where NVML sees one GPU alone (a container), it is that one. A slice of a GPU (MIG) has no
+meter of its own: its GPU's is read, and `Gpu.sliced` says so.
+
+Any call may be refused: by a GPU that lacks the sensor, by an old driver that lacks the function, by a container that
+may not ask. Each quantity is None then, asked no more, and the others go on. A GPU that has fallen off the bus raises
+`Lost`.
+
+Nothing here touches the GPU's queue or waits for it, but a call may take milliseconds, and many when the driver is in
+trouble: call it from a thread of its own (`power`, or a bench's meter), never in a training step.
+
+Reasons for a reduced clock (`Gpu.reasons`, a bit mask):
+
+    POWER_CAP    at its power limit: normal under full load
+    THERMAL      too hot, core or memory: the driver lowers the clock, or the board does
+    HARDWARE     the board protects itself: too hot, too much current, the power supply's brake; clocks halve or worse
+
+What lowers a clock without anything being wrong is not among them: idling, and clocks that somebody has set. THERMAL
+and HARDWARE overlap: a board that is too hot has both.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+POWER_CAP = 0x04
+THERMAL = 0x20 | 0x40  # by software, by hardware
+HARDWARE = 0x08 | 0x40 | 0x80  # slowdown (some say no more than that), thermal, power brake
+THROTTLED = POWER_CAP | THERMAL | HARDWARE
+IDLE = 0x01
+
+_NEVER = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "INVALID_ARGUMENT", "DEPRECATED")
+_GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "UNINITIALIZED", "DRIVER_NOT_LOADED")
+
+
+class Unavailable(Exception):
+    """There is no NVML, or not this GPU in it; the message says why and what to do."""
+
+
+class Lost(Exception):
+    """NVML cannot reach the GPU any more."""
+
+
+def find(device: "torch.device") -> "Gpu":
+    """The GPU that torch calls `device`. `Unavailable` where NVML cannot be had or does not know it."""
+    return find_by(*identity(device))
+
+
+def identity(device: "torch.device") -> tuple[str, str]:
+    """UUID and PCI address of a GPU, as torch has them; an empty text where it does not know. ("", "") for a CPU."""
+    if device.type != "cuda":
+        return "", ""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", "") or "")
+    address = ""
+    if hasattr(properties, "pci_bus_id"):
+        address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return uuid, address
+
+
+def find_by(uuid: str, address: str = "") -> "Gpu":
+    """The GPU with this UUID (with or without its GPU- or MIG-), or at this PCI address, or the only one."""
+    nvml = _load()
+    plain = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    ways: list[Callable[[], Any]] = []
+    if plain:
+        ways += [lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{plain}")]
+        ways += [lambda: nvml.nvmlDeviceGetHandleByUUID(f"MIG-{plain}")]
+    if address:
+        ways += [lambda: nvml.nvmlDeviceGetHandleByPciBusId(address)]
+    for way in ways:
+        try:
+            return Gpu(nvml, way())
+        except nvml.NVMLError:
+            continue
+    try:
+        if nvml.nvmlDeviceGetCount() == 1:
+            return Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+    except nvml.NVMLError as error:
+        raise Unavailable(f"NVML does not show its GPUs ({error}); is this process allowed to see them?") from error
+    raise Unavailable(f"NVML knows no GPU with the UUID {uuid or '?'}; compare `nvidia-smi -L`")
+
+
+def _load() -> Any:
+    """The module, its library loaded and ready."""
+    try:
+        import pynvml as nvml
+    except ImportError as error:
+        raise Unavailable("nvidia-ml-py is not installed; pip install nvidia-ml-py") from error
+    try:
+        nvml.nvmlInit()  # counted by the library: again costs nothing
+    except nvml.NVMLError as error:
+        raise Unavailable(
+            f"NVML cannot be used ({error}); is NVIDIA's driver installed, and shown to this container?"
+        ) from error
+    return nvml
+
+
+class Gpu:
+    """What can be asked of a GPU. Every method: None where it does not say; `Lost` when it is gone."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._silent: set[str] = set()
+        self._never = {getattr(nvml, f"NVML_ERROR_{name}", None) for name in _NEVER}
+        self._gone = {getattr(nvml, f"NVML_ERROR_{name}", None) for name in _GONE}
+        slice_of = self._ask("slice", "nvmlDeviceIsMigDeviceHandle")
+        self.sliced = slice_of is not None and bool(slice_of.value)
+        """Whether the run has a slice of this GPU (MIG): what is measured is of all its slices together."""
+        if self.sliced:
+            self._handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        self.uuid: str = self._ask("uuid", "nvmlDeviceGetUUID") or ""
+        self.name: str = self._ask("name", "nvmlDeviceGetName") or "GPU"
+        limit = self._ask("limit", "nvmlDeviceGetEnforcedPowerLimit")
+        self.limit_watts: float | None = None if limit is None else limit / 1e3
+        """Its power limit as now in force."""
+        self.max_sm_mhz: int | None = self._ask("max sm clock", "nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
+
+    def joules(self) -> float | None:
+        """Energy since the driver was loaded. It moves in steps of some 20 to 100 ms."""
+        value = self._ask("energy", "nvmlDeviceGetTotalEnergyConsumption")
+        return None if value is None else value / 1e3
+
+    def watts(self) -> float | None:
+        """Power; on newer GPUs its average over the last second."""
+        value = self._ask("power", "nvmlDeviceGetPowerUsage")
+        return None if value is None else value / 1e3
+
+    def celsius(self) -> float | None:
+        """Temperature of the core."""
+        nvml = self._nvml
+        value = self._ask("temperature", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
+        if value is None:  # drivers that have dropped that one have this one
+            value = self._ask("temperature by struct", "nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU)
+        return value
+
+    def memory_celsius(self) -> float | None:
+        """Temperature of the memory, where it has a sensor (HBM does)."""
+        values = self._ask("fields", "nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_MEMORY_TEMP])
+        if values is None or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
+            return None
+        return values[0].value.uiVal or None  # 0: a board without the sensor
+
+    def sm_mhz(self) -> int | None:
+        """Clock of the multiprocessors now."""
+        return self._ask("sm clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+
+    def memory_mhz(self) -> int | None:
+        """Clock of the memory now."""
+        return self._ask("memory clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM)
+
+    def reasons(self) -> int | None:
+        """Why the clock is not higher: bits of POWER_CAP, THERMAL, HARDWARE, IDLE, and others."""
+        value = self._ask("reasons", "nvmlDeviceGetCurrentClocksEventReasons")
+        if value is None:
+            value = self._ask("reasons by their old name", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return value
+
+    def ecc_errors(self) -> int | None:
+        """Memory errors that ECC saw and could not correct, since the driver was loaded."""
+        nvml = self._nvml
+        return self._ask(
+            "ecc", "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+
+    def _ask(self, quantity: str, function: str, *arguments: Any) -> Any:
+        """What a function of NVML says; None if it refuses, and it is not called again if it always will."""
+        if quantity in self._silent:
+            return None
+        call = getattr(self._nvml, function, None)
+        if call is None:  # an older nvidia-ml-py
+            self._silent.add(quantity)
+            return None
+        try:
+            return call(self._handle, *arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in self._gone:
+                raise Lost(str(error)) from error
+            if error.value in self._never:
+                self._silent.add(quantity)
+            return None  # else a passing trouble (a timeout): asked again

@@ -1,0 +1,345 @@
+"""Power and heat of the run's GPUs, at each logged line: watts, joules a token, temperatures, clocks, throttling.
+
+Each rank has a thread that asks NVML about its GPU every `health.power.seconds`. The training loop never asks NVML: at
+a logged line it takes what the thread has gathered since the line before, and the ranks tell each other in one small
+message between hosts.
+
+    thread   sample . . sample . . sample . . sample . . sample        each interval between two samples counts
+    loop          line                     line                 line   a line has those that ended since the last line
+
+Power is the difference of the GPU's energy counter over the time between samples; where it has no counter, the mean of
+its power readings. An interval at whose ends the run was not training (evaluation, a checkpoint) does not count, as it
+does not for tokens per second: so that
+
+    gpu/joules_per_token = gpu/power_watts / perf/tokens_per_second
+
+is the energy of training a token: all of the job's GPUs, nothing else of the machine. A line that comes before the next
+sample repeats what is known.
+
+Throttling: a sample's reasons and clock stand for the interval that it ends. With t_i the share of the time at clock
+c_i while any reason to throttle is given, and c the clock when none is (the highest seen so; until one is, the GPU's
+maximum), work goes at f = 1 - sum_i t_i (1 - c_i / c) of the speed that it would have if speed followed the clock, and
+
+    gpu/tokens_lost = tokens * (1 / f - 1)        of the slowest GPU, for which the others wait
+
+It is an estimate from above: what waits for memory or for other GPUs follows the clock less. And it holds what the
+power limit costs, which every GPU under full load pays.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trainer.distributed import World
+from trainer.health.config import PowerConfig
+from trainer.health.nvml import HARDWARE, IDLE, POWER_CAP, THERMAL, THROTTLED, Gpu, Lost, Unavailable, find
+from trainer.schema import Switch
+
+NONE = math.nan
+
+
+@dataclass
+class Reading:
+    """What is known of a rank's GPU since the line before. NaN: not known."""
+
+    watts: float = NONE
+    celsius: float = NONE
+    """Highest."""
+    memory_celsius: float = NONE
+    """Highest."""
+    sm_mhz: float = NONE
+    """Mean over time."""
+    memory_mhz: float = NONE
+    """Mean over time."""
+    throttled: float = NONE
+    """Share of the time with any reason to throttle ..."""
+    power_cap: float = NONE
+    """... with this one ..."""
+    thermal: float = NONE
+    hardware: float = NONE
+    speed: float = NONE
+    """f of the module docstring."""
+    ecc_errors: float = NONE
+    """Uncorrected, since the thread began."""
+    lost: float = 0.0
+    """1: NVML cannot reach it any more."""
+
+    def row(self) -> list[float]:
+        """As numbers, in order."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+@dataclass
+class _Mean:
+    """Mean over time of what is sometimes not known."""
+
+    total: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, value: float | None, seconds: float) -> None:
+        if value is not None:
+            self.total += value * seconds
+            self.seconds += seconds
+
+    @property
+    def value(self) -> float:
+        return self.total / self.seconds if self.seconds else NONE
+
+
+@dataclass
+class _Window:
+    """The intervals since the line before."""
+
+    watts: _Mean = field(default_factory=_Mean)
+    sm_mhz: _Mean = field(default_factory=_Mean)
+    memory_mhz: _Mean = field(default_factory=_Mean)
+    throttled: _Mean = field(default_factory=_Mean)
+    power_cap: _Mean = field(default_factory=_Mean)
+    thermal: _Mean = field(default_factory=_Mean)
+    hardware: _Mean = field(default_factory=_Mean)
+    speed: _Mean = field(default_factory=_Mean)
+    celsius: float = NONE
+    memory_celsius: float = NONE
+
+
+@dataclass
+class _Sample:
+    seconds: float
+    joules: float | None
+    watts: float | None
+    training: bool
+
+
+class Sampler:
+    """Asks one GPU, in a thread of its own. idle(): whether the run is doing something else than training."""
+
+    def __init__(self, gpu: Gpu, seconds: float, idle: Callable[[], bool] = lambda: False) -> None:
+        self._gpu, self._seconds, self._idle = gpu, seconds, idle
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._window, self._known = _Window(), Reading()
+        self._before: _Sample | None = None
+        self._free_mhz = 0.0  # highest clock seen while nothing throttled
+        self._ecc: tuple[int, int] | None = None  # at the start, now
+        self._lost = False
+        self._thread = threading.Thread(target=self._run, name="power", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. One that hangs in the driver is left behind."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def take(self) -> Reading:
+        """What was gathered since the last call; what was known then, if nothing has come since. Waits for nothing."""
+        with self._lock:
+            window = self._window
+            if window.speed.seconds or window.watts.seconds or window.sm_mhz.seconds:
+                self._window = _Window()
+                means = ("watts", "sm_mhz", "memory_mhz", "throttled", "power_cap", "thermal", "hardware", "speed")
+                self._known = Reading(
+                    celsius=window.celsius,
+                    memory_celsius=window.memory_celsius,
+                    **{name: getattr(window, name).value for name in means},
+                )
+            if self._ecc is not None:
+                self._known.ecc_errors = self._ecc[1] - self._ecc[0]
+            return Reading(lost=1.0) if self._lost else self._known
+
+    def sample(self) -> None:
+        """Ask once. `Lost` when the GPU is gone."""
+        gpu = self._gpu
+        joules, now = gpu.joules(), time.perf_counter()
+        watts, reasons, sm, memory = gpu.watts(), gpu.reasons(), gpu.sm_mhz(), gpu.memory_mhz()
+        celsius, memory_celsius, ecc = gpu.celsius(), gpu.memory_celsius(), gpu.ecc_errors()
+        sample = _Sample(now, joules, watts, not self._idle())
+        before, self._before = self._before, sample
+        with self._lock:
+            if ecc is not None:
+                self._ecc = (ecc if self._ecc is None else self._ecc[0], ecc)
+            window = self._window
+            window.celsius = _higher(window.celsius, celsius)
+            window.memory_celsius = _higher(window.memory_celsius, memory_celsius)
+            if before is None or not (before.training and sample.training):
+                return
+            span = now - before.seconds
+            window.watts.add(_power(before, sample), span)
+            window.sm_mhz.add(sm, span)
+            window.memory_mhz.add(memory, span)
+            if reasons is None:
+                return
+            for name, bits in _REASONS.items():
+                getattr(window, name).add(1.0 if reasons & bits else 0.0, span)
+            if sm is not None:
+                window.speed.add(self._speed(reasons, sm), span)
+
+    def _speed(self, reasons: int, mhz: float) -> float:
+        """Clock over the clock without throttling; 1 while nothing throttles."""
+        if not reasons & THROTTLED:
+            if not reasons & IDLE:
+                self._free_mhz = max(self._free_mhz, mhz)
+            return 1.0
+        free = self._free_mhz or self._gpu.max_sm_mhz or mhz
+        return min(max(mhz, 1.0) / free, 1.0)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        try:
+            while not self._stop.wait(max(due - time.monotonic(), 0.0)):
+                self.sample()
+                due = max(due + self._seconds, time.monotonic())  # what was missed is not made up for
+        except Lost as error:
+            with self._lock:
+                self._lost = True
+            logging.getLogger(__name__).warning("NVML has lost %s: %s", self._gpu.uuid, error)
+
+
+_REASONS = {"throttled": THROTTLED, "power_cap": POWER_CAP, "thermal": THERMAL, "hardware": HARDWARE}
+
+
+def _power(before: _Sample, sample: _Sample) -> float | None:
+    """Watts between two samples: by the energy counter, else by the readings at both ends."""
+    if before.joules is not None and sample.joules is not None and sample.joules >= before.joules:
+        return (sample.joules - before.joules) / (sample.seconds - before.seconds)
+    known = [watts for watts in (before.watts, sample.watts) if watts is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _higher(a: float, b: float | None) -> float:
+    return a if b is None else b if math.isnan(a) else max(a, b)
+
+
+@dataclass
+class Found:
+    """What a rank has to meter, and what there is to say about it."""
+
+    gpu: Gpu | None
+    ranks: list[int]
+    """Ranks whose GPU is metered; of those that share one, the first."""
+    whole: bool
+    """Whether that is all of the job's GPUs."""
+    problem: str
+    """Why not all are; empty if there is nothing to tell."""
+
+
+def find_gpus(config: PowerConfig, world: World) -> Found:
+    """Each rank's GPU; a collective. ValueError, on every rank alike, if it has to be metered and cannot be."""
+    if config.enabled is Switch.false or (config.enabled is Switch.auto and world.device.type != "cuda"):
+        return Found(None, [], False, "")
+    gpu, problem = None, ""
+    try:
+        gpu = find(world.device)
+    except (Unavailable, Lost) as error:
+        problem = str(error)
+    uuids = world.gather((gpu.uuid or f"rank {world.rank}" if gpu else "", problem))
+    missing = [(rank, why) for rank, (uuid, why) in enumerate(uuids) if not uuid]
+    problem = ""
+    if missing:
+        rank, why = missing[0]
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        problem = f"rank {rank}{others}: {why}" if world.many else why
+        if config.enabled is Switch.true:
+            raise ValueError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
+    first = {uuid: rank for rank, (uuid, _) in reversed(list(enumerate(uuids))) if uuid}
+    mine = gpu if gpu is not None and world.rank in first.values() else None
+    return Found(mine, sorted(first.values()), not missing, problem)
+
+
+class PowerMeter:
+    """The job's power and heat, for `metrics.jsonl`. event: `Sinks.event`."""
+
+    def __init__(self, found: Found, config: PowerConfig, world: World, event: Callable[..., None]) -> None:
+        self._found, self._config, self._world, self._event = found, config, world, event
+        self._sampler: Sampler | None = None
+        self._lost: set[int] = set()
+
+    def start(self, step: int, idle: Callable[[], bool]) -> None:
+        """Begin to sample; say what is metered, or why nothing is. idle: as for `Sampler`."""
+        log, gpu = logging.getLogger(__name__), self._found.gpu
+        if self._found.problem:
+            means = "some GPUs are not metered" if self._found.ranks else "off"
+            self._event("power", step, f"{means}: {self._found.problem}")
+        elif not self._found.ranks:
+            log.info("power and heat are not metered: %s", "health.power.enabled=false" if self._off else "no GPU")
+        if gpu is None:
+            return
+        limit = f", limit {gpu.limit_watts:.0f} W" if gpu.limit_watts is not None else ""
+        part = "; the run has a slice of it, what is measured is of the whole" if gpu.sliced else ""
+        log.info("metering %s %s%s%s", gpu.name, gpu.uuid, limit, part)
+        self._sampler = Sampler(gpu, self._config.seconds, idle)
+        self._sampler.start()
+
+    @property
+    def _off(self) -> bool:
+        return self._config.enabled is Switch.false
+
+    def read(self, step: int, tokens: int, seconds: float, steps: int) -> dict[str, float]:
+        """The gpu/ keys of a logged line, the same on all ranks; empty where nothing is metered. A collective.
+
+        tokens, of all ranks, and seconds of training, in so many `steps`: since the line before.
+        """
+        if not self._found.ranks:
+            return {}
+        mine = self._sampler.take() if self._sampler is not None else Reading()
+        readings = [Reading(*row) for row in self._world.gather_numbers(mine.row())]
+        for rank in self._found.ranks:
+            if readings[rank].lost and rank not in self._lost:
+                self._lost.add(rank)
+                message = f"NVML has lost the GPU of rank {rank}; its power and heat are not known any more"
+                self._event("power", step, message, rank=rank, failed=True)
+        whole = self._found.whole and not self._lost
+        return combine(readings, whole, tokens, seconds, steps)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+
+def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, steps: int) -> dict[str, Any]:
+    """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that nobody knows is left out.
+
+    whole: whether every GPU of the job is among them: what a token costs is said only then.
+    """
+    values: dict[str, Any] = {}
+
+    def worst(key: str, name: str, of: Callable[[list[float]], float]) -> None:
+        known = [value for reading in readings if not math.isnan(value := getattr(reading, name))]
+        if known:
+            values[f"gpu/{key}"] = of(known)
+
+    worst("power_watts", "watts", sum)
+    if whole and tokens and "gpu/power_watts" in values:
+        joules = values["gpu/power_watts"] * seconds
+        values |= {"gpu/joules_per_token": joules / tokens, "gpu/joules_per_step": joules / steps}
+    worst("temperature_c", "celsius", max)
+    worst("memory_temperature_c", "memory_celsius", max)
+    worst("clock_mhz", "sm_mhz", min)
+    worst("memory_clock_mhz", "memory_mhz", min)
+    worst("throttled_share", "throttled", max)
+    worst("throttled_power_cap", "power_cap", max)
+    worst("throttled_thermal", "thermal", max)
+    worst("throttled_hardware", "hardware", max)
+    speeds = [reading.speed for reading in readings if not math.isnan(reading.speed)]
+    if speeds:
+        values["gpu/tokens_lost"] = tokens * (1 / min(speeds) - 1)
+    worst("ecc_errors", "ecc_errors", sum)
+    if len(readings) > 1:
+        _name(values, "hottest_rank", [reading.celsius for reading in readings], -math.inf)
+        slowed = [_higher(reading.thermal, reading.hardware) for reading in readings]
+        _name(values, "throttled_rank", slowed, 0.0)
+    return values
+
+
+def _name(values: dict[str, Any], key: str, of: list[float], above: float) -> None:
+    """The rank with the largest, if that is above `above`."""
+    rank = max(range(len(of)), key=lambda i: -math.inf if math.isnan(of[i]) else of[i])
+    if of[rank] > above:
+        values[f"gpu/{key}"] = rank
