@@ -14,7 +14,9 @@ does, too. transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_
 deepseek_v3's router: `to_hf_config` refuses a model that would compute something else there.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,6 +101,56 @@ def name_map(config: ModelConfig) -> dict[str, list[str]]:
     return names
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor of ours, or one expert's of a stack, and the Hugging Face tensors that its rows are: as many of each."""
+
+    ours: str
+    expert: int | None
+    theirs: tuple[str, ...]
+
+
+def matrices(config: ModelConfig) -> list[Matrix]:
+    """`name_map` without stacks, for those who move a model piece by piece."""
+    found = []
+    for ours, theirs in name_map(config).items():
+        experts = config.num_experts if ".experts." in ours else 1
+        each = len(theirs) // experts
+        for e in range(experts):
+            part = tuple(theirs[e * each : (e + 1) * each])
+            found.append(Matrix(ours, e if ".experts." in ours else None, part))
+    return found
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of our tensors, by the names of `name_map`: of a model that nobody has built."""
+    c, D, E, F = config, config.hidden_size, config.num_experts, config.moe_intermediate_size
+    queries, shared = c.num_heads * c.qk_head_dim, c.num_shared_experts * F
+    known: dict[str, tuple[int, ...]] = {
+        "embed": (c.vocab_size, D),
+        "lm_head": (c.vocab_size, D),
+        **dict.fromkeys(("norm", "attn_norm", "ffn_norm", "enorm", "hnorm"), (D,)),
+        "attn.q": (queries, D),
+        "attn.q_a": (c.q_lora_rank or 0, D),
+        "attn.q_norm": (c.q_lora_rank or 0,),
+        "attn.q_b": (queries, c.q_lora_rank or 0),
+        "attn.kv_a": (c.kv_lora_rank + c.qk_rope_head_dim, D),
+        "attn.kv_norm": (c.kv_lora_rank,),
+        "attn.kv_b": (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        "attn.o": (D, c.num_heads * c.v_head_dim),
+        "ffn.gate_up": (2 * c.intermediate_size, D),
+        "ffn.down": (D, c.intermediate_size),
+        "moe.router": (E, D),
+        "moe.gate": (E,),
+        "moe.shared.gate_up": (2 * shared, D),
+        "moe.shared.down": (D, shared),
+        "moe.experts.gate_up": (E, 2 * F, D),
+        "moe.experts.down": (E, D, F),
+        "proj": (D, 2 * D),
+    }
+    return {name: known[re.sub(r"^(layers|mtp)\.\d+\.|\.(weight|bias)$", "", name)] for name in name_map(config)}
+
+
 def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State dict of a DeepSeek -> Hugging Face tensors: views, in our dtype (router biases have to stay FP32).
 
@@ -110,7 +162,7 @@ def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]
     for ours, theirs in names.items():
         rows = state[ours].flatten(0, -2) if state[ours].dim() > 1 else state[ours]
         tensors |= dict(zip(theirs, rows.chunk(len(theirs)), strict=True))
-    for copy, original in _mtp_copies(config):
+    for copy, original in mtp_copies(config):
         tensors[copy] = tensors[original]
     return tensors
 
@@ -118,7 +170,7 @@ def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face tensors -> state dict of a DeepSeek, in their dtype. ValueError for missing and unknown ones."""
     names = name_map(config)
-    copies = {copy for copy, _ in _mtp_copies(config)}
+    copies = {copy for copy, _ in mtp_copies(config)}
     needed = [theirs for parts in names.values() for theirs in parts]
     _check_names("the Hugging Face checkpoint", tensors.keys() - copies, needed)
     state = {}
@@ -219,7 +271,7 @@ def _block_names(config: ModelConfig, ours: str, theirs: str, dense: bool) -> di
     return names
 
 
-def _mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
+def mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Names of MTP's copies of embedding and head, with the originals."""
     for k in range(config.num_mtp_layers):
         layer = f"model.layers.{config.num_layers + k}"

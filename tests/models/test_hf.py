@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import DeepSeek, ModelConfig, RouterScoring, YarnConfig
-from models.hf import from_hf, from_hf_config, name_map, to_hf, to_hf_config
+from models.hf import from_hf, from_hf_config, matrices, name_map, shapes, to_hf, to_hf_config
 
 Build = Callable[..., DeepSeek]
 TRAINING_ONLY = ("router_bias_update_rate", "mtp_loss_weight", "force_balanced_routing")  # not in a config.json
@@ -37,6 +37,23 @@ def test_names_are_those_of_the_published_checkpoints(model_config: Callable[[st
         "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
     ):
         assert name in theirs
+
+
+@pytest.mark.parametrize("name", ["deepseek_tiny", "deepseek_v2_lite", "deepseek_v3"])
+def test_shapes_and_matrices_of_a_model_that_was_not_built(
+    name: str, model_config: Callable[[str], ModelConfig], on_meta: Callable
+) -> None:
+    config = model_config(name)
+    state = on_meta(config, "bf16")[0].state_dict()
+    assert shapes(config) == {ours: tuple(tensor.shape) for ours, tensor in state.items()}
+    found = matrices(config)
+    joined: dict[str, list[str]] = {}
+    for matrix in found:
+        joined[matrix.ours] = [*joined.get(matrix.ours, []), *matrix.theirs]
+    assert joined == name_map(config)
+    assert [m.expert for m in found if m.ours == f"layers.{config.num_layers - 1}.moe.experts.down.weight"] == list(
+        range(config.num_experts)
+    )
 
 
 def test_mtp_repeats_embedding_and_head_without_copying_them(build: Build) -> None:
