@@ -22,7 +22,7 @@ from precision.config import PrecisionConfig
 from trainer.data.config import DataConfig
 from trainer.health.config import HealthConfig
 from trainer.recovery.config import RecoveryConfig
-from trainer.schema import Switch, fit, generic, keys_of, nearest, shown
+from trainer.schema import Recompute, Switch, fit, generic, keys_of, nearest, shown
 
 
 class Device(Enum):
@@ -44,15 +44,6 @@ class Schedule(Enum):
 
     wsd = "wsd"
     cosine = "cosine"
-
-
-class Recompute(Enum):
-    """What is computed again in the backward pass instead of being kept: nothing, attention but for its core, or the
-    inside of every block."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
 
 
 class Where(Enum):

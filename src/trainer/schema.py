@@ -22,6 +22,15 @@ class Switch(Enum):
     false = "false"
 
 
+class Recompute(Enum):
+    """What is computed again in the backward pass instead of being kept: nothing, attention but for its core, or the
+    inside of every block."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
     """Every key below a dataclass, sections included, with its annotation. Sections in lists are `key[].name`."""
     keys: dict[str, Any] = {}

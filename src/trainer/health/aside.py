@@ -16,16 +16,21 @@ finds its operands where they were, and its gradients are attached anew in each 
 All ranks make the same passes: there are collectives in them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from models import Losses
 from precision import refresh_weights
-from trainer.build import Engine
 from trainer.parallel.totals import share_of
+
+if TYPE_CHECKING:
+    from trainer.build import Engine
 
 OnGradient = Callable[[str, nn.Parameter], None]
 """Called with a parameter's name when its gradient is complete, `parameter.grad`; it may take it, or let go of it."""

@@ -17,10 +17,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config import ParallelConfig
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer.config import ParallelConfig
 
 RESERVED = ("tensor", "context", "pipeline")
 
