@@ -1,0 +1,114 @@
+"""NVML through its real package, over a library that stands in for the driver's: which GPU, what it says, what it
+refuses."""
+
+from collections.abc import Callable
+
+import pynvml
+import pytest
+import torch
+
+from trainer.health import nvml as ours
+from trainer.health.nvml import Lost, Unavailable, find, find_by
+
+UUID, OTHER = "0a1b2c3d-1111-2222-3333-444455556666", "ffffffff-1111-2222-3333-444455556666"
+BUS = "00000000:1b:00.0"
+
+
+def test_a_gpu_is_found_by_its_uuid_whatever_its_number(nvml) -> None:
+    nvml.add(f"GPU-{OTHER}")
+    nvml.add(f"GPU-{UUID}").set(temperature=77)
+    for spelled in (UUID, f"GPU-{UUID}"):
+        gpu = find_by(spelled)
+        assert (gpu.uuid, gpu.name, gpu.celsius(), gpu.sliced) == (f"GPU-{UUID}", "NVIDIA H200", 77, False)
+
+
+def test_then_by_its_address_then_if_it_is_alone(nvml) -> None:
+    nvml.add(f"GPU-{OTHER}")
+    assert find_by(UUID).uuid == find_by("").uuid == f"GPU-{OTHER}"
+    nvml.add("GPU-of another spelling", BUS)
+    assert find_by(UUID, BUS).uuid == "GPU-of another spelling"
+    with pytest.raises(Unavailable, match=f"no GPU with the UUID {UUID}; compare `nvidia-smi -L`"):
+        find_by(UUID)
+
+
+def test_a_slice_is_metered_by_the_whole(nvml) -> None:
+    nvml.add(f"GPU-{OTHER}").set(power=650_000)
+    nvml.add(f"MIG-{UUID}", slice_of=0)
+    gpu = find_by(UUID)
+    assert gpu.sliced and gpu.uuid == f"GPU-{OTHER}" and gpu.watts() == 650
+
+
+def test_what_a_gpu_says(nvml) -> None:
+    nvml.add(f"GPU-{UUID}").set(energy=2**40 + 500, reasons=0x44, ecc=2, memory_temperature=85, sm_clock=1400)
+    gpu = find_by(UUID)
+    assert gpu.joules() == (2**40 + 500) / 1e3  # 64 bits arrive whole
+    assert (gpu.watts(), gpu.limit_watts) == (500, 700)
+    assert (gpu.celsius(), gpu.memory_celsius()) == (60, 85)
+    assert (gpu.sm_mhz(), gpu.memory_mhz(), gpu.max_sm_mhz) == (1400, 3201, 1980)
+    assert gpu.reasons() == ours.POWER_CAP | 0x40 and gpu.ecc_errors() == 2
+
+
+def test_an_old_driver_says_the_same_under_old_names(load_nvml: Callable) -> None:
+    load_nvml("OLD").add(f"GPU-{UUID}").set(reasons=0x08, temperature=51)
+    gpu = find_by(UUID)
+    assert (gpu.reasons(), gpu.celsius()) == (0x08, 51)
+
+
+def test_what_is_refused_for_good_is_not_asked_again_and_the_rest_goes_on(nvml) -> None:
+    fake = nvml.add(f"GPU-{UUID}")
+    fake.refuse(pynvml.NVML_ERROR_NOT_SUPPORTED, "energy", "memory_temperature", "reasons", "ecc", "limit")
+    fake.refuse(pynvml.NVML_ERROR_NO_PERMISSION, "sm_clock")
+    gpu = find_by(UUID)
+    before = nvml.calls("energy")
+    for _ in range(3):
+        refused = (gpu.joules(), gpu.memory_celsius(), gpu.reasons(), gpu.ecc_errors(), gpu.sm_mhz(), gpu.limit_watts)
+        assert refused == (None,) * 6
+        assert (gpu.watts(), gpu.celsius(), gpu.memory_mhz()) == (500, 60, 3201)
+    assert nvml.calls("energy") == before + 1
+
+
+def test_a_passing_trouble_is_asked_again(nvml) -> None:
+    fake = nvml.add(f"GPU-{UUID}")
+    gpu = find_by(UUID)
+    fake.refuse(pynvml.NVML_ERROR_TIMEOUT, "power")
+    assert gpu.watts() is None
+    fake.refuse(0, "power")
+    assert gpu.watts() == 500
+
+
+def test_a_board_without_the_sensor(nvml) -> None:
+    nvml.add(f"GPU-{UUID}").set(memory_temperature=0)
+    assert find_by(UUID).memory_celsius() is None
+
+
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])
+def test_a_lost_gpu(nvml, error: int) -> None:
+    fake = nvml.add(f"GPU-{UUID}")
+    gpu = find_by(UUID)
+    fake.refuse(error)
+    for ask in (gpu.joules, gpu.watts, gpu.celsius, gpu.sm_mhz, gpu.reasons, gpu.ecc_errors):
+        with pytest.raises(Lost):
+            ask()
+
+
+def test_a_driver_that_is_not_there(nvml) -> None:
+    nvml.fail_init(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    with pytest.raises(Unavailable, match=r"NVML cannot be used \(Driver Not Loaded\); is NVIDIA's driver installed"):
+        find_by(UUID)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has the library")
+def test_a_library_that_is_not_there() -> None:
+    with pytest.raises(Unavailable, match=r"NVML Shared Library Not Found"):
+        find(torch.device("cpu"))
+
+
+def test_reasons_are_as_nvml_numbers_them() -> None:
+    p = pynvml
+    assert p.nvmlClocksEventReasonSwPowerCap == ours.POWER_CAP
+    assert p.nvmlClocksEventReasonSwThermalSlowdown | p.nvmlClocksEventReasonHwThermalSlowdown == ours.THERMAL
+    hardware = p.nvmlClocksEventReasonHwSlowdown | p.nvmlClocksEventReasonHwPowerBrakeSlowdown
+    assert hardware | p.nvmlClocksEventReasonHwThermalSlowdown == ours.HARDWARE
+    assert p.nvmlClocksEventReasonGpuIdle == ours.IDLE
+    harmless = p.nvmlClocksEventReasonGpuIdle | p.nvmlClocksEventReasonApplicationsClocksSetting
+    assert not ours.THROTTLED & (harmless | p.nvmlClocksEventReasonDisplayClockSetting)
