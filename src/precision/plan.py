@@ -91,6 +91,11 @@ class GemmRecipe:
             return self
         return replace(self, scaling=replace(self.scaling, method=Method.delayed))
 
+    @property
+    def in_bf16(self) -> "GemmRecipe":
+        """The same without FP8: operands and gradients in BF16."""
+        return replace(self, input=BF16, grad=BF16, saved=BF16) if self.is_fp8 else self
+
 
 @dataclass(frozen=True)
 class GemmRow:

@@ -22,6 +22,8 @@ The parts of the model (embedding, each block, norm, head) come into being one a
 that a single process draws, and are cut at once: the model never has to fit into one rank.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
@@ -32,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from models import DeepSeek, Losses
 from models.block import Block, MoEBlock
-from trainer.parallel.gather import Agreed, Receiver, wire
+from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.microbatch import Microbatch
 
@@ -96,6 +98,25 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | 
     for m in own:
         if hasattr(m, "receive"):
             wire(cast(Receiver, m), mesh, agreed).attach()
+
+
+@contextmanager
+def unquantised(model: DeepSeek) -> Iterator[None]:
+    """For `precision.plain.in_bf16`: inside, weights that travel in FP8 may travel in BF16. Nothing may be gathered at
+    its beginning and end, and everything must have been gathered once before.
+
+    FSDP makes the memory that it gathers a weight into once, in the format of the first time. That is put aside, and
+    what is made meanwhile is dropped.
+    """
+    with ExitStack() as after:
+        for module in model.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for shared in group.fsdp_params if group is not None else ():
+                send = getattr(shared._sharded_local_tensor, "fsdp_pre_all_gather", None)
+                if isinstance(getattr(send, "__self__", None), Fp8Wire):
+                    after.callback(setattr, shared, "all_gather_outputs", shared.all_gather_outputs)
+                    shared.all_gather_outputs = []
+        yield
 
 
 class Shared:

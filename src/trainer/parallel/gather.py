@@ -100,6 +100,8 @@ class Fp8Wire(Wire):
     def _send(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
     ) -> Sent:
+        if not self._fp8_layer.recipe.is_fp8:  # for the moment: see `unquantised`
+            return super()._send(mesh, outer_size, outer_stride, module, policy)
         self._agreed.settle()
         shard, own = local(self._layer.weight), self._agreed.of_part(self._row)
         rows, scales = -(-outer_size[0] // mesh.size()), ()
@@ -116,6 +118,8 @@ class Fp8Wire(Wire):
     def _arrive(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Arrived:
+        if not self._fp8_layer.recipe.is_fp8:
+            return super()._arrive(gathered, metadata, dtype, out=out)
         inv = gathered[1] if self._row.blocks else self._agreed.inverse(self._row)
         made = self._fp8_layer.receive_quantized(gathered[0][: self._shape[0]], inv)
         return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None

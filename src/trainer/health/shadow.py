@@ -1,0 +1,75 @@
+"""The BF16 shadow: is FP8 still fine?
+
+The same tokens run twice aside, from the same masters: in the run's precision, and with every FP8 GEMM in BF16. Logged:
+
+    loss gap    loss in the run's precision minus loss in BF16, nats a token
+    cosine      <g, g'> / (|g| |g'|) of the two gradients of each parameter; 1: FP8 points where BF16 does
+
+A router that is near a tie may choose other experts in BF16: that is part of the answer.
+
+Gradients of the first pass are put aside; in the second one each is compared as soon as it is complete and both are let
+go of, so that there is one set of gradients at any time, and a little more. Where ranks share weights, each compares
+its parts, and the three sums (both squares and the product) are added up.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from precision.plain import in_bf16
+from trainer.health import aside
+from trainer.parallel.shards import copies, local
+from trainer.parallel.totals import added_up, averaged
+
+if TYPE_CHECKING:
+    from trainer.build import Engine
+
+
+class Shadow(NamedTuple):
+    """Outcome, on the device: loss_gap 0-d FP64, nats; cosine [P] FP64, one for each of `names`."""
+
+    loss_gap: Tensor
+    cosine: Tensor
+
+
+def module_names(engine: Engine) -> list[str]:
+    """What the cosines are called: the parameters' names, without what goes without saying."""
+    return [name.removesuffix(".weight") for name, _ in engine.model.named_parameters()]
+
+
+def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
+    """Run tokens [b, S + 1] of this rank both ways; batch: sequences of a step. A collective where there are ranks."""
+    parameters = dict(engine.model.named_parameters())
+    place = {name: i for i, name in enumerate(parameters)}
+    kept: dict[str, Tensor] = {}
+    sums = torch.zeros(len(parameters), 3, dtype=torch.float64, device=engine.device)
+
+    def keep(name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        kept[name], parameter.grad = local(parameter.grad), None
+
+    @torch.no_grad()
+    def meet(name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        ours, theirs = kept.pop(name).flatten(), local(parameter.grad).flatten()
+        parameter.grad = None
+        products = torch.stack([ours.dot(ours), theirs.dot(theirs), ours.dot(theirs)])
+        sums[place[name]] = products.double() / copies(parameter)
+
+    with aside.aside(engine):
+        loss = aside.run(engine, tokens, batch, keep).lm
+    with aside.aside(engine), ExitStack() as meanwhile:
+        if engine.world.many:
+            from trainer.parallel.fsdp import unquantised
+
+            meanwhile.enter_context(unquantised(engine.model))
+        meanwhile.enter_context(in_bf16(engine.model))
+        loss_in_bf16 = aside.run(engine, tokens, batch, meet).lm
+        engine.microbatch.release()
+    squares, theirs, products = added_up([sums], engine.world)[0].unbind(1)
+    gap = averaged(loss.double() - loss_in_bf16.double(), engine.world)
+    return Shadow(gap, products / (squares * theirs).sqrt())
