@@ -34,7 +34,7 @@ def run(crew: Crew) -> None:
         from trainer.host import pick_device
         from trainer.trainer import Trainer
 
-        world = init(pick_device(config.trainer.device), crew)
+        world = init(pick_device(config.trainer.device), crew, config.parallel.timeout)
         agree(world, config, plan.to_text())
         Trainer(config, job.overrides, world).train()
     crew.leave()

@@ -128,7 +128,7 @@ def rank(crew: Crew) -> None:
     job.tree.trainer.global_batch_size *= launch.size
     config = load(job.tree)
     check(config, launch.size)
-    world = init(pick_device(config.trainer.device), crew)
+    world = init(pick_device(config.trainer.device), crew, config.parallel.timeout)
     engine = build_engine(config, world.device, world=world)
     degrees = resolve(config.parallel, world.size)
     t = config.trainer

@@ -5,7 +5,7 @@ Each process runs a thread, the watch, that shares the job's store (torchrun's o
     who/R     host and process of rank R                 set at the start
     pulse/R   a count, its last step, where it is        set every 5 seconds, by the watch
     left/R    rank R has done its work                   so that its end is no news
-    late/R    rank R waited in vain for the others       see `failed`
+    late/R    what rank R waited in, in vain             see `failed`
     news      why the job ends                           written once, by whoever knows first
     told      somebody has said it                       rank 0, where it lives
 
@@ -16,7 +16,8 @@ says so; where rank 0 itself or the store is lost, all others notice. Whoever re
 its main thread waits for.
 
 A process that hangs keeps its pulse. The others wait for it in a collective operation until that runs out of time
-(`distributed.TIMEOUT`); those who did are not to blame, so that the one who did not is named, with the line it is at.
+(`parallel.timeout`); those who did are not to blame, so that the one who did not is named, with the line it is at
+and the operation that they wait in.
 
 With one process there is no watch, and nothing here imports torch.
 """
@@ -38,7 +39,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer import watch
 from trainer.launch import Launch
-from trainer.postmortem import of_a_collective, place
+from trainer.postmortem import of_a_collective, pending_operation, place, waited_in
 from trainer.watch import LOOK_SECONDS, News, Watch, when
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Crew:
         if message is not None and of_all:
             self.end(News(message, code, rank, rank, step))
         try:
-            news = self._of_others(*of_a_collective(error))
+            news = self._of_others(error)
             if news is None:
                 says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
                 trace = "".join(traceback.format_exception(error)) if message is None else ""
@@ -245,15 +246,18 @@ class Crew:
                 time.sleep(LOOK_SECONDS / 5)
         return None
 
-    def _of_others(self, by_others: bool, timed_out: bool) -> News | None:
+    def _of_others(self, error: BaseException) -> News | None:
         """What made a collective operation fail, or run out of time, if it was not this rank."""
+        by_others, timed_out = of_a_collective(error)
         if timed_out:
-            return self.waited_in_vain()
+            return self.waited_in_vain(waited_in(error))
         return self._await_news(watch.PATIENCE) or self._silent() if by_others else None
 
-    def waited_in_vain(self) -> News:
-        """For a collective operation that has run out of time."""
-        self._key("late", self.launch.rank, "1")
+    def waited_in_vain(self, operation: str | None = None) -> News:
+        """For a collective operation that has run out of time. operation: which; None: the one that main waits in."""
+        if operation is None:
+            operation = f"{pending_operation() or 'an operation'}, with main at {self.pulse().partition('|')[2]}"
+        self._key("late", self.launch.rank, operation)
         return self._await_news(watch.PATIENCE) or self._blame()
 
     def _silent(self) -> News | None:
@@ -284,7 +288,10 @@ class Crew:
         named = [f"{self.describe(rank)}, {when(steps[rank][0])}, at {steps[rank][1]}" for rank in absent[:4]] + [
             f"{len(absent) - 4} more"
         ] * (len(absent) > 4)
-        message = f"error: the others waited in vain for {'; '.join(named)}"
+        waiting = next((rank for rank in steps if self.has("late", rank)), None)
+        late = "" if waiting is None else self._store.get(self.name("late", waiting)).decode()
+        operation = f"; they waited in {late}" if late else ""
+        message = f"error: the others waited in vain for {'; '.join(named)}{operation}"
         return News(message, 1, absent[0], self.launch.rank, steps[absent[0]][0])
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,11 @@
-"""What can be learnt of a process that has ended, of an error that others have caused, and of a thread that waits."""
+"""What can be learnt of a process that has ended, of an error that others have caused, and of what one waits for."""
 
 import fcntl
+import json
 import os
 import signal
 import struct
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -49,6 +51,50 @@ def of_a_collective(error: BaseException) -> tuple[bool, bool]:
         and any(word in says for word in ("gloo", "nccl", "closed by peer", "connection"))
     )
     return is_one, is_one and ("timed out" in says or "timeout" in says)
+
+
+def pending_operation() -> str | None:
+    """The collective operation that this process has begun first and that is not over: `all_gather of [16, 64]`.
+
+    From torch's flight recorder, which keeps the last two thousand or so of each backend; NCCL's come first, since
+    nothing but the recorder tells which one a GPU waits in. None if there is none, or torch does not record.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a private name each, and a CPU build has the second
+        dump = getattr(c10d, name, None)
+        if dump is not None and (found := _first_pending(dump(True, False))) is not None:
+            return found
+    return None
+
+
+def _first_pending(record: bytes | str) -> str | None:
+    try:
+        entries = [entry for entry in json.loads(record)["entries"] if isinstance(entry, dict)]
+    except (ValueError, KeyError, TypeError):
+        return None
+    waiting = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
+    if not waiting:
+        return None
+    first = min(waiting, key=lambda entry: entry.get("time_created_ns", 0))
+    backend, _, operation = str(first.get("profiling_name", "?")).rpartition(":")
+    sizes = ", ".join(str(size) for size in first.get("input_sizes", [])[:2] if size)
+    return f"{backend} {operation.lstrip('_')}".strip() + (f" of {sizes}" if sizes else "")
+
+
+def waited_in(error: BaseException) -> str:
+    """The collective operation that has run out of time: `all_reduce, at totals.py:33 in added_up`, from the traceback.
+
+    The operation is the innermost function of torch.distributed, the line the innermost one of our own code.
+    """
+    operation, where = "", "?"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if file.is_relative_to(OWN_CODE) and file.name not in _WATCHES:
+            operation, where = "", f"{file.name}:{line} in {function}"
+        elif "torch/distributed/" in file.as_posix() and function not in ("wrapper", "wait"):
+            operation = f"{function}, at "
+    return operation + where
 
 
 def place(frame: FrameType | None) -> str:

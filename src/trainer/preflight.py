@@ -17,7 +17,8 @@ from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.config import Config, Device, Switch
 from trainer.data.config import check_data
-from trainer.health.config import check_power
+from trainer.health.config import check_alerts, check_power
+from trainer.health.notify import check_targets
 from trainer.host import pick_device
 from trainer.memory import GIB, forecast_memory, travels_in_fp8
 from trainer.parallel.mesh import Degrees, resolve
@@ -33,6 +34,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_debug(config)
     _check_profile(config)
     check_data(config.data, config.model.vocab_size)
+    check_alerts(config.health.alerts)
+    check_targets(config.health.alerts.webhook, config.health.alerts.command)
     check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
     config.model.validate()
     gpu = None if config.trainer.device is Device.cpu else detect("cuda")
@@ -78,7 +81,7 @@ def _check_ranges(config: Config) -> None:
         if not 0 < value < math.inf:
             _refuse(key, value, "out of range", "set a number above 0")
     if not 1 <= config.parallel.timeout < math.inf:
-        _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more: 1200")
+        _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
     if o.clip is not None and not 0 < o.clip < math.inf:
         _refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
     for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():

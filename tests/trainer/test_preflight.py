@@ -46,6 +46,7 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("eval.batches=0", "eval.batches=0: out of range; set 1 or more, or null"),
         ("checkpoint.keep=-1", "checkpoint.keep=-1: out of range"),
         ("recovery.max_consecutive_skips=-1", "recovery.max_consecutive_skips=-1: out of range"),
+        ("parallel.timeout=0", "parallel.timeout=0.0: ranks wait for each other; set seconds, 1 or more"),
         ("optim.lr=0", "optim.lr=0.0: out of range; set a number above 0"),
         ("optim.lr=nan", "optim.lr=nan: out of range"),
         ("optim.clip=0", "optim.clip=0.0: out of range; set a number above 0, or null not to clip"),

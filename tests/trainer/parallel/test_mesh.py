@@ -9,7 +9,9 @@ from trainer.parallel.mesh import Degrees, resolve
 def parallel(**sizes: int) -> ParallelConfig:
     axes = dict.fromkeys(("replicate", "shard", "expert", "tensor", "context", "pipeline"), 1) | sizes
     auto = Switch.auto
-    return ParallelConfig(**axes, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto)
+    return ParallelConfig(
+        **axes, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""What a process that waits in vain can say about what it waits in."""
+
+import json
+
+import pytest
+import torch
+
+from trainer.postmortem import _first_pending, pending_operation, waited_in
+
+DONE = {"profiling_name": "nccl:all_reduce", "state": "completed", "retired": True, "time_created_ns": 1}
+FIRST = {"profiling_name": "nccl:_all_gather_base", "state": "started", "retired": False, "time_created_ns": 2}
+LATER = {"profiling_name": "nccl:_reduce_scatter_base", "state": "scheduled", "retired": False, "time_created_ns": 3}
+
+
+def record(*entries: object) -> str:
+    """As torch's flight recorder writes it."""
+    return json.dumps({"version": "2.10", "entries": entries})
+
+
+def test_the_operation_that_was_begun_first_is_the_one_that_hangs() -> None:
+    assert _first_pending(record(DONE, LATER, {**FIRST, "input_sizes": [[16, 64], []]})) == (
+        "nccl all_gather_base of [16, 64]"
+    )
+
+
+@pytest.mark.parametrize("text", [record(DONE), record(), "", "[]", "{}", record(3)])
+def test_a_record_without_one_names_none(text: str) -> None:
+    assert _first_pending(text) is None
+
+
+def test_a_process_by_itself_waits_in_none() -> None:
+    assert pending_operation() is None
+
+
+def test_a_traceback_names_the_function_of_torch_distributed() -> None:
+    with pytest.raises(ValueError, match="process group") as raised:
+        torch.distributed.all_reduce(torch.ones(1))
+    assert waited_in(raised.value).endswith(", at ?")  # not from our own code
