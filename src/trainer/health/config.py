@@ -1,5 +1,6 @@
 """Config of `health.*`. Values are in configs/health/default.yaml."""
 
+import math
 from dataclasses import dataclass
 
 from trainer.schema import Switch
@@ -16,6 +17,50 @@ class PowerConfig:
 
 
 @dataclass
+class AlertsConfig:
+    """When somebody is told that something is wrong. Each threshold names its rule; null: that rule is off. What each
+    means and what to do: docs/health.md."""
+
+    enabled: bool
+    """Watch what is logged; alerts go to the console, events.jsonl, W&B, and the two below."""
+    repeat: int | None
+    """Steps after which what is still wrong is said again; null: not before it was well."""
+    webhook: str | None
+    """http(s) address that gets a POST of JSON for every alert, rewind and failure; null: none."""
+    command: str | None
+    """Program that gets the same on its standard input and as OCTET_ALERT_* in its environment; null: none."""
+    grad_norm_spike: float | None
+    """Gradient norm, in medians of its last lines."""
+    loss_plateau: int | None
+    """Steps without progress of the loss and with a gradient norm that does not fall; a quarter of the run, if that is
+    more."""
+    scale_drop: float | None
+    """A tensor's scale falls by this factor within a few lines."""
+    scale_rise: float | None
+    """A tensor's scale rises by this factor within a few lines."""
+    saturated: float | None
+    """Share of a tensor that its cast to FP8 clips."""
+    underflown: float | None
+    """Share of a tensor that its cast to FP8 makes zero."""
+    kurtosis_power: float | None
+    """p, where kurtosis grows as step^p."""
+    shadow_loss_gap: float | None
+    """Loss above BF16's, as a share of the loss."""
+    shadow_cosine: float | None
+    """Cosine of a module's gradient to BF16's: below this."""
+    expert_load: float | None
+    """Tokens of the fullest expert over the mean, for ten lines on end."""
+    expert_entropy: float | None
+    """Entropy of the experts' load over that of an even one: below this, for ten lines on end."""
+    throughput_drop: float | None
+    """Tokens per second: below this share of their median, for three lines on end."""
+    memory_growth: float | None
+    """Share by which the memory held between steps has crept up."""
+    memory_full: float | None
+    """Share of the GPU's memory in use at the peak."""
+
+
+@dataclass
 class HealthConfig:
     """What is watched beside the loss, and when somebody is told."""
 
@@ -24,6 +69,8 @@ class HealthConfig:
     never."""
     power: PowerConfig
     """Power and heat."""
+    alerts: AlertsConfig
+    """When somebody is told."""
 
 
 def check_power(power: PowerConfig, gpu: bool) -> None:
@@ -33,3 +80,19 @@ def check_power(power: PowerConfig, gpu: bool) -> None:
         raise ValueError(f"health.power.seconds={power.seconds}: {why}; set 0.1 or more")
     if power.enabled is Switch.true and not gpu:
         raise ValueError("health.power.enabled=true: this run has no GPU to meter; set health.power.enabled=auto")
+
+
+def check_alerts(alerts: AlertsConfig) -> None:
+    """ValueError for a threshold that could not be one."""
+    shares = ("saturated", "underflown", "shadow_cosine", "expert_entropy", "throughput_drop", "memory_full")
+    above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
+    above_zero = ("repeat", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
+    for keys, low, high, what in (
+        (shares, 0.0, 1.0, "above 0 and up to 1"),
+        (above_one, 1.0, math.inf, "above 1"),
+        (above_zero, 0.0, math.inf, "above 0"),
+    ):
+        for key in keys:
+            value = getattr(alerts, key)
+            if value is not None and not (low < value <= high and math.isfinite(value)):
+                raise ValueError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")

@@ -1,0 +1,182 @@
+"""Word to somebody who is not looking: a webhook (HTTP POST) and a command of the user's.
+
+What goes out is what a person would want to be woken for: alerts, rewinds, failures (of a checkpoint, say), the end of
+a run that could not go on. A notice is one JSON object,
+
+    {"run": "first", "step": 1200, "kind": "alert", "rule": "scale_drop", "message": "...", "value": 0.2,
+     "threshold": 32.0, "tensor": "layers.3.attn.o:grad", "time": "...", "folder": "...", "host": "...",
+     "text": "octet first, step 1200: alert: ..."}
+
+of which `rule`, `value`, `threshold` and what names it further are there if the event has them. `text` is the whole in
+a line, under the name that Slack and its like want. The command gets the object on its standard input, and each part of
+it in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
+
+Nothing here holds training up. Each of the two has a queue and a thread of its own, made with the first notice, and a
+time limit for each notice; notices that do not fit in the queue are given up. A failure is said once through `warn`,
+without the URL's path: that is often a secret.
+"""
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import platform
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+TOLD = frozenset({"alert", "rollback", "failure"})
+"""Kinds of events that are told; so is any that has a `rule` or says that something `failed`."""
+
+WEBHOOK_SECONDS = 10.0
+COMMAND_SECONDS = 30.0
+WAITING = 50
+"""Notices that wait at most."""
+
+Notice = Mapping[str, Any]
+
+
+def check_targets(webhook: str | None, command: str | None) -> None:
+    """ValueError, naming key, value and fix, for what could never be told."""
+    if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
+        raise ValueError(f"health.alerts.webhook={webhook}: not an address to post to; set http://... or https://...")
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"health.alerts.command={command}: {error}; quote it as for a shell") from None
+    if not words or shutil.which(words[0]) is None:
+        name = words[0] if words else ""
+        raise ValueError(
+            f"health.alerts.command={command}: no program {name!r} here; give its path (sh -c '...': shell)"
+        )
+
+
+def is_told(kind: str, what: Mapping[str, Any]) -> bool:
+    """Whether an event goes out."""
+    return kind in TOLD or "rule" in what or bool(what.get("failed"))
+
+
+class Notifier:
+    """Sends notices about the run in `folder`. Without webhook and command it does nothing. Any thread may call.
+
+    warn(text): told when something cannot be delivered, once each.
+    """
+
+    def __init__(self, webhook: str | None, command: str | None, folder: Path, warn: Callable[[str], None]):
+        self._about = {"run": folder.name, "folder": str(folder), "host": platform.node()}
+        self._channels: list[_Channel] = []
+        if webhook is not None:
+            name = f"health.alerts.webhook ({urlsplit(webhook).hostname})"
+            self._channels.append(_Channel(name, lambda notice: _post(webhook, notice), warn))
+        if command is not None:
+            words = shlex.split(command)
+            name = f"health.alerts.command ({words[0]})"
+            self._channels.append(_Channel(name, lambda notice: _run(words, notice), warn))
+
+    def send(self, event: Notice) -> None:
+        """An event, as events.jsonl has it. Returns at once."""
+        text = f"octet {self._about['run']}, step {event['step']}: {event['kind']}: {event['message']}"
+        notice = {**self._about, **{key: _finite(value) for key, value in event.items()}, "text": text}
+        for channel in self._channels:
+            channel.put(notice)
+
+    def close(self, seconds: float = 15.0) -> None:
+        """Wait for what is on its way, `seconds` at most; say so if something is left."""
+        deadline = time.monotonic() + seconds
+        for channel in self._channels:
+            channel.close(deadline)
+
+
+class _Channel:
+    """A queue of notices and the thread that delivers them."""
+
+    def __init__(self, name: str, deliver: Callable[[Notice], None], warn: Callable[[str], None]):
+        self._name, self._deliver, self._warn = name, deliver, warn
+        self._queue: queue.Queue[Notice | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def put(self, notice: Notice) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+        try:
+            self._queue.put_nowait(notice)
+        except queue.Full:
+            self._fail(f"{WAITING} notices wait already; more are given up")
+
+    def close(self, deadline: float) -> None:
+        if self._thread is None:
+            return
+        with self._queue.all_tasks_done:
+            self._queue.all_tasks_done.wait_for(
+                lambda: self._queue.unfinished_tasks == 0, max(0.0, deadline - time.monotonic())
+            )
+            left = self._queue.unfinished_tasks
+        if left:
+            self._warn(f"{self._name}: {left} {'notice' if left == 1 else 'notices'} not delivered by the end")
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def _work(self) -> None:
+        while (notice := self._queue.get()) is not None:
+            try:
+                self._deliver(notice)
+            except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
+                self._fail(" ".join(str(error).split()) or type(error).__name__)
+            finally:
+                self._queue.task_done()
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self._warn(f"{self._name} failed: {reason}; training goes on, and later failures of it are not said")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _post(url: str, notice: Notice) -> None:
+    headers = {"Content-Type": "application/json", "User-Agent": "octet"}
+    request = urllib.request.Request(url, json.dumps(notice, default=str).encode(), headers, method="POST")
+    with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
+        pass
+
+
+def _run(words: list[str], notice: Notice) -> None:
+    parts = {f"OCTET_ALERT_{key.upper()}": str(value).replace("\0", "") for key, value in notice.items()}
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **parts},
+        start_new_session=True,  # a ^C at the terminal is not for it, and what it starts can be ended with it
+    )
+    try:
+        _, said = process.communicate(json.dumps(notice, default=str).encode(), timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise OSError(f"not done after {COMMAND_SECONDS:.0f} seconds, and ended") from None
+    if process.returncode:
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        raise OSError(f"exit code {process.returncode}" + (f": {last}" if last else ""))

@@ -1,0 +1,57 @@
+"""The rules about training: what each holds against what. Windows are in logged lines, thresholds in `health.alerts`.
+
+    grad_norm_spike   the gradient norm, against the median of its own last lines
+    loss_plateau      no progress of the loss in so many steps, while the gradient norm does not fall either
+    scale_drop        a tensor's scale falls within a few lines: its amax explodes, NaN is ahead
+    scale_rise        ... rises: its amax collapses, and what is left of it underflows when it comes back
+    saturated         share of a tensor's elements that a cast clips
+    underflown        share of its elements, zeros apart, that a cast makes zero
+    kurtosis_power    p in kurtosis ~ step^p, where it grows: above 1 is faster than linear (`Kurtosis`)
+    shadow_loss_gap   loss in the run's precision against BF16, as a share of the loss
+    shadow_cosine     the gradient's angle to BF16's
+    expert_load       the fullest expert against the mean, for lines on end
+    expert_entropy    entropy of the load over ln E, for lines on end
+    throughput_drop   tokens per second, against the median of this process's own lines
+    memory_growth     memory held between steps creeps up
+    memory_full       the peak comes near the card's size
+
+Medians and median absolute deviations stand where a mean and a deviation could: one spike does not move them.
+"""
+
+from collections.abc import Callable
+
+from trainer.health.alerts import Rule
+from trainer.health.config import AlertsConfig
+from trainer.health.rules.curves import GradNormSpike, LossPlateau, ShadowCosine, ShadowLossGap
+from trainer.health.rules.resources import MemoryFull, MemoryGrowth, ThroughputDrop
+from trainer.health.rules.tensors import (
+    ExpertEntropy,
+    ExpertLoad,
+    Kurtosis,
+    Saturated,
+    ScaleDrop,
+    ScaleRise,
+    Underflown,
+)
+
+
+def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
+    """The rules that have a threshold. card_gib: memory of the GPU; None: not known, and no rule about it."""
+    kinds: dict[str, Callable[[float], Rule]] = {
+        "grad_norm_spike": GradNormSpike,
+        "loss_plateau": LossPlateau,
+        "scale_drop": ScaleDrop,
+        "scale_rise": ScaleRise,
+        "saturated": Saturated,
+        "underflown": Underflown,
+        "kurtosis_power": Kurtosis,
+        "shadow_loss_gap": ShadowLossGap,
+        "shadow_cosine": ShadowCosine,
+        "expert_load": ExpertLoad,
+        "expert_entropy": ExpertEntropy,
+        "throughput_drop": ThroughputDrop,
+        "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
+        "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
+    }
+    thresholds = {name: getattr(config, name) for name in kinds}
+    return [kind(thresholds[name]) for name, kind in kinds.items() if thresholds[name] is not None]

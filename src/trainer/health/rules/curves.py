@@ -1,0 +1,159 @@
+"""Rules about curves: gradient norm, loss, and what the BF16 shadow says of them."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from trainer.health.alerts import Alert, Entry, History, Rule, number
+
+
+class GradNormSpike(Rule):
+    """Above `times` the median of the last lines, and far outside their spread."""
+
+    name = "grad_norm_spike"
+    LINES, FEWEST, DEVIATIONS = 100, 20, 6.0
+
+    def __init__(self, times: float):
+        self._times, self._norms = times, History(self.LINES)
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        norm = number(metrics, "optim/grad_norm")
+        if norm is None or norm <= 0:
+            return None
+        before = self._norms.before(step)
+        self._norms.add(step, norm)
+        if len(before) < self.FEWEST:
+            return None
+        middle = median(before)
+        spread = 1.4826 * median(abs(math.log(n / middle)) for n in before)
+        if norm <= self._times * middle or math.log(norm / middle) <= self.DEVIATIONS * spread:
+            return []
+        message = (
+            f"gradient norm {norm:.3g} is {norm / middle:.3g} times its median over the last {len(before)} lines; "
+            "one alone is clipped (optim.clip): if they come back, lower optim.lr, and look at the data of the step"
+        )
+        return [Alert(self.name, step, message, norm, self._times * middle)]
+
+
+class LossPlateau(Rule):
+    """Over the last `steps`, the loss's later half is not below its earlier half, and the gradient norm's is neither.
+
+    Not below: by no more than the standard error of the difference of the means. A loss that falls as a power of the
+    steps falls the slower the longer it has, and fluctuates from batch to batch far more: so the window is a quarter of
+    the run, where that is more than `steps`, and what is healthy stands out of the noise at any time.
+    """
+
+    name = "loss_plateau"
+    LINES, FEWEST, SHARE = 1000, 40, 0.25
+
+    def __init__(self, steps: float):
+        self._steps, self._losses, self._norms = steps, History(self.LINES), History(self.LINES)
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        loss, norm = number(metrics, "loss/lm"), number(metrics, "optim/grad_norm")
+        if loss is None or norm is None or norm <= 0:
+            return None
+        window = max(self._steps, self.SHARE * step)
+        if not self._is_due(step, window):
+            return None
+        self._losses.add(step, loss)
+        self._norms.add(step, math.log(norm))
+        steps = self._losses.steps
+        inside = sum(at >= step - window for at in steps)
+        if steps[0] > step - 0.98 * window or inside < self.FEWEST:
+            return None
+        loss_fell, loss_error = _fall(self._losses.values[-inside:])
+        norm_fell, norm_error = _fall(self._norms.values[-inside:])
+        if loss_fell > loss_error or norm_fell > norm_error:
+            return []
+        message = (
+            f"loss {loss:.4f} has not fallen in {window:.0f} steps (later half against earlier: {-loss_fell:+.4f}), "
+            f"nor has the gradient norm ({100 * math.expm1(-norm_fell):+.1f} %): learning has stopped. "
+            "Look at kurtosis and the BF16 shadow; then lower optim.lr, or end the run"
+        )
+        return [Alert(self.name, step, message, window, self._steps)]
+
+    def _is_due(self, step: int, window: float) -> bool:
+        """Whether to keep this line: there is room for a window and more, if they are spread over it."""
+        steps = self._losses.steps
+        return not steps or step <= steps[-1] or step - steps[-1] >= window / (0.8 * self.LINES)
+
+
+class _Shadow(Rule):
+    """At two shadows on end: one microbatch may be odd."""
+
+    def __init__(self, threshold: float):
+        self._threshold, self._past = threshold, History(2)
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        value = self._value(metrics)
+        if value is None:
+            return None
+        self._past.add(step, value)
+        if len(self._past) < 2 or not all(self._is_wrong(past) for past in self._past.values):
+            return []
+        return [self._alert(step, value, metrics, tensors)]
+
+    def _value(self, metrics: Entry) -> float | None:
+        raise NotImplementedError
+
+    def _is_wrong(self, value: float) -> bool:
+        raise NotImplementedError
+
+    def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
+        raise NotImplementedError
+
+
+class ShadowLossGap(_Shadow):
+    """The loss in FP8 is above BF16's by this share of it. Below is no harm."""
+
+    name = "shadow_loss_gap"
+
+    def _value(self, metrics: Entry) -> float | None:
+        gap, loss = number(metrics, "shadow/loss_gap"), number(metrics, "loss/lm")
+        return None if gap is None or loss is None or loss <= 0 else gap / loss
+
+    def _is_wrong(self, value: float) -> bool:
+        return value > self._threshold
+
+    def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
+        message = (
+            f"loss is {metrics['shadow/loss_gap']:.3g} nats above BF16's from the same weights, "
+            f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs something; "
+            "look at the casts' errors in tensors.jsonl, or go on in BF16 (+recipe=bf16 run.resume=auto)"
+        )
+        return Alert(self.name, step, message, value, self._threshold)
+
+
+class ShadowCosine(_Shadow):
+    """The gradient of some module points elsewhere than BF16's."""
+
+    name = "shadow_cosine"
+
+    def _value(self, metrics: Entry) -> float | None:
+        return number(metrics, "shadow/cosine_worst")
+
+    def _is_wrong(self, value: float) -> bool:
+        return value < self._threshold
+
+    def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
+        module = None
+        if tensors is not None and "shadow" in tensors:
+            cosines = {name: c for name, c in tensors["shadow"].get("cosine", {}).items() if c is not None}
+            module = min(cosines, key=lambda name: cosines[name], default=None)
+        message = (
+            f"cosine of the gradient of {module or 'a module'} to BF16's is {value:.3g} "
+            f"(health.alerts.{self.name}={self._threshold:g}): FP8 bends the way down; "
+            "keep that module in BF16 (precision.rules)"
+        )
+        return Alert(self.name, step, message, value, self._threshold, block=module)
+
+
+def _fall(values: Sequence[float]) -> tuple[float, float]:
+    """By how much the mean of the later half is below that of the earlier, and the standard error of that."""
+    half = len(values) // 2
+    early, late = np.array(values[:half]), np.array(values[half:])
+    error = math.sqrt(early.var(ddof=1) / len(early) + late.var(ddof=1) / len(late))
+    return float(early.mean() - late.mean()), error

@@ -1,0 +1,107 @@
+"""Rules about what a run takes: time and memory. They are of this process: another machine has another usual."""
+
+from itertools import pairwise
+from statistics import median
+
+from trainer.health.alerts import Alert, Entry, History, Rule, number
+
+
+class ThroughputDrop(Rule):
+    """Below `share` of the median of this process's lines so far, for three lines on end.
+
+    The first lines do not count: they compile. One slow line is no matter: a checkpoint, a neighbour.
+    """
+
+    name, of_process = "throughput_drop", True
+    LINES, FIRST, FEWEST, SLOW = 100, 2, 10, 3
+
+    def __init__(self, share: float):
+        self._share, self._rates, self._seen = share, History(self.LINES), 0
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        rate = number(metrics, "perf/tokens_per_second")
+        if rate is None:
+            return None
+        self._seen += 1
+        if self._seen <= self.FIRST:
+            return None
+        self._rates.add(step, rate)
+        past, last = self._rates.values[: -self.SLOW], self._rates.values[-self.SLOW :]
+        if len(past) < self.FEWEST:
+            return None
+        usual = median(past)
+        if max(last) >= self._share * usual:
+            return []
+        message = (
+            f"{rate:,.0f} tokens per second for {self.SLOW} lines, {100 * rate / usual:.0f} % of the usual "
+            f"{usual:,.0f}: look at the GPU's clocks and temperature, at what else runs on the machine, the network, "
+            "the disk of the data"
+        )
+        return [Alert(self.name, step, message, rate, self._share * usual)]
+
+
+class MemoryGrowth(Rule):
+    """Memory at the end of a step is `share` above what it was, and has crept there: it rose in each third of the time.
+
+    A buffer that is made once, for a first evaluation or a look inside, is one step up, and no leak.
+    """
+
+    name, of_process = "memory_growth", True
+    LINES, FIRST, FEWEST, LEAST_GIB = 256, 10, 24, 0.25
+
+    def __init__(self, share: float, card_gib: float | None = None):
+        self._share, self._card = share, card_gib
+        self._past: list[tuple[int, float]] = []
+        self._seen, self._every = 0, 1
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        held = number(metrics, "memory/allocated_gib")
+        if held is None:
+            return None
+        self._seen += 1
+        if self._seen <= self.FIRST:
+            return None
+        if self._seen % self._every:
+            return None
+        self._past = [(at, gib) for at, gib in self._past if at < step]
+        self._past.append((step, held))
+        if len(self._past) > self.LINES:  # evenly over the time of the process, however long
+            self._past, self._every = self._past[::2], 2 * self._every
+        if len(self._past) < self.FEWEST:
+            return None
+        quarter = len(self._past) // 4
+        levels = [median(gib for _, gib in self._past[i * quarter : (i + 1) * quarter]) for i in range(3)]
+        levels.append(median(gib for _, gib in self._past[-quarter:]))
+        grew = levels[-1] - levels[0]
+        creeps = all(b - a >= grew / 6 for a, b in pairwise(levels))
+        if grew < max(self._share * levels[0], self.LEAST_GIB) or not creeps:
+            return []
+        per_step = grew / max(step - self._past[0][0], 1) * 4 / 3  # between the middles of the outer quarters
+        left = f", full in about {(self._card - held) / per_step:,.0f} steps" if self._card is not None else ""
+        message = (
+            f"memory held between steps grew from {levels[0]:.2f} to {held:.2f} GiB in {step - self._past[0][0]} steps"
+            f"{left}: something keeps tensors; save and go on in a new process (run.resume=auto), "
+            "and look at a memory snapshot (profile.steps)"
+        )
+        return [Alert(self.name, step, message, held, levels[0] * (1 + self._share))]
+
+
+class MemoryFull(Rule):
+    """The peak comes near the size of the card: an allocation that finds no whole piece fails before that."""
+
+    name, of_process, lasting = "memory_full", True, True
+
+    def __init__(self, share: float, card_gib: float | None = None):
+        self._share, self._card = share, card_gib
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        peak = number(metrics, "memory/peak_gib")
+        if peak is None or self._card is None:
+            return None
+        if peak <= self._share * self._card:
+            return []
+        message = (
+            f"{peak:.1f} of the GPU's {self._card:.1f} GiB were in use at the peak: a larger allocation may fail; "
+            "lower trainer.microbatch_size, or set recompute=selective"
+        )
+        return [Alert(self.name, step, message, peak, self._share * self._card)]

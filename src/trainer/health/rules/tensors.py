@@ -1,0 +1,262 @@
+"""Rules about the inside: scales and casts of tensors in FP8, kurtosis of blocks, load of experts."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.health.alerts import Alert, Entry, History, Rule, number
+
+
+class _ScaleJump(Rule):
+    """A tensor's scale leaves, within `RECENT` lines, the range that it had in the lines before by a factor.
+
+    A range, and not a median: where delayed scaling forgets an outlier, the scale comes back to where it was.
+    """
+
+    LINES, RECENT, FEWEST = 50, 5, 20
+    falls: bool
+
+    def __init__(self, times: float):
+        self._times = times
+        self._past: list[tuple[int, np.ndarray]] = []
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        names, scales = _rows(tensors, "fp8", "scale")
+        if not names:
+            return None
+        amaxes = _rows(tensors, "fp8", "amax")[1] or [math.nan] * len(names)
+        # logarithms, mirrored for a rise, so that what is wrong is always far below the least
+        sign = 1.0 if self.falls else -1.0
+        now = np.array([sign * math.log2(scale) if scale > 0 else math.nan for scale in scales])
+        self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
+        self._past = [*self._past, (step, now)][-self.LINES - self.RECENT :]
+        before = self._past[: -self.RECENT]
+        if len(before) < self.FEWEST - self.RECENT:
+            return None
+        since = before[-1][0]
+        past = np.array([row for _, row in before])
+        known = np.isfinite(past).sum(0) >= self.FEWEST - self.RECENT
+        least = np.where(np.isfinite(past), past, np.inf).min(0)
+        fell = np.where(known & np.isfinite(now), least - now, -np.inf)
+        worst = [int(i) for i in np.argsort(-fell) if fell[i] > math.log2(self._times)]
+        return [self._alert(step, step - since, names[i], 2.0 ** fell[i], scales[i], amaxes[i]) for i in worst]
+
+    def _alert(self, step: int, steps: int, name: str, times: float, scale: float, amax: float) -> Alert:
+        how = self._words(name, times, steps, f"scale {scale:.3g}, amax {amax:.3g}")
+        return Alert(self.name, step, how, times, self._times, tensor=name)
+
+    def _words(self, name: str, times: float, steps: int, now: str) -> str:
+        raise NotImplementedError
+
+
+class ScaleDrop(_ScaleJump):
+    """The amax explodes."""
+
+    name, falls = "scale_drop", True
+
+    def _words(self, name: str, times: float, steps: int, now: str) -> str:
+        return (
+            f"scale of {name} fell {times:.3g}-fold in {steps} steps ({now}): NaN ahead; "
+            "lower optim.lr, or keep this tensor in BF16 (precision.rules)"
+        )
+
+
+class ScaleRise(_ScaleJump):
+    """The amax collapses."""
+
+    name, falls = "scale_rise", False
+
+    def _words(self, name: str, times: float, steps: int, now: str) -> str:
+        return (
+            f"scale of {name} rose {times:.3g}-fold in {steps} steps ({now}): its values collapse, underflow ahead; "
+            "look at its block's gradients, or keep this tensor in BF16 (precision.rules)"
+        )
+
+
+class _CastShare(Rule):
+    """A share of a tensor's elements that a cast loses, at looks inside."""
+
+    key: str
+    does: str
+    advice: str
+
+    def __init__(self, share: float):
+        self._share = share
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        names, shares = _rows(tensors, "fp8", self.key)
+        if not names:
+            worst = number(metrics, f"fp8/{self.key}_worst")
+            if worst is None:
+                return None
+            names, shares = [""], [worst]
+        found = [(share, name) for name, share in zip(names, shares, strict=True) if share > self._share]
+        return [self._alert(step, name, share) for share, name in sorted(found, reverse=True)]
+
+    def _alert(self, step: int, name: str, share: float) -> Alert:
+        which = f"of {name}" if name else "of a tensor in FP8"
+        message = (
+            f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.advice}, "
+            "or keep this tensor in BF16 (precision.rules)"
+        )
+        return Alert(self.name, step, message, share, self._share, tensor=name or None)
+
+
+class Saturated(_CastShare):
+    """Clipped at the format's largest value: the scale is behind the amax."""
+
+    name = key = "saturated"
+    does = "is clipped in its cast to FP8"
+    advice = "its amax grows faster than its scale follows: current scaling (+recipe=fp8_jit) knows it at once"
+
+
+class Underflown(_CastShare):
+    """Becomes zero: a few large values hold the scale down."""
+
+    name = key = "underflown"
+    does = "becomes zero in its cast to FP8"
+    advice = "a few large values hold its scale down: finer scales (+recipe=fp8_block) leave the others alone"
+
+
+class Kurtosis(Rule):
+    """FOG's signal (arXiv 2505.20524): kurtosis that grows faster than linearly over steps, long before the loss shows.
+
+    A power law log k = p log step + c is fitted by least squares to the last 8, 16, 32, ... looks, within the later
+    half of the run: the short fits see what has just begun, the long ones what is slow. Wrong: p is above the threshold
+    by three of its standard errors, k grew by half over the fit, and is far from that of a Gaussian, 3.
+    """
+
+    name = "kurtosis_power"
+    KINDS = ("kurtosis_qkv", "kurtosis_ffn", "kurtosis_block")
+    LOOKS, FEWEST, GREW, HIGH = 128, 8, 1.5, 6.0
+
+    def __init__(self, power: float):
+        self._power = power
+        self._past: list[tuple[int, list[float]]] = []
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        names, now = self._now(metrics, tensors)
+        if not names:
+            return None
+        self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
+        self._past.append((step, now))
+        if len(self._past) > self.LOOKS:  # every other one of the older half
+            half = self.LOOKS // 2
+            self._past = self._past[:half:2] + self._past[half:]
+        within = [(at, row) for at, row in self._past if at >= step / 2]
+        found: dict[int, tuple[float, float, int]] = {}
+        looks = self.FEWEST
+        while looks <= len(within):
+            steps, values = zip(*within[-looks:], strict=True)
+            for i, power, grew in self._grows(np.array(steps, float), np.array(values, float)):
+                found.setdefault(i, (power, grew, steps[0]))
+            looks *= 2
+        worst = sorted(found, key=lambda i: -now[i])
+        return [self._alert(step, names[i], now[i], *found[i]) for i in worst]
+
+    def _now(self, metrics: Entry, tensors: Entry | None) -> tuple[list[str], list[float]]:
+        """[kind of block] and their kurtosis; over all blocks, where they are not known one by one."""
+        names, values = [], []
+        for kind in self.KINDS:
+            blocks, row = _rows(tensors, "blocks", kind)
+            names += [f"{kind}|{block}" for block in blocks]
+            values += row
+        if names:
+            return names, values
+        worst = {kind: number(metrics, f"act/{kind}") for kind in self.KINDS}
+        if all(value is None for value in worst.values()):
+            return [], []
+        return [f"{kind}|" for kind in worst], [math.nan if v is None else v for v in worst.values()]
+
+    def _grows(self, steps: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, float, float]]:
+        """(column, power, growth) of the columns of values [looks, columns] that are wrong."""
+        values = np.where(values > 0, values, np.nan)
+        x = np.log(steps) - np.log(steps).mean()
+        y = np.log(values)
+        y = y - y.mean(0)
+        sxx = (x * x).sum()
+        power = x @ y / sxx
+        rest = y - x[:, None] * power
+        error = np.sqrt((rest * rest).sum(0) / (len(x) - 2) / sxx)
+        grew = np.exp(power * (x[-1] - x[0]))
+        wrong = (power - 3 * error > self._power) & (grew > self.GREW) & (np.median(values[-3:], 0) > self.HIGH)
+        for i in np.flatnonzero(wrong):  # a column with a NaN in it is not among them
+            yield int(i), float(power[i]), float(grew[i])
+
+    def _alert(self, step: int, name: str, now: float, power: float, grew: float, since: int) -> Alert:
+        kind, _, block = name.partition("|")
+        where = {
+            "kurtosis_qkv": "the QKV output",
+            "kurtosis_ffn": "the FFN's second linear's input",
+            "kurtosis_block": "the block output",
+        }[kind]
+        message = (
+            f"kurtosis of {where} of {block or 'a block'} is {now:.3g}: it grew {grew:.3g}-fold since step {since}, "
+            f"as step^{power:.2g}, faster than linearly: outliers are forming, and divergence follows; "
+            "lower optim.lr, or go on in BF16 from an earlier checkpoint (docs/health.md)"
+        )
+        return Alert(self.name, step, message, power, self._power, block=f"{block}:{kind}" if block else kind)
+
+
+class _Experts(Rule):
+    """Wrong for `LINES` lines on end, the first steps of a run apart: a router needs some to settle."""
+
+    LINES, SETTLED = 10, 100
+    key: str
+    row: str
+    above: bool
+
+    def __init__(self, threshold: float):
+        self._threshold, self._past = threshold, History(self.LINES)
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        value = number(metrics, self.key)
+        if value is None or step <= self.SETTLED:
+            return None
+        self._past.add(step, value)
+        bad = [v > self._threshold if self.above else v < self._threshold for v in self._past.values]
+        if len(bad) < self.LINES or not all(bad):
+            return []
+        names, values = _rows(tensors, "moe", self.row)
+        pick = max if self.above else min
+        known = [(v, name) for name, v in zip(names, values, strict=True) if not math.isnan(v)]
+        block = pick(known)[1] if known else None
+        where = f"of {block}" if block else "of the worst block"
+        message = (
+            f"{self._words(value, where)} for {step - self._past.steps[0]} steps "
+            f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; raise the router bias's speed "
+            "(model.router_bias_update_rate) or the balance loss (model.balance_loss_weight)"
+        )
+        return [Alert(self.name, step, message, value, self._threshold, block=block)]
+
+    def _words(self, value: float, where: str) -> str:
+        raise NotImplementedError
+
+
+class ExpertLoad(_Experts):
+    """One expert gets most tokens."""
+
+    name, key, row, above = "expert_load", "moe/load_max_over_mean_worst", "load_max_over_mean", True
+
+    def _words(self, value: float, where: str) -> str:
+        return f"the fullest expert {where} gets {value:.3g} times the mean,"
+
+
+class ExpertEntropy(_Experts):
+    """Many experts get next to nothing."""
+
+    name, key, row, above = "expert_entropy", "moe/entropy_worst", "entropy", False
+
+    def _words(self, value: float, where: str) -> str:
+        return f"entropy of the experts' load {where} is {value:.3g} of an even one's"
+
+
+def _rows(tensors: Entry | None, group: str, key: str) -> tuple[list[str], list[float]]:
+    """Names and values of one statistic in an entry of tensors.jsonl, None as NaN; two empty lists if it has none."""
+    if tensors is None or not isinstance(tensors.get(group), dict):
+        return [], []
+    names, values = tensors.get("names", {}).get(group), tensors[group].get(key)
+    if not names or values is None or len(names) != len(values):
+        return [], []
+    return list(names), [math.nan if value is None else float(value) for value in values]
