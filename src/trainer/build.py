@@ -142,6 +142,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             lambda meta, path: _check_same(meta, _identity(config), path),
         )
         on_error.callback(run.close)
+        run.keep(data.tokenizer_path)
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps, rank=world.rank))
         world.crew.on_end.append(sinks.ended)

@@ -2,6 +2,7 @@
 
     runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
                 precision_plan.txt  backends.json                what computes in which format, and which backend serves
+                tokenizer.json                                   what the tokens mean
                 metrics.jsonl  events.jsonl  logs/rank0.log  checkpoints/            what came of it
 
 | `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
@@ -165,6 +166,12 @@ class RunDir:
     def is_new(self) -> bool:
         """Whether the run starts at step 0."""
         return self.resumed_from is None
+
+    def keep(self, path: Path) -> None:
+        """Copy a file that the run needs into its folder, under its own name. Only rank 0 does."""
+        target = self.path / path.name
+        if self._lock is not None and (not target.is_file() or target.read_bytes() != path.read_bytes()):
+            _replace(target, path.read_bytes())
 
     def close(self) -> None:
         """Release the folder for other processes."""
