@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from precision.rates import load_rates
 
@@ -117,10 +119,17 @@ def test_linear_of_a_model(tmp_path: Path) -> None:
         ("step", ["model.num_layers=2"], "no recipe to measure; name one: fp8_delayed"),
     ],
 )
-def test_mistakes_are_one_line(name: str, arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = bench(name, tmp_path, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("octet: error: ") and message in done.stderr and done.stderr.count("\n") == 1
+def test_mistakes_are_one_line(
+    name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("octet: error: ") and message in said and said.count("\n") == 1
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -243,5 +252,5 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 def test_scaling_says_what_a_run_refused(tmp_path: Path) -> None:
-    done = bench("scaling", tmp_path, "--gpus", "2", "parallel=fsdp", "model.heads=3")
+    done = bench("scaling", tmp_path, "--gpus", "1", "parallel=fsdp", "model.heads=3")
     assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr
