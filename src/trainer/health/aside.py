@@ -67,11 +67,12 @@ def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient | No
     ]
     try:
         losses = engine.model(tokens.to(engine.device))
-        (losses.total * (len(tokens) / batch)).backward()
+        total = losses.total if engine.injector is None else engine.injector.loss(losses.total)
+        (total * (len(tokens) / batch)).backward()
     finally:
         for hook in hooks:
             hook.remove()
-    return losses.detached(losses.total)
+    return losses.detached(total)
 
 
 def look(engine: Engine, tokens: Tensor) -> None:
