@@ -18,11 +18,12 @@ import torch
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
-from trainer.checkpoint import Checkpointer, read, saved_shapes
+from trainer.checkpoint import Checkpointer, checkpoint_name, read, saved_shapes
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
+from trainer.health.power import PowerMeter, find_gpus
 from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.optim import Optimizer
@@ -34,6 +35,7 @@ from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.evidence import EvidenceKeeper
+from trainer.recovery.ladder import Ladder, Rewind
 from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
 from trainer.sinks import Sinks
 
@@ -83,6 +85,8 @@ class Parts:
     sinks: Sinks
     profiler: Profiler
     diagnosis: Diagnosis
+    ladder: Ladder
+    power: PowerMeter
 
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
@@ -90,6 +94,7 @@ class Parts:
             last.callback(self.run.close)
             last.callback(self.sinks.close, error)
             last.callback(self.checkpointer.close)
+            last.callback(self.power.close)
             self.profiler.close()
 
     def state(self) -> dict:
@@ -98,6 +103,7 @@ class Parts:
         return {
             **self.engine.state(),
             "loader": self.loader.state_dict(),
+            "ladder": self.ladder.state_dict(),
             "sinks": self.sinks.state_dict(),
             "rng": {"cpu": torch.get_rng_state()},
         }
@@ -109,22 +115,60 @@ class Parts:
 
     def restore(self, path: Path) -> None:
         """Take over a checkpoint of this run, which `RunDir` has verified: each rank reads its own part."""
-        state, meta = read(path, self.engine.in_place(), verified=True)
-        fresh = self.engine.load_state(state)
-        self.loader.load_state_dict(state["loader"])
+        rewinds = self.world.on_first(self.ladder.read)
+        state, meta, fresh = self._take_over(path)
+        self.ladder.load_state_dict(state.get("ladder", {"row": []}), rewinds)
+        self._heed()
         self.sinks.load_state_dict(state["sinks"])
-        torch.set_rng_state(state["rng"]["cpu"])
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
         self.sinks.event("resume", self.run.first_step, message)
 
+    def rewind(self, step: int) -> int:
+        """Too many steps in a row were dropped, up to `step`: go back to a checkpoint, in place, and leave out what
+        they read. Returns the checkpoint's step; TrainingStopped if that does not help. A collective."""
+        self.checkpointer.settle()
+        committed = int(self.engine.guard.committed)
+
+        def first() -> Rewind | str:
+            choice = self.ladder.choose(committed, self.checkpointer.folder, self.sinks.event)
+            if isinstance(choice, Rewind):
+                self.ladder.write(choice, self.sinks.event)
+            return choice
+
+        choice = self.world.on_first(first, f"rewind{len(self.ladder.rewinds)}")
+        message = self.ladder.take(choice, step, self.sinks.event)
+        assert isinstance(choice, Rewind)
+        self._take_over(self.checkpointer.folder / checkpoint_name(choice.to))
+        self._heed()
+        self.sinks.rewind(choice.to)
+        self.checkpointer.go_back(choice.to)
+        what = {key: value for key, value in asdict(choice).items() if key != "step"}
+        self.sinks.event("rollback", step, message, **what)
+        return choice.to
+
+    def _take_over(self, path: Path) -> tuple[dict, dict, list[str]]:
+        """The state of training from a whole checkpoint. Returns state and meta as `read` does, and the arena rows that
+        begin without a history."""
+        state, meta = read(path, self.engine.in_place(), verified=True)
+        fresh = self.engine.load_state(state)
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        return state, meta, fresh
+
+    def _heed(self) -> None:
+        """What the rewinds so far leave out and lower holds for the state taken over, too."""
+        self.loader.leave_out(self.ladder.left_out)
+        self.engine.optimizer.schedule.lower(*self.ladder.lowered)
+
 
 def build(config: Config, overrides: list[str], world: World) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
     saved = world.on_first(lambda: saved_backends(check_place(config.run)))
     t, notes = config.trainer, []
+    gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None:
         _init_from(engine, Path(config.run.init_from), notes)
@@ -151,7 +195,9 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         diagnosis = Diagnosis(
             engine.guard, engine.arena, engine.evidence, world, loader, data.tokenizer_path, t.microbatch_size
         )
-        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis)
+        ladder = Ladder(config.recovery, run.path, t.global_batch_size)
+        power = PowerMeter(gpus, config.health.power, world, sinks.event)
+        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis, ladder, power)
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
         if config.checkpoint.every:

@@ -7,6 +7,7 @@
     3  the verdict, the same on all ranks: are losses, gradients and every amax of the step finite?
     4  masters, moments, learning rate, router biases and amax histories commit or drop together, on the device
     5  at intervals: metrics, evaluation, a checkpoint
+    6  too many dropped steps in a row: back to a checkpoint, and over the data that they read
 
 `step` counts attempts: it names checkpoints and drives cadence and `max_steps`. `guard.committed` counts the steps that
 changed something and drives the learning rate. The data moves on in either case.
@@ -34,6 +35,7 @@ from trainer.parallel.mesh import resolve
 from trainer.parallel.totals import added_up, averaged, in_groups, largest, share_of
 from trainer.preflight import reduces_each_microbatch
 from trainer.recovery import TrainingStopped, Verdict
+from trainer.recovery.ladder import Dropped
 from trainer.signals import StopSignals
 
 LOSSES = ("total", "lm", "mtp", "balance")
@@ -71,6 +73,7 @@ class Trainer:
         config, parts, error = self.config, self.parts, None
         validation_loss, max_steps = None, config.trainer.max_steps
         try:
+            parts.power.start(self.step, lambda: self._throughput.is_paused)
             with StopSignals(parts.world) as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
@@ -82,11 +85,17 @@ class Trainer:
                     last = self.step == max_steps or stop.received is not None
                     if last or self.step == 1 or self.step % config.logging.every == 0:
                         self._log()
+                    saves = last or _due(self.step, config.checkpoint.every)
                     with self._throughput.paused():
                         parts.profiler.end(self.step)
+                        if saves:
+                            self._review()
+                        if parts.ladder.exhausted:
+                            self.step = parts.rewind(self.step)
+                            continue
                         if self.step == max_steps or _due(self.step, config.eval.every):
                             validation_loss = self.evaluate(whole=self.step == max_steps)
-                        if last or _due(self.step, config.checkpoint.every):
+                        if last or (saves and not parts.ladder.row):  # in a row nothing has changed
                             parts.save(self.step)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
@@ -136,26 +145,35 @@ class Trainer:
         return loss
 
     def _review(self) -> None:
-        """Read the verdicts of the steps since the last review; report dropped ones, stop if there are too many in a
-        row."""
+        """Read the verdicts of the steps since the last review; report dropped ones, and tell the ladder."""
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        if dropped:
-            told = self.parts.diagnosis.tell(dropped)
-            for (verdict, _), bad in zip(dropped, told, strict=True):
+        told = iter(self.parts.diagnosis.tell(dropped) if dropped else [])
+        for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
+            if not is_bad:
+                self.parts.ladder.note(None)
+                continue
+            bad, spike = next(told), self.parts.engine.guard.spike(verdict)
+            self.parts.ladder.note(Dropped(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
+            if spike is None:
                 self.parts.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
-            self.parts.engine.guard.check_progress(self.step, told[-1].place)
+            else:
+                line = "; ".join([spike.line, *bad.details])
+                self.parts.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
 
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
         p, e = self.parts, self.parts.engine
         device = {**self._metrics, "optim/param_norm": e.optimizer.parameter_norm(), **fp8_metrics(e.arena)}
-        values = copy_scalars(device | {"recovery/skipped_steps": e.guard.skipped})
-        values["recovery/skipped_steps"] = int(values["recovery/skipped_steps"])
+        dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
+        values = copy_scalars(device | dropped)
+        values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(p.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
-        p.sinks.metrics(tokens | values | self._throughput.read() | {"memory/peak_gib": peak_memory_gib(e.device)})
+        rates = self._throughput.read()
+        rates |= p.power.read(self.step, *self._throughput.latest)
+        p.sinks.metrics(tokens | values | rates | {"memory/peak_gib": peak_memory_gib(e.device)})
 
     def _out_of_memory(self) -> TrainingStopped:
         """What to say when a GPU is full: what fills it, against the forecast."""

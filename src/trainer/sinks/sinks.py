@@ -2,6 +2,7 @@
 
                    metrics.jsonl   events.jsonl   console   logs/rank0.log   W&B, TensorBoard
 metrics(values)          x                           x             x                x
+tensors(entry)      and nothing else: tensors.jsonl
 event(kind, ...)                        x            x             x
 progress(step)                                       x
 summary(...)                                         x             x
@@ -22,14 +23,14 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
-from trainer.rundir import CONFIG, EVENTS, METRICS, RunDir
+from trainer.rundir import CONFIG, EVENTS, METRICS, TENSORS, RunDir
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
 from trainer.sinks.trackers import TensorboardTracker, WandbTracker
 from trainer.watch import News
 
-_EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan"}
+_EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
 _ALARM = "yellow"
 
 
@@ -70,6 +71,7 @@ class Sinks:
         log = run.path / "logs" / f"rank{rank}.log"
         self._log = LogFile(log, lambda text: self._screen.line(Text(text, _ALARM)))
         self._metrics: JsonLines | None = None
+        self._tensors: JsonLines | None = None
         self._events: JsonLines | None = None
         self._wandb_id: str | None = None
         self._wandb: WandbTracker | None = None
@@ -77,6 +79,7 @@ class Sinks:
         if rank != 0:
             return
         self._metrics = JsonLines(run.path / METRICS, self._warn)
+        self._tensors = JsonLines(run.path / TENSORS, self._warn)
         self._events = JsonLines(run.path / EVENTS, self._warn)
         if logging.wandb.enabled:
             config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
@@ -98,6 +101,12 @@ class Sinks:
         for tracker in (self._wandb, self._tensorboard):
             if tracker is not None:
                 tracker.metrics(values)
+
+    def tensors(self, entry: Mapping[str, Any]) -> None:
+        """Write details by tensor and block: see `trainer.health.health`. JSON; NaN and infinities inside are null
+        already."""
+        if self._tensors is not None:
+            self._tensors.write(entry)
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
         """Record that something happened; `what` (JSON) names it further: module, value, path. Any thread may call."""
@@ -124,6 +133,15 @@ class Sinks:
         events.close()
         self._log.write(news.message)
         self._screen.close()
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step` again: metrics that are later belong to a course of events that will not be."""
+        for file in (self._metrics, self._tensors):
+            if file is not None:
+                file.trim(step)
+        if self._tensorboard is not None:
+            self._tensorboard.rewind(step)
+        self._screen.progress(step)
 
     def progress(self, step: int) -> None:
         """`step` is done. Costs microseconds: call it every step."""
@@ -165,7 +183,7 @@ class Sinks:
             self._wandb.close(failed=error is not None)
         if self._tensorboard is not None:
             self._tensorboard.close()
-        for file in (self._metrics, self._events, self._log):
+        for file in (self._metrics, self._tensors, self._events, self._log):
             if file is not None:
                 file.close()
 
