@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from precision.kernels.adamw import FusedAdamW
 
 # What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
+_AT_ONCE = 1 << 24  # numbers
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -45,6 +46,11 @@ class LearningRate:
         self._config = config
         self._start = max(config.warmup_steps, max_steps - round(config.decay_fraction * max_steps))
         self._length = max(max_steps - self._start, 1)
+        self._lowered = (1.0, 0)
+
+    def lower(self, factor: float, until: int) -> None:
+        """Multiply it by `factor` until so many steps are committed; instead of what was said before."""
+        self._lowered = factor, until
 
     def at(self, committed: Tensor) -> Tensor:
         """Learning rate of the step after `committed` (0-d, any device): 0-d FP32 on the same device."""
@@ -54,7 +60,8 @@ class LearningRate:
         fallen = ((step - self._start + 1) / self._length).clamp(0.0, 1.0)
         if c.schedule is Schedule.cosine:
             fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
-        return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio))
+        factor, until = self._lowered
+        return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio)) * torch.where(committed < until, factor, 1.0)
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -124,6 +131,31 @@ class Optimizer:
     def parameter_norm(self) -> Tensor:
         """L2 norm of all master weights, 0-d FP32."""
         return self._of_all_parts(torch.stack(foreach_norm(list(self._parts.values()))).detach()).norm()
+
+    @torch.no_grad()
+    def update_norm(self, ok: Tensor) -> Tensor:
+        """L2 norm of what the last step added to the master weights, 0-d FP64; 0 unless it was `ok` (0-d bool).
+
+        Before the next one. From the moments: -lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr decay p; p, which
+        is updated by now, is solved for. A piece of a parameter at a time.
+        """
+        squares = []
+        for group in self._adamw.param_groups:
+            (b1, b2), decay, eps = group["betas"], group["weight_decay"], group["eps"]
+            for p in group["params"]:
+                state, total = self._adamw.state[p], self._copies.new_zeros(())
+                step = state["step"].to(total.device).double()
+                first, second = 1 - b1**step, 1 - b2**step
+                pieces = (t.detach().view(-1).split(_AT_ONCE) for t in (p, state["exp_avg"], state["exp_avg_sq"]))
+                for now, m, v in zip(*pieces, strict=True):
+                    change = (m.float() / first).div_((v.float() / second).sqrt_().add_(eps))
+                    if decay:  # with p the weight before: now = (1 - lr decay) p - lr change
+                        change.add_((now + self._lr * change).div_(1 - self._lr * decay), alpha=decay)
+                    total += torch.linalg.vector_norm(change).double().square()
+                squares.append((id(p), torch.where(step > 0, total, 0.0)))
+        of = dict(squares)
+        norms = torch.stack([of[id(p)] for p in self._parts.values()]).sqrt()
+        return self._of_all_parts(norms).norm() * self._lr * ok
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
         """Norms of this rank's parts [P] -> norms of the whole."""

@@ -3,7 +3,9 @@
     runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
                 precision_plan.txt  backends.json                what computes in which format, and which backend serves
                 tokenizer.json                                   what the tokens mean
-                metrics.jsonl  events.jsonl  logs/rank0.log  checkpoints/            what came of it
+                metrics.jsonl  tensors.jsonl  events.jsonl  logs/rank0.log           what came of it
+                checkpoints/
+                recovery.json                                                        rewinds, if there were any
 
 | `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
 | ----------------- | ----------------- | ---------------------------------- | ---------------------------- |
@@ -58,7 +60,9 @@ Check = Callable[[dict[str, Any], Path], None]
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+TENSORS = "tensors.jsonl"
 EVENTS = "events.jsonl"
+RECOVERY = "recovery.json"
 CHECKPOINTS = "checkpoints"
 BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
@@ -171,7 +175,7 @@ class RunDir:
         """Copy a file that the run needs into its folder, under its own name. Only rank 0 does."""
         target = self.path / path.name
         if self._lock is not None and (not target.is_file() or target.read_bytes() != path.read_bytes()):
-            _replace(target, path.read_bytes())
+            replace_file(target, path.read_bytes())
 
     def close(self) -> None:
         """Release the folder for other processes."""
@@ -199,10 +203,10 @@ class RunDir:
     def _start(self, texts: Mapping[str, str]) -> None:
         if any((self.path / name).exists() for name in (METRICS, EVENTS)):
             self._note("resume", 0, f"{self.path} was stopped before its first checkpoint: starting again")
-        for name in (METRICS, EVENTS):
+        for name in (METRICS, TENSORS, EVENTS, RECOVERY):
             (self.path / name).unlink(missing_ok=True)
         for name, text in texts.items():
-            _replace(self.path / name, text.encode())
+            replace_file(self.path / name, text.encode())
 
     def _go_on(self, texts: Mapping[str, str]) -> None:
         step = self.first_step
@@ -210,15 +214,16 @@ class RunDir:
         if aside:
             names = ", ".join(path.name for path in aside)
             self._note("checkpoint", step, f"set aside, because the run goes on from step {step}: {names}")
-        dropped = _trim(self.path / METRICS, step)
-        _trim(self.path / EVENTS, None)
+        dropped = trim(self.path / METRICS, step)
+        trim(self.path / TENSORS, step)
+        trim(self.path / EVENTS, None)
         if dropped:
             self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
         for name, text in texts.items():
             path = self.path / name
             if path.exists() and path.read_text() != text:
                 path.rename(_unused(path.with_stem(f"{path.stem}.before_step_{step:08d}")))
-            _replace(path, text.encode())
+            replace_file(path, text.encode())
 
 
 def check_place(run: "RunConfig") -> Path | None:
@@ -372,14 +377,14 @@ def _try_lock(file: TextIO) -> bool:
     return True
 
 
-def _trim(path: Path, last_step: int | None) -> int:
+def trim(path: Path, last_step: int | None) -> int:
     """Drop the lines of a JSON-lines file that are later than `last_step`, or not whole. Returns how many; atomic."""
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _belongs(line, last_step)]
     if len(kept) < len(lines):
-        _replace(path, b"".join(kept))
+        replace_file(path, b"".join(kept))
     return len(lines) - len(kept)
 
 
@@ -391,7 +396,7 @@ def _belongs(line: bytes, last_step: int | None) -> bool:
     return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that there is the old one or the new one at any moment."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:

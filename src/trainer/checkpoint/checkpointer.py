@@ -40,6 +40,7 @@ from trainer.checkpoint.folder import (
     delete_leftovers,
     delete_superseded,
     newest_checkpoint,
+    set_aside_after,
 )
 from trainer.checkpoint.manifest import FileDigest, seal, sync_folder, write_file
 from trainer.checkpoint.part import Part, PartSavePlanner
@@ -137,6 +138,17 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more, whatever came of it."""
+        if self._pending is not None:
+            self._pending.exception()
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from the checkpoint of `step`: later ones are taken out of use, and may be saved again."""
+        self._last = step
+        if self._is_first:
+            set_aside_after(self.folder, step)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that verifies; damaged ones are named through `on_event` and passed over."""

@@ -48,9 +48,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def newest_checkpoint(folder: Path, on_event: OnEvent) -> Path | None:
-    """The newest checkpoint that verifies. Damaged ones are reported through `on_event` and passed over."""
+def newest_checkpoint(folder: Path, on_event: OnEvent, before: int | None = None) -> Path | None:
+    """The newest checkpoint that verifies, of a step below `before` if given. Damaged ones are reported through
+    `on_event` and passed over."""
     for path in reversed(list_checkpoints(folder)):
+        if before is not None and (checkpoint_step(path) or 0) >= before:
+            continue
         try:
             verify(path)
         except DamagedCheckpoint as damage:

@@ -6,11 +6,14 @@ the end, never is). The cursor counts windows since the start of the run. Window
 of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window
 stands there. Nothing depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
+
+Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +43,7 @@ class Loader:
         self.seed = seed
         self.num_windows = num_windows
         self.cursor = 0
+        self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order, apart from each other
         self.served = np.arange(0)
         """Numbers, in the run's stream, of the windows that `next` gave last."""
 
@@ -56,9 +60,24 @@ class Loader:
                 "make it a multiple of them"
             )
         rows = self.batch_size // world_size
-        self.served = number = self.cursor + rank * rows + np.arange(rows)
-        self.cursor += self.batch_size
+        numbers = self._following()
+        self.cursor = int(numbers[-1]) + 1
+        self.served = number = numbers[rank * rows : (rank + 1) * rows]
         return torch.from_numpy(self.bins.gather(self.windows_at(number), self.sequence_length))
+
+    def _following(self) -> np.ndarray:
+        """Numbers, in the run's stream, of the windows of the next batch [B]."""
+        pieces, start, missing = [], self.cursor, self.batch_size
+        for begin, end in [*self._left_out, [1 << 62, 1 << 62]]:
+            count = min(max(begin - start, 0), missing)
+            pieces.append(np.arange(start, start + count))
+            start, missing = max(start, end), missing - count
+        return np.concatenate(pieces)
+
+    def leave_out(self, ranges: list[list[int]]) -> None:
+        """Never read the windows with these numbers in the run's stream, [begin, end) each, nor those of earlier
+        calls."""
+        self._left_out = put_together([*self._left_out, *ranges])
 
     def windows_at(self, number: np.ndarray) -> np.ndarray:
         """Numbers of windows in the run's stream [B] -> which windows of the bins they are [B]; window w are the tokens
@@ -66,11 +85,11 @@ class Loader:
         epoch, index = np.divmod(number, self.num_windows)
         return permute(index, epoch, self.num_windows, self.seed)
 
-    def state_dict(self) -> dict[str, int | str]:
-        """The cursor, and what it counts in."""
-        return {"cursor": self.cursor} | self._units()
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, what it counts in, and what is left out."""
+        return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units()
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved cursor. ValueError if it counts the windows of other data or another order of them."""
         names = ("trainer.sequence_length", "trainer.seed", f"contents of {self.bins.path}")
         for name, (key, now) in zip(names, self._units().items(), strict=True):
@@ -80,9 +99,22 @@ class Loader:
                     "set it back, or start a new run from its weights with run.init_from"
                 )
         self.cursor = int(state["cursor"])
+        self._left_out = []
+        self.leave_out(state.get("left_out", []))
 
     def _units(self) -> dict[str, int | str]:
         return {"sequence_length": self.sequence_length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
+
+
+def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
+    """[begin, end) ranges, sorted, those that overlap or touch as one."""
+    out: list[list[int]] = []
+    for begin, end in sorted(ranges):
+        if out and begin <= out[-1][1]:
+            out[-1][1] = max(out[-1][1], end)
+        else:
+            out.append([begin, end])
+    return out
 
 
 def validation_batches(

@@ -1,23 +1,31 @@
-"""Commit or drop: a step whose loss, gradients or amaxes are not finite changes nothing.
+"""Commit or drop: a step whose loss, gradients or amaxes are not finite, or whose loss or gradient norm is a spike,
+changes nothing.
 
 `ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (The amaxes have to be in it:
 a saturating cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.)
 Whatever a step changes is selected by that flag: masters, moments and step counts (`found_inf`), amax histories, router
-biases, the count of committed steps. A multiplication by 0 or 1 would not do: 0 * NaN is NaN.
+biases, the count of committed steps. A multiplication by 0 or 1 would not do: 0 * NaN is NaN. With
+`recovery.spikes.enabled` a finite step whose numbers jump up (`trainer.recovery.spikes`) is not ok either.
 
 Where it went bad first is found on the device too, as an index into one list in the order of a step: forward rows of
-the arena, the loss, backward rows from the last to the first, gradients by parameter. So a good step costs no
-synchronisation; the host reads flag and index when it likes.
+the arena, the loss, backward rows from the last to the first, gradients by parameter; spikes last. So a good step
+costs no synchronisation; the host reads flag and index when it likes. All ranks come to the same verdict: losses, norms
+and amaxes are of all of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from precision import ScalingArena
+from trainer.recovery.config import RecoveryConfig
+from trainer.recovery.spikes import Reading, SpikeWatch
 
 GRAD_SUFFIX = ":grad"
+COUNTERS = ("committed", "skipped", "spiked")
 
 
 class TrainingStopped(RuntimeError):
@@ -31,20 +39,32 @@ class TrainingStopped(RuntimeError):
 @dataclass
 class Verdict:
     """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
-    `StepGuard.places`)."""
+    `StepGuard.places`).
+
+    spike: 0-d bool, it is finite and dropped all the same; reading: what says so, None unless spikes are watched.
+    """
 
     step: int
     ok: Tensor
     place: Tensor
+    spike: Tensor
+    reading: Reading | None = None
+
+
+class Spike(NamedTuple):
+    """A step that was dropped as a spike. line: in words; what: the fields of its event."""
+
+    line: str
+    what: dict[str, Any]
 
 
 class StepGuard:
-    """Decides whether a step counts, counts those that did not, and stops a run that makes no progress.
+    """Decides whether a step counts, and counts those that did not.
 
-    committed, skipped, consecutive: 0-d int64 tensors on the device.
+    committed, skipped (dropped for any reason), spiked (dropped as spikes): 0-d int64 tensors on the device.
     """
 
-    def __init__(self, arena: ScalingArena, parameter_names: list[str], max_consecutive_skips: int):
+    def __init__(self, arena: ScalingArena, parameter_names: list[str], config: RecoveryConfig):
         self._arena = arena
         device = arena.amax.device
         forward = [i for i, name in enumerate(arena.names) if not name.endswith(GRAD_SUFFIX)]
@@ -56,16 +76,19 @@ class StepGuard:
             "loss (forward)",
             *(f"{arena.names[i].removesuffix(GRAD_SUFFIX)} (backward)" for i in backward),
             *(f"{name.removesuffix('.weight')} (weight gradient)" for name in parameter_names),
+            "loss (spike)",
+            "gradient norm (spike)",
         ]
-        self._max_consecutive = max_consecutive_skips
-        self.committed, self.skipped, self.consecutive = (
-            torch.zeros((), dtype=torch.long, device=device) for _ in range(3)
-        )
+        self.committed, self.skipped, self.spiked = (torch.zeros((), dtype=torch.long, device=device) for _ in range(3))
+        self._spikes = SpikeWatch(config.spikes, device) if config.spikes.enabled else None
 
     def judge(self, step: int, losses: Tensor, grad_norms: Tensor) -> Verdict:
-        """losses [n], grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step -> the verdict."""
-        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms)])
-        return Verdict(step, ~bad.any(), bad.int().argmax())
+        """losses [n], the total first, grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step ->
+        the verdict."""
+        reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
+        spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
+        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), ~spiked])
+        return Verdict(step, ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any(), reading)
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
         """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
@@ -78,28 +101,37 @@ class StepGuard:
         finite = torch.isfinite(amax)
         return [finite[self._forward], torch.isfinite(losses).all()[None], finite[self._backward]]
 
+    def spike(self, verdict: Verdict) -> Spike | None:
+        """What to say of a step that was dropped as a spike; None: it was dropped for something else. Synchronises."""
+        if verdict.reading is None or not bool(verdict.spike):
+            return None
+        values, limits, spiked = (tensor.tolist() for tensor in verdict.reading)
+        above = [
+            (name, value, limit)
+            for name, value, limit, is_spike in zip(("loss", "gradient norm"), values, limits, spiked, strict=True)
+            if is_spike
+        ]
+        told = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
+        name, value, limit = above[0]
+        what = {"module": name, "value": value, "threshold": limit}
+        return Spike(f"step {verdict.step} is a spike: {told}; nothing of it was kept", what)
+
     def count(self, verdict: Verdict) -> None:
-        """Add the step to the counters."""
+        """Add the step to the counters, and to what is usual."""
         self.committed += verdict.ok
         self.skipped += ~verdict.ok
-        self.consecutive.copy_(torch.where(verdict.ok, 0, self.consecutive + 1))
+        self.spiked += verdict.spike
+        if self._spikes is not None and verdict.reading is not None:
+            self._spikes.commit(verdict.reading, verdict.ok)
 
-    def check_progress(self, step: int, last_place: str | None) -> None:
-        """TrainingStopped if more steps in a row were dropped than allowed. Synchronises."""
-        consecutive = int(self.consecutive)
-        if consecutive > self._max_consecutive:
-            raise TrainingStopped(
-                f"{consecutive} {'step' if consecutive == 1 else 'steps'} in a row not finite, up to step {step} "
-                f"(recovery.max_consecutive_skips={self._max_consecutive}); the last one first at {last_place or '?'}. "
-                "Look at events.jsonl for where each began; then try a lower optim.lr, "
-                "recipe=bf16 on resume, or precision.rules for that module"
-            )
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and what is usual, for the checkpoint."""
+        counters = {key: int(getattr(self, key)) for key in COUNTERS}
+        return {**counters, "spikes": None if self._spikes is None else self._spikes.state_dict()}
 
-    def state_dict(self) -> dict[str, int]:
-        """Counters for the checkpoint."""
-        return {k: int(getattr(self, k)) for k in ("committed", "skipped", "consecutive")}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the counters."""
-        for key in ("committed", "skipped", "consecutive"):
-            getattr(self, key).fill_(state[key])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them. A run that did not watch for spikes begins to from nothing."""
+        for key in COUNTERS:
+            getattr(self, key).fill_(state.get(key, 0))
+        if self._spikes is not None and state.get("spikes") is not None:
+            self._spikes.load_state_dict(state["spikes"])

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.rundir import trim
+
 
 class JsonLines:
     """Appends objects to `path`, one a line. Any thread may write.
@@ -42,6 +44,19 @@ class JsonLines:
             tell, self._warned = not self._warned, True
         if tell:
             self._warn(f"{self._path} cannot be written ({reason}); lines are being lost")
+
+    def trim(self, last_step: int) -> None:
+        """Drop the lines that are later than `last_step`; as `write`, not raised if it fails."""
+        with self._lock:
+            self._file.close()
+            try:
+                trim(self._path, last_step)
+                reason = ""
+            except OSError as error:
+                reason = error.strerror or str(error)
+            self._file = self._path.open("ab", buffering=0)
+        if reason:
+            self._warn(f"{self._path} cannot be written ({reason}); lines later than step {last_step} stay in it")
 
     def close(self) -> None:
         """Close the file."""

@@ -1,7 +1,9 @@
 """Experiment trackers: Weights & Biases and TensorBoard. Both are optional and neither may hold up training.
 
 Both take numbers only, and both are resumed: W&B under the same run id, TensorBoard by purging the steps that will be
-run again.
+run again. W&B's history only grows: steps that are run again, after a resume or a rewind, stand there twice. So `step`
+is a metric like others and the axis of all of them (W&B would refuse its own step going back), and `recovery/rewinds`
+tells the lines of one course from those of the next.
 """
 
 import importlib.util
@@ -137,6 +139,7 @@ class TensorboardTracker:
 
         self._warn = warn
         self._failed = False
+        self._folder, self._open = folder, SummaryWriter
         self._writer = SummaryWriter(folder, purge_step=first_step + 1)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -144,6 +147,12 @@ class TensorboardTracker:
         for key, value in values.items():
             if key != "step":
                 self._guarded(self._writer.add_scalar, key, value, values["step"])
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`: purge what is later."""
+        self._guarded(self._writer.close)
+        if not self._failed:
+            self._writer = self._open(self._folder, purge_step=step + 1)
 
     def close(self) -> None:
         """Write what is buffered and close."""
