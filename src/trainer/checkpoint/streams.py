@@ -1,0 +1,158 @@
+"""Tensors read a few rows at a time, from a checkpoint or a Hugging Face folder: a model larger than memory passes.
+
+A file is mapped into memory, the rows are copied out, and the mapping is given up again: what a process holds of a
+model of any size is the rows at hand. (A mapping kept open would count as the process's memory, page by page, until it
+holds the file.)
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.checkpoint.storage import INDEX
+
+STEP_BYTES = 1 << 26
+"""Bytes of FP32 rows that are worked on at a time."""
+TILE = 128
+"""Steps are multiples of so many rows: of the blocks that FP8 weights are scaled in."""
+
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+
+
+def row_steps(rows: int, columns: int) -> Iterator[slice]:
+    """Ranges of rows that cover a matrix [rows, columns], about STEP_BYTES of FP32 each."""
+    step = max(STEP_BYTES // (4 * max(columns, 1)) // TILE, 1) * TILE
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+class SavedTensors:
+    """The tensors of a checkpoint, whichever ranks wrote them. Does not verify it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint
+        self._index: dict[str, dict[str, Any]] = json.loads((checkpoint / INDEX).read_text())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def names(self, branch: str) -> list[str]:
+        """Names of the tensors in a branch of the state, without the branch."""
+        return [name.removeprefix(f"{branch}/") for name in self._index if name.startswith(f"{branch}/")]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return tuple(self._index[name]["shape"])
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self._read(name, [slice(0, size) for size in self.shape(name)])
+
+    def rows(self, name: str, expert: int | None, rows: slice) -> Tensor:
+        """Some rows of a tensor, or of the matrix of one expert in a stack."""
+        shape = self.shape(name)
+        if expert is None:
+            return self._read(name, [rows, *(slice(0, size) for size in shape[1:])])
+        return self._read(name, [slice(expert, expert + 1), rows, slice(0, shape[2])])[0]
+
+    def _read(self, name: str, box: list[slice]) -> Tensor:
+        """Put together from the pieces that overlap the box."""
+        target: Tensor | None = None
+        filled = 0
+        for piece in self._index[name]["pieces"]:
+            common = [
+                slice(max(wanted.start, start), min(wanted.stop, start + size))
+                for wanted, start, size in zip(box, piece["offsets"], piece["shape"], strict=True)
+            ]
+            if any(part.start >= part.stop for part in common):
+                continue
+            there = [slice(c.start - o, c.stop - o) for c, o in zip(common, piece["offsets"], strict=True)]
+            here = [slice(c.start - w.start, c.stop - w.start) for c, w in zip(common, box, strict=True)]
+            with safe_open(self._folder / piece["file"], framework="pt") as file:
+                found = file.get_slice(piece["key"])[tuple(there)] if there else file.get_tensor(piece["key"])
+                if target is None:
+                    target = torch.empty([wanted.stop - wanted.start for wanted in box], dtype=found.dtype)
+                target[tuple(here)] = found
+                filled += found.numel()
+                del found  # it keeps the file mapped
+        assert target is not None and filled == target.numel(), f"{name}: pieces in {INDEX} do not cover it"
+        return target
+
+
+class HfFolder:
+    """The tensors of a folder in Hugging Face's layout. ValueError, naming the file, for what cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder; give one with config.json and *.safetensors")
+        self.folder = folder
+        self.config = self._json("config.json")
+        self._file = self._files()
+        self._entry: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in sorted(set(self._file.values())):
+            self._scan(name)
+
+    def names(self) -> set[str]:
+        return set(self._file)
+
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it: F32, BF16, F8_E4M3."""
+        return self._entry[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry[name][1]
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a tensor, in its dtype."""
+        with safe_open(self.folder / self._file[name], framework="pt") as file:
+            found = file.get_slice(name)[rows]
+            copy = found.clone()
+            del found
+        return copy
+
+    def _json(self, name: str) -> Mapping[str, Any]:
+        path = self.folder / name
+        try:
+            content = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error}); fetch the file again") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: not a JSON object; fetch the file again")
+        return content
+
+    def _files(self) -> dict[str, str]:
+        """Name of each tensor -> name of its file."""
+        if (self.folder / HF_INDEX).is_file():
+            found = self._json(HF_INDEX).get("weight_map")
+            if not isinstance(found, dict):
+                raise ValueError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
+            return found
+        if (self.folder / HF_SINGLE).is_file():
+            return dict.fromkeys(self._open(HF_SINGLE), HF_SINGLE)
+        raise ValueError(f"{self.folder}: neither {HF_INDEX} nor {HF_SINGLE} in it; only safetensors can be read")
+
+    def _open(self, name: str) -> list[str]:
+        try:
+            with safe_open(self.folder / name, framework="pt") as file:
+                return list(file.keys())
+        except FileNotFoundError:
+            raise ValueError(f"{self.folder / name} is missing; fetch it again") from None
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
+
+    def _scan(self, name: str) -> None:
+        here = set(self._open(name))
+        wanted = [tensor for tensor, file in self._file.items() if file == name]
+        if lacking := sorted(set(wanted) - here):
+            raise ValueError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
+        with safe_open(self.folder / name, framework="pt") as file:
+            for tensor in wanted:
+                part = file.get_slice(tensor)
+                self._entry[tensor] = part.get_dtype(), tuple(part.get_shape())
