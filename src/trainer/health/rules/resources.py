@@ -7,35 +7,41 @@ from trainer.health.alerts import Alert, Entry, History, Rule, number
 
 
 class ThroughputDrop(Rule):
-    """Below `share` of the median of this process's lines so far, for three lines on end.
+    """Below `share` of the median of this process's lines so far, for three lines on end and half a minute at least.
 
-    The first lines do not count: they compile. One slow line is no matter: a checkpoint, a neighbour.
+    The first lines do not count: they compile. One slow line is no matter: a checkpoint, a neighbour. Slow lines are
+    not among those that say what is usual.
     """
 
     name, of_process = "throughput_drop", True
-    LINES, FIRST, FEWEST, SLOW = 100, 2, 10, 3
+    LINES, FIRST, FEWEST, SLOW, SECONDS = 100, 2, 10, 3, 30.0
 
     def __init__(self, share: float):
-        self._share, self._rates, self._seen = share, History(self.LINES), 0
+        self._share, self._rates = share, History(self.LINES)
+        self._seen, self._last = 0, 0
+        self._slow, self._seconds = 0, 0.0
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        rate = number(metrics, "perf/tokens_per_second")
-        if rate is None:
+        rate, per_step = number(metrics, "perf/tokens_per_second"), number(metrics, "perf/step_seconds")
+        steps, self._last = max(step - self._last, 0), step
+        if rate is None or per_step is None:
             return None
         self._seen += 1
         if self._seen <= self.FIRST:
             return None
-        self._rates.add(step, rate)
-        past, last = self._rates.values[: -self.SLOW], self._rates.values[-self.SLOW :]
-        if len(past) < self.FEWEST:
-            return None
-        usual = median(past)
-        if max(last) >= self._share * usual:
+        usual = median(self._rates.values) if len(self._rates) >= self.FEWEST else None
+        if usual is None or rate >= self._share * usual:
+            self._rates.add(step, rate)
+            self._slow, self._seconds = 0, 0.0
+            return []
+        self._slow += 1
+        self._seconds += steps * per_step
+        if self._slow < self.SLOW or self._seconds < self.SECONDS:
             return []
         message = (
-            f"{rate:,.0f} tokens per second for {self.SLOW} lines, {100 * rate / usual:.0f} % of the usual "
-            f"{usual:,.0f}: look at the GPU's clocks and temperature, at what else runs on the machine, the network, "
-            "the disk of the data"
+            f"{rate:,.0f} tokens per second, {100 * rate / usual:.0f} % of the usual {usual:,.0f}, for "
+            f"{self._seconds:.0f} seconds: look at the GPU's clocks and temperature, at what else runs on the machine, "
+            "the network, the disk of the data"
         )
         return [Alert(self.name, step, message, rate, self._share * usual)]
 
