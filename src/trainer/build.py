@@ -23,6 +23,7 @@ from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
+from trainer.health.health import Health
 from trainer.health.power import PowerMeter, find_gpus
 from trainer.host import tune_host
 from trainer.injection import Injector
@@ -87,6 +88,7 @@ class Parts:
     diagnosis: Diagnosis
     ladder: Ladder
     power: PowerMeter
+    health: Health
 
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
@@ -197,7 +199,12 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         )
         ladder = Ladder(config.recovery, run.path, t.global_batch_size)
         power = PowerMeter(gpus, config.health.power, world, sinks.event)
-        parts = Parts(config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis, ladder, power)
+        health = Health(config.health, engine, sinks.tensors, t.global_batch_size, t.microbatch_size)
+        if health.note is not None:
+            sinks.event("alert", run.first_step, health.note)
+        parts = Parts(
+            config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis, ladder, power, health
+        )
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
         if config.checkpoint.every:

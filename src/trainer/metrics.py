@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,16 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def allocated_memory_gib(device: torch.device) -> float:
+    """Memory held now, GiB: by tensors on a GPU, by the process on a CPU (its peak, where it cannot be told)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        return peak_memory_gib(device)
+    return int(pages.read_text().split()[1]) * resource.getpagesize() / 2**30
+
+
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
     """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each
     step.)"""
@@ -44,12 +56,13 @@ def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]])
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in kept}.values())
 
 
-def copy_scalars(tensors: dict[str, Tensor]) -> dict[str, float]:
-    """0-d tensors of one device -> numbers, in one copy."""
+def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors of one device, of any shape, in one copy -> numbers, and of those with dimensions nested lists."""
     if not tensors:
         return {}
-    values = torch.stack([t.detach().double() for t in tensors.values()]).tolist()
-    return dict(zip(tensors, values, strict=True))
+    together = torch.cat([t.detach().double().flatten() for t in tensors.values()]).cpu()
+    parts = together.split([t.numel() for t in tensors.values()])
+    return {key: part.view(t.shape).tolist() for (key, t), part in zip(tensors.items(), parts, strict=True)}
 
 
 def load_metrics(load: Tensor) -> dict[str, Tensor]:

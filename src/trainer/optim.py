@@ -136,8 +136,8 @@ class Optimizer:
     def update_norm(self, ok: Tensor) -> Tensor:
         """L2 norm of what the last step added to the master weights, 0-d FP64; 0 unless it was `ok` (0-d bool).
 
-        Before the next one. From the moments: -lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr decay p; p, which
-        is updated by now, is solved for. A piece of a parameter at a time.
+        Before the next one. From the moments: -lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr decay p, solved
+        for the p before, which is updated by now. A piece of a parameter at a time.
         """
         squares = []
         for group in self._adamw.param_groups:

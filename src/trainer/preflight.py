@@ -17,7 +17,7 @@ from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.config import Config, Device, Switch
 from trainer.data.config import check_data
-from trainer.health.config import check_alerts, check_power
+from trainer.health.config import check_alerts, check_looks, check_power
 from trainer.health.notify import check_targets
 from trainer.host import pick_device
 from trainer.memory import GIB, forecast_memory, travels_in_fp8
@@ -50,6 +50,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_fp8_all_gather(config, plan, world_size)
     return plan
 
+    has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    check_looks(config.health, has_fp8, plan.served_by("transformer_engine"))
 
 def _refuse(key: str, value: object, why: str, fix: str) -> None:
     raise ValueError(f"{key}={value}: {why}; {fix}")

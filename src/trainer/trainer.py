@@ -30,7 +30,7 @@ from trainer.data import bigram_loss, validation_batches
 from trainer.distributed import World
 from trainer.host import pick_device
 from trainer.memory import forecast_memory, what_grew
-from trainer.metrics import Throughput, copy_scalars, fp8_metrics, load_metrics, peak_memory_gib
+from trainer.metrics import Throughput, allocated_memory_gib, copy_to_host, load_metrics, peak_memory_gib
 from trainer.parallel.mesh import resolve
 from trainer.parallel.totals import added_up, averaged, in_groups, largest, share_of
 from trainer.preflight import reduces_each_microbatch
@@ -62,7 +62,7 @@ class Trainer:
         self.parts: Parts = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
         self.step = self.parts.run.first_step
         self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
-        self._metrics: dict[str, Tensor] = {}
+        self._latest: StepResult | None = None
         per_token = flops_per_token(config.model, config.trainer.sequence_length)
         world = self.parts.world
         self._throughput = Throughput(per_token / world.size, world.device)
@@ -83,7 +83,7 @@ class Trainer:
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None
-                    if last or self.step == 1 or self.step % config.logging.every == 0:
+                    if last or self.step == 1 or _due(self.step, config.logging.every) or parts.health.due(self.step):
                         self._log()
                     saves = last or _due(self.step, config.checkpoint.every)
                     with self._throughput.paused():
@@ -109,8 +109,9 @@ class Trainer:
 
     def _step(self, tokens: Tensor) -> None:
         engine = self.parts.engine
+        self.parts.health.before(self.step, tokens)
         result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
-        self._metrics = result.metrics
+        self._latest = result
         self._verdicts.append((result.verdict, self.parts.loader.served))
         if (
             engine.device.type == "cpu"
@@ -165,15 +166,18 @@ class Trainer:
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
         p, e = self.parts, self.parts.engine
-        device = {**self._metrics, "optim/param_norm": e.optimizer.parameter_norm(), **fp8_metrics(e.arena)}
+        latest = self._latest
+        assert latest is not None
+        device = latest.metrics | p.health.collect(latest.load, latest.verdict.ok)
         dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
-        values = copy_scalars(device | dropped)
+        values = p.health.tell(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(p.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
         rates = self._throughput.read()
         rates |= p.power.read(self.step, *self._throughput.latest)
-        p.sinks.metrics(tokens | values | rates | {"memory/peak_gib": peak_memory_gib(e.device)})
+        memory = {"memory/peak_gib": peak_memory_gib(e.device), "memory/allocated_gib": allocated_memory_gib(e.device)}
+        p.sinks.metrics(tokens | values | rates | memory)
 
     def _out_of_memory(self) -> TrainingStopped:
         """What to say when a GPU is full: what fills it, against the forecast."""
@@ -212,12 +216,14 @@ class Trainer:
 
 @dataclass
 class StepResult:
-    """Outcome of one step, all on the device: the verdict, and metrics as 0-d tensors by key."""
+    """Outcome of one step, all on the device: the verdict, metrics as 0-d tensors by key, and the tokens that each
+    expert got [blocks with experts, E]."""
 
     verdict: Verdict
     metrics: dict[str, Tensor]
 
 
+    load: Tensor
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
@@ -245,7 +251,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     e.optimizer.zero_grad()
 
     metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
-    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)})
+    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}, load)
 
 
 def _due(step: int, every: int) -> bool:

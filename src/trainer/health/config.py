@@ -66,7 +66,10 @@ class HealthConfig:
 
     every: int
     """Steps between looks inside: one sequence runs aside, off the record, and shows what casts and activations do; 0:
-    never."""
+    never. Such a step is logged, whatever logging.every says."""
+    shadow_every: int
+    """Steps between BF16 shadows: a microbatch runs aside in the run's precision and in BF16, and loss and gradients
+    are compared; 0: never. Such a step is logged, too."""
     power: PowerConfig
     """Power and heat."""
     alerts: AlertsConfig
@@ -96,3 +99,18 @@ def check_alerts(alerts: AlertsConfig) -> None:
             value = getattr(alerts, key)
             if value is not None and not (low < value <= high and math.isfinite(value)):
                 raise ValueError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")
+
+
+def check_looks(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
+    """ValueError for looks and shadows that cannot be. fp8: whether any GEMM computes in it; transformer_engine:
+    whether its modules do."""
+    for key in ("every", "shadow_every"):
+        value = getattr(health, key)
+        if value < 0:
+            raise ValueError(f"health.{key}={value}: out of range; set 0 or more")
+    shadow = f"health.shadow_every={health.shadow_every}"
+    if health.shadow_every and transformer_engine:
+        why = "Transformer Engine's modules compute in the precision they were made for"
+        raise ValueError(f"{shadow}: {why}; set health.shadow_every=0, or precision.backend=auto")
+    if health.shadow_every and not fp8:
+        raise ValueError(f"{shadow}: nothing computes in FP8, its shadow is the run; set health.shadow_every=0")

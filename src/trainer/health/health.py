@@ -1,0 +1,183 @@
+"""The health of a run, as the trainer asks for it: numbers of every logged step, looks inside, the BF16 shadow.
+
+    before(step, tokens)     if due, a look (every `health.every` steps) or a shadow (every `health.shadow_every`):
+                             passes aside, over some of the step's own tokens, with the weights and scales that the step
+                             is about to use. So saturation is what the step will have, too: with delayed scaling the
+                             scales do not know these tokens yet
+    due(step)                whether the step has to be logged for it
+    collect(load, ok)        what there is on the device, vectors included, after a step that is logged
+    tell(step, values)       the same on the host: summaries are returned for metrics.jsonl, vectors go to tensors.jsonl
+
+What is collected leaves the device in the trainer's one copy. Passes and collectives are the same on all ranks.
+
+tensors.jsonl: a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [blocks with experts]}} when a run starts or
+goes on, then a line for each logged step, lists in the order of those names:
+
+    {"step": N, "fp8": {"scale": [...], "amax": [...]}, "moe": {"load_max_over_mean", "entropy", "bias_max"}}
+    looks add       "fp8": "saturated", "underflown", "error"; "blocks": {"kurtosis_qkv", "kurtosis_ffn",
+                    "kurtosis_block"}; "load": [[tokens of each expert], ...]
+    shadows add     "shadow": {"cosine": {parameter: number}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.block import MoEBlock
+from precision.observe import observing
+from trainer.health import aside, shadow
+from trainer.health.activations import PLACES, Kurtosis
+from trainer.health.casts import Casts, Rows
+from trainer.health.config import HealthConfig
+from trainer.metrics import fp8_metrics
+from trainer.parallel.totals import share_of
+
+if TYPE_CHECKING:
+    from trainer.build import Engine
+
+VECTOR = "tensors/"  # begins the keys of what goes to tensors.jsonl
+SHADOW = f"{VECTOR}shadow/cosine"
+DIGITS = 4
+
+
+class Health:
+    """See the module docstring. write: takes an entry of tensors.jsonl. batch: sequences of a step, microbatch: of a
+    rank's pass. note: what a user should know of it."""
+
+    def __init__(
+        self,
+        config: HealthConfig,
+        engine: Engine,
+        write: Callable[[Mapping[str, Any]], None],
+        batch: int,
+        microbatch: int,
+    ):
+        self._engine, self._write, self._batch, self._microbatch = engine, write, batch, microbatch
+        self._looks, self._shadows = config.every, config.shadow_every
+        self.note: str | None = None
+        if config.every and engine.plan.served_by("transformer_engine"):  # its modules cast behind closed doors
+            self._looks, self.note = 0, "no looks inside: Transformer Engine does not show what it casts (health.every)"
+        self._backends = tuple({row.recipe.backend for row in engine.plan.gemms.values()})
+        self.rows = Rows(engine.arena)
+        blocks = engine.model.iter_blocks()
+        moe = [name for name, block in blocks if isinstance(block, MoEBlock)]
+        self._names: dict[str, Any] | None = {
+            "names": {"fp8": self.rows.names, "blocks": [name for name, _ in blocks], "moe": moe}
+        }
+        self._parameters = shadow.module_names(engine)
+        self._seen: dict[str, Tensor] = {}
+
+    def due(self, step: int) -> bool:
+        """Whether a step looks inside or has a shadow."""
+        return _due(step, self._looks) or _due(step, self._shadows)
+
+    def before(self, step: int, tokens: Tensor) -> None:
+        """Before step `step` on tokens [B, S + 1], the whole batch's. Nothing that training sees changes."""
+        self._seen = {}
+        own = share_of(tokens, self._engine.world)
+        if _due(step, self._looks):
+            self._seen |= self._look(own[:1])
+        if _due(step, self._shadows):
+            gap, cosine = shadow.compare(self._engine, own[: self._microbatch], self._batch)
+            self._seen |= {"shadow/loss_gap": gap, SHADOW: cosine}
+
+    def _look(self, tokens: Tensor) -> dict[str, Tensor]:
+        e = self._engine
+        casts, kurtosis = Casts(self.rows, e.device), Kurtosis(e.model, e.device)
+        with aside.aside(e), observing(casts, self._backends), kurtosis.watching():
+            if len(self.rows):
+                aside.run(e, tokens, self._batch)
+            else:
+                aside.look(e, tokens)  # nothing is cast: there is nothing to see backward
+        seen = {f"{VECTOR}blocks/kurtosis_{place}": mean for place, mean in kurtosis.means(e.world).items()}
+        if len(self.rows):
+            seen |= {f"{VECTOR}fp8/{what}": share for what, share in casts.shares(e.world).items()}
+        return seen
+
+    def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
+        """After a step: load [blocks with experts, E] of it, ok: whether it counted. A collective."""
+        e, arena = self._engine, self._engine.arena
+        norm = e.optimizer.parameter_norm()
+        found = {"optim/param_norm": norm, "optim/update_ratio": e.optimizer.update_norm(ok) / norm}
+        if len(self.rows):
+            found |= fp8_metrics(arena)
+            found[f"{VECTOR}fp8/scale"] = self.rows.smallest_positive(arena.scale)
+            found[f"{VECTOR}fp8/amax"] = self.rows.largest(arena.amax)
+        if load.numel():
+            found |= {f"{VECTOR}moe/{what}": value for what, value in load_statistics(load).items()}
+            if e.model.router_bias:
+                found[f"{VECTOR}moe/bias_max"] = torch.stack([b.abs().max() for b in e.model.router_bias])
+            if self._seen:
+                found[f"{VECTOR}load"] = load
+        found |= self._seen
+        self._seen = {}
+        return found
+
+    def tell(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """values: what was collected, copied to the host. Returns the line for metrics.jsonl."""
+        vectors = {key.removeprefix(VECTOR): value for key, value in values.items() if key.startswith(VECTOR)}
+        line = {key: value for key, value in values.items() if not key.startswith(VECTOR)}
+        if vectors:
+            if self._names is not None:
+                self._write(self._names)
+                self._names = None
+            self._write(self._entry(step, vectors))
+        return line | _summaries(vectors)
+
+    def _entry(self, step: int, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        entry: dict[str, Any] = {"step": step}
+        for key, value in vectors.items():
+            group, _, what = key.partition("/")
+            if what and group == "shadow":
+                entry[group] = {what: dict(zip(self._parameters, _rounded(value), strict=True))}
+            elif what:
+                entry.setdefault(group, {})[what] = _rounded(value)
+            else:
+                entry[group] = [[int(count) for count in block] for block in value]
+        return entry
+
+
+def load_statistics(load: Tensor) -> dict[str, Tensor]:
+    """load [blocks, E], tokens that each expert got -> by block, FP64: load_max_over_mean, and entropy of the shares
+    over ln E (1: all alike; 0: one has everything)."""
+    count = load.double()
+    share = count / count.sum(1, keepdim=True)
+    entropy = -torch.xlogy(share, share).sum(1) / math.log(max(load.shape[1], 2))
+    return {"load_max_over_mean": count.amax(1) / count.mean(1), "entropy": entropy}
+
+
+def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
+    """What metrics.jsonl says of the vectors."""
+    summaries: dict[str, float] = {}
+
+    def note(key: str, vector: str, of: Callable[[list[float]], float]) -> None:
+        numbers = [value for value in vectors.get(vector, ()) if math.isfinite(value)]
+        if numbers:
+            summaries[key] = of(numbers)
+
+    note("moe/entropy", "moe/entropy", fmean)
+    note("moe/entropy_worst", "moe/entropy", min)
+    note("moe/bias_max", "moe/bias_max", max)
+    note("fp8/saturated_worst", "fp8/saturated", max)
+    note("fp8/underflown_worst", "fp8/underflown", max)
+    note("fp8/error_mean", "fp8/error", fmean)
+    note("fp8/error_worst", "fp8/error", max)
+    for place in PLACES:
+        note(f"act/kurtosis_{place}", f"blocks/kurtosis_{place}", max)
+    note("shadow/cosine_mean", "shadow/cosine", fmean)
+    note("shadow/cosine_worst", "shadow/cosine", min)
+    return summaries
+
+
+def _rounded(values: list[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
