@@ -53,11 +53,19 @@ class AlertsConfig:
     expert_entropy: float | None
     """Entropy of the experts' load over that of an even one: below this, for ten lines on end."""
     throughput_drop: float | None
-    """Tokens per second: below this share of their median, for three lines on end."""
+    """Tokens per second: below this share of their median, for three lines on end and half a minute."""
     memory_growth: float | None
     """Share by which the memory held between steps has crept up."""
     memory_full: float | None
     """Share of the GPU's memory in use at the peak."""
+    throttled: float | None
+    """Share of the time in which heat or its own protection slows a GPU; being at the power limit is neither."""
+    gpu_celsius: float | None
+    """Temperature of the hottest core."""
+    gpu_memory_celsius: float | None
+    """Temperature of the hottest memory."""
+    gpu_memory_errors: int | None
+    """Errors in GPU memory that ECC could not correct: more than this."""
 
 
 @dataclass

@@ -333,6 +333,7 @@ def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, s
     worst("ecc_errors", "ecc_errors", sum)
     if len(readings) > 1:
         _name(values, "hottest_rank", [reading.celsius for reading in readings], -math.inf)
+        _name(values, "hottest_memory_rank", [reading.memory_celsius for reading in readings], -math.inf)
         slowed = [_higher(reading.thermal, reading.hardware) for reading in readings]
         _name(values, "throttled_rank", slowed, 0.0)
     return values

@@ -14,6 +14,10 @@
     throughput_drop   tokens per second, against the median of this process's own lines
     memory_growth     memory held between steps creeps up
     memory_full       the peak comes near the card's size
+    throttled         heat or hardware slows a GPU for this share of the time
+    gpu_celsius       temperature of the hottest core
+    gpu_memory_celsius   ... of the hottest memory
+    gpu_memory_errors    errors in GPU memory that ECC could not correct
 
 Medians and median absolute deviations stand where a mean and a deviation could: one spike does not move them.
 """
@@ -23,6 +27,7 @@ from collections.abc import Callable
 from trainer.health.alerts import Rule
 from trainer.health.config import AlertsConfig
 from trainer.health.rules.curves import GradNormSpike, LossPlateau, ShadowCosine, ShadowLossGap
+from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
 from trainer.health.rules.resources import MemoryFull, MemoryGrowth, ThroughputDrop
 from trainer.health.rules.tensors import (
     ExpertEntropy,
@@ -52,6 +57,10 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
         "throughput_drop": ThroughputDrop,
         "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
         "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
+        "throttled": Throttled,
+        "gpu_celsius": GpuCelsius,
+        "gpu_memory_celsius": GpuMemoryCelsius,
+        "gpu_memory_errors": GpuMemoryErrors,
     }
     thresholds = {name: getattr(config, name) for name in kinds}
     return [kind(thresholds[name]) for name, kind in kinds.items() if thresholds[name] is not None]

@@ -1,0 +1,100 @@
+"""Rules about the GPUs' heat and clocks, from the gpu/ keys (`trainer.health.power`).
+
+A GPU at its power limit is at work, not in trouble: nothing is said of it. What is said is what somebody can mend: air
+or water that does not cool, a power supply that brakes, memory that fails.
+"""
+
+from typing import ClassVar
+
+from trainer.health.alerts import Alert, Entry, Rule, number
+
+
+class Throttled(Rule):
+    """Heat or the board's own protection slowed a GPU for more than this share of the time, in two lines on end."""
+
+    name, of_process = "throttled", True
+
+    def __init__(self, share: float):
+        self._share, self._before = share, 0.0
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        shares = {why: number(metrics, f"gpu/throttled_{why}") for why in ("hardware", "thermal")}
+        known = {why: share for why, share in shares.items() if share is not None}
+        if not known:
+            return None
+        why = max(known, key=lambda each: known[each])
+        share, before = known[why], self._before
+        self._before = share
+        if min(share, before) <= self._share:
+            return []
+        said = {"thermal": "heat slows", "hardware": "the board's own protection (heat, current, power brake) slows"}
+        clock = number(metrics, "gpu/clock_mhz")
+        at = f", to {clock:.0f} MHz" if clock is not None else ""
+        message = (
+            f"{said[why]} {_whose(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks wait for "
+            "it: look at fans, air, neighbours, power supply; `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there says which"
+        )
+        return [Alert(self.name, step, message, share, self._share)]
+
+
+class _Hot(Rule):
+    """Warmer than this at any sample since the line before."""
+
+    of_process = True
+    KEY: ClassVar[str]
+    WHAT: ClassVar[str]
+    RANK: ClassVar[str]
+
+    def __init__(self, celsius: float):
+        self._celsius = celsius
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        hot = number(metrics, self.KEY)
+        if hot is None:
+            return None
+        if hot <= self._celsius:
+            return []
+        message = (
+            f"{self.WHAT} of {_whose(metrics, self.RANK)} is at {hot:.0f} °C "
+            f"(health.alerts.{self.name}={self._celsius:g}): it will be slowed soon, then stopped; cool it, or "
+            "lower its power limit (`nvidia-smi -pl`)"
+        )
+        return [Alert(self.name, step, message, hot, self._celsius)]
+
+
+class GpuCelsius(_Hot):
+    """The core."""
+
+    name, KEY, WHAT, RANK = "gpu_celsius", "gpu/temperature_c", "the core", "hottest_rank"
+
+
+class GpuMemoryCelsius(_Hot):
+    """The memory."""
+
+    name, KEY, WHAT, RANK = "gpu_memory_celsius", "gpu/memory_temperature_c", "the memory", "hottest_memory_rank"
+
+
+class GpuMemoryErrors(Rule):
+    """More errors than this that ECC could not correct, since the run's process began."""
+
+    name, of_process, lasting = "gpu_memory_errors", True, True
+
+    def __init__(self, count: float):
+        self._count = count
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        errors = number(metrics, "gpu/ecc_errors")
+        if errors is None:
+            return None
+        if errors <= self._count:
+            return []
+        message = (
+            f"{errors:.0f} errors in GPU memory that ECC could not correct: numbers may be wrong. Go on from a "
+            "checkpoint before it, on another GPU; `nvidia-smi -q -d ECC,ROW_REMAPPER` says which one is failing"
+        )
+        return [Alert(self.name, step, message, errors, self._count)]
+
+
+def _whose(metrics: Entry, key: str) -> str:
+    rank = number(metrics, f"gpu/{key}")
+    return "the GPU" if rank is None else f"the GPU of rank {rank:.0f}"
