@@ -239,11 +239,16 @@ class InjectConfig:
     """A fault made on purpose."""
 
     step: int
-    """The step it happens in."""
+    """The step it happens in, or the first of them."""
     where: Where
     """loss, gradient, activation or weight (the compute weight)."""
     value: float
-    """nan or inf."""
+    """nan or inf; or a spike, a number above 1: the loss is multiplied by it, elsewhere one number becomes it."""
+    steps: int = 1
+    """In so many steps one after the other."""
+    windows: list[int] | None = None
+    """[BEGIN, END): only where a step reads one of these windows of the run's stream; null: whatever it reads. Steps
+    come again after a rewind, and windows that were left out do not."""
 
 
 @dataclass
@@ -251,7 +256,7 @@ class DebugConfig:
     """Tools for testing the trainer itself."""
 
     inject: InjectConfig | None
-    """A fault, as {step: 3, where: gradient, value: nan}; null: none."""
+    """A fault, as {step: 3, where: gradient, value: nan}, perhaps with steps and windows; null: none."""
 
 
 @dataclass

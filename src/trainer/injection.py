@@ -1,10 +1,16 @@
-"""Faults on demand: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf}`.
+"""Faults on demand: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf|1e4}`.
 
-For trying out recovery on a real run. In the chosen step's first microbatch one number is replaced: in the loss, in an
-activation or its gradient at the end of the middle block's first sublayer, or in a compute weight of that block (not in
-the master: the next step quantises it afresh).
+For trying out recovery on a real run. In the chosen step's first microbatch the loss is multiplied by the value, or one
+number is replaced by it: in an activation or its gradient at the end of the middle block's first sublayer, or in a
+compute weight of that block (not in the master: the next step quantises it afresh). A value that is finite makes a
+spike, which is dropped with `recovery.spikes.enabled=true` only.
+
+`steps: 5` does so in five steps from N on, `windows: [BEGIN, END]` only in those that read one of these windows of the
+run's stream (step N without rewinds reads windows (N - 1) B to N B - 1, where B is the global batch size): a fault of
+the data, not of the moment, which does not come again where the data is left out.
 """
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +20,13 @@ from trainer.config import InjectConfig, Where
 
 
 class Injector:
-    """Puts one non-finite number into a step."""
+    """Puts a fault into steps."""
 
     def __init__(self, config: InjectConfig, model: DeepSeek):
         self._config = config
         self._value = config.value
         self._armed = False
+        self._reads = True
         _, block = model.iter_blocks()[len(model.layers) // 2]
         watch = next(m for m in block.modules() if isinstance(m, Watch))
         if config.where is Where.activation:
@@ -33,7 +40,14 @@ class Injector:
 
     def before(self, step: int, microbatch: int) -> None:
         """Call before each microbatch's forward pass, after the weights were made."""
-        self._armed = step == self._config.step and microbatch == 0
+        c = self._config
+        self._armed = c.step <= step < c.step + c.steps and microbatch == 0 and self._reads
+
+    def data(self, windows: np.ndarray) -> None:
+        """Numbers, in the run's stream, of the windows that the next step reads; call it before each."""
+        if self._config.windows is not None:
+            begin, end = self._config.windows
+            self._reads = bool(((windows >= begin) & (windows < end)).any())
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss, spoilt if it is its turn."""

@@ -22,6 +22,7 @@ from trainer.health.notify import check_targets
 from trainer.host import pick_device
 from trainer.memory import GIB, forecast_memory, travels_in_fp8
 from trainer.parallel.mesh import Degrees, resolve
+from trainer.recovery.config import RecoveryConfig
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
@@ -31,6 +32,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_batch(config)
     if world_size is not None:
         check_sharing(config, resolve(config.parallel, world_size))
+    _check_recovery(config.recovery)
     _check_debug(config)
     _check_profile(config)
     check_data(config.data, config.model.vocab_size)
@@ -48,17 +50,17 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     _check_cuda_graph(config, plan)
     _check_fp8_all_gather(config, plan, world_size)
-    return plan
-
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     check_looks(config.health, has_fp8, plan.served_by("transformer_engine"))
+    return plan
+
 
 def _refuse(key: str, value: object, why: str, fix: str) -> None:
     raise ValueError(f"{key}={value}: {why}; {fix}")
 
 
 def _check_ranges(config: Config) -> None:
-    t, o, r = config.trainer, config.optim, config.recovery
+    t, o = config.trainer, config.optim
     for key, value in {
         "trainer.max_steps": t.max_steps,
         "trainer.global_batch_size": t.global_batch_size,
@@ -73,7 +75,6 @@ def _check_ranges(config: Config) -> None:
         "eval.every": config.eval.every,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
-        "recovery.max_consecutive_skips": r.max_consecutive_skips,
         "optim.weight_decay": o.weight_decay,
         "optim.warmup_steps": o.warmup_steps,
     }.items():
@@ -158,8 +159,36 @@ def _check_debug(config: Config) -> None:
     if not 1 <= inject.step <= config.trainer.max_steps:
         fix = f"set 1 to trainer.max_steps={config.trainer.max_steps}"
         _refuse("debug.inject.step", inject.step, "there is no such step", fix)
-    if math.isfinite(inject.value):
-        _refuse("debug.inject.value", inject.value, "a fault is not finite", "set nan or inf")
+    if abs(inject.value) <= 1:
+        why = "it would do nothing"
+        _refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
+    if inject.steps < 1:
+        _refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
+    if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
+        _refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
+
+
+def _check_recovery(r: RecoveryConfig) -> None:
+    s, w = r.spikes, r.rewind
+    for key, value in {
+        "max_consecutive_skips": r.max_consecutive_skips,
+        "rewind.max": w.max,
+        "rewind.margin": w.margin,
+    }.items():
+        if value < 0:
+            _refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
+    if s.window < 2:
+        _refuse("recovery.spikes.window", s.window, "too few steps to tell what is usual", "set 128, or 2 at least")
+    if not 2 <= s.min_steps <= s.window:
+        why = f"it is a part of recovery.spikes.window={s.window}"
+        _refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
+    if not 0 < s.threshold < math.inf:
+        _refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
+    if not 0 < w.lr_factor <= 1:
+        why = "a rewind may lower the learning rate, not raise it"
+        _refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
+    if w.lr_steps < (0 if w.lr_factor == 1 else 1):
+        _refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
 
 
 def _check_profile(config: Config) -> None:
