@@ -7,6 +7,8 @@ event(kind, ...)                        x            x             x
 progress(step)                                       x
 summary(...)                                         x             x
 
+An event that is an alert goes to W&B as one, and what is worth waking somebody for to `health.notify`.
+
 Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and says nothing on the
 screen but that something failed on it.
 """
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
+from trainer.health.notify import Notifier, is_told
 from trainer.rundir import CONFIG, EVENTS, METRICS, TENSORS, RunDir
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
@@ -32,6 +35,7 @@ from trainer.watch import News
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
 _ALARM = "yellow"
+_LAST_WORD_SECONDS = 3.0  # the other ranks wait for it
 
 
 class RunSummary(Protocol):
@@ -57,11 +61,19 @@ class Sinks:
     """Open while the run lasts; use it in a `with`, so that the terminal is restored and the end is recorded.
 
     What happened while the run folder was opened (`run.notes`) is written as the first events. `rank`: of this process.
-    `console` is for tests.
+    webhook, command: of `health.alerts`. alone: this process is the whole job. `console` is for tests.
     """
 
     def __init__(
-        self, logging: LoggingConfig, run: RunDir, max_steps: int, console: Console | None = None, rank: int = 0
+        self,
+        logging: LoggingConfig,
+        run: RunDir,
+        max_steps: int,
+        console: Console | None = None,
+        rank: int = 0,
+        webhook: str | None = None,
+        command: str | None = None,
+        alone: bool = True,
     ) -> None:
         self._max_steps, self._rank, self._folder = max_steps, rank, run.path
         self._screen: Screen = SilentScreen()
@@ -70,6 +82,9 @@ class Sinks:
             self._screen = open_screen(logging.console.enabled, run.first_step, max_steps, console)
         log = run.path / "logs" / f"rank{rank}.log"
         self._log = LogFile(log, lambda text: self._screen.line(Text(text, _ALARM)))
+        self._notifier = Notifier(webhook, command, run.path, self._warn)
+        self._alone = alone
+        self._step = run.first_step
         self._metrics: JsonLines | None = None
         self._tensors: JsonLines | None = None
         self._events: JsonLines | None = None
@@ -83,6 +98,7 @@ class Sinks:
         self._events = JsonLines(run.path / EVENTS, self._warn)
         if logging.wandb.enabled:
             config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
+            config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may have secrets in them
             wandb = logging.wandb
             self._wandb = WandbTracker(
                 run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._warn
@@ -110,8 +126,13 @@ class Sinks:
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
         """Record that something happened; `what` (JSON) names it further: module, value, path. Any thread may call."""
+        event = _event(kind, step, message, what)
         if self._events is not None:
-            self._events.write(_event(kind, step, message, what))
+            self._events.write(event)
+            if is_told(kind, what):
+                self._notifier.send(event)
+            if self._wandb is not None and kind == "alert":
+                self._wandb.alert(str(what.get("rule", kind)), message)
         self._log.write(f"{kind}: {message}")
         if self._rank != 0:
             if what.get("failed"):
@@ -129,10 +150,13 @@ class Sinks:
         # a file of its own: the others may be closed, or be another rank's
         events = JsonLines(self._folder / EVENTS, self._log.write)
         what = {"rank": news.rank, "exit_code": news.code}
-        events.write(_event("failure", news.step, news.message, what))
+        event = _event("failure", news.step, news.message, what)
+        events.write(event)
         events.close()
         self._log.write(news.message)
         self._screen.close()
+        self._notifier.send(event)
+        self._notifier.close(_LAST_WORD_SECONDS)
 
     def rewind(self, step: int) -> None:
         """The run goes on from `step` again: metrics that are later belong to a course of events that will not be."""
@@ -145,6 +169,7 @@ class Sinks:
 
     def progress(self, step: int) -> None:
         """`step` is done. Costs microseconds: call it every step."""
+        self._step = step
         self._screen.progress(step)
 
     def summary(self, summary: RunSummary) -> None:
@@ -179,10 +204,12 @@ class Sinks:
         self._screen.close()
         if error is not None:
             self._log.write(f"stopped by {type(error).__name__}: {error}", error)
+            self._tell_of_end(error)
         if self._wandb is not None:
             self._wandb.close(failed=error is not None)
         if self._tensorboard is not None:
             self._tensorboard.close()
+        self._notifier.close()
         for file in (self._metrics, self._tensors, self._events, self._log):
             if file is not None:
                 file.close()
@@ -194,6 +221,13 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(error)
+
+    def _tell_of_end(self, error: BaseException) -> None:
+        """A run that cannot go on is told of; one that somebody has stopped is not. Of many ranks, `ended` tells."""
+        asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
+        if self._alone and not asked_for:
+            message = " ".join(str(error).split()) or type(error).__name__
+            self._notifier.send(_event("failure", self._step, message, {"error": type(error).__name__}))
 
     def _say(self, text: str) -> None:
         self._log.write(text)

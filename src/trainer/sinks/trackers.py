@@ -61,6 +61,17 @@ class WandbTracker:
         except (wandb.Error, OSError, ValueError, TypeError) as error:
             self._fail(error)
 
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which W&B hands on as its user has asked it to: e-mail, Slack."""
+        if self._run is None or self._failed:
+            return
+        import wandb
+
+        try:
+            self._run.alert(title=title, text=text, level="WARN")
+        except (wandb.Error, OSError, ValueError, TypeError) as error:
+            self._fail(error)
+
     def close(self, failed: bool) -> None:
         """End the run there; `failed` marks it as crashed. Waits for uploads, a minute at most."""
         if self._run is None or self._failed:
