@@ -46,8 +46,10 @@ def summary(prepared: Prepared, seconds: float) -> str:
             f"{name}: {facts.num_documents:,} files, {facts.num_text_bytes:,} bytes, {facts.num_tokens:,} tokens "
             f"({facts.num_text_bytes / facts.num_tokens:.2f} bytes a token)"
         )
-    if prepared.train.sidecar.num_skipped_files:
-        lines.append(f"left out: {prepared.train.sidecar.num_skipped_files:,} files that are not UTF-8 text")
+    if prepared.left_out:
+        lines.append(
+            f"left out: {len(prepared.left_out):,} damaged files: {', '.join(map(str, prepared.left_out[:9]))}"
+        )
     lines.append(f"tokenizer: {prepared.train.sidecar.vocab_size:,} entries, {prepared.tokenizer_path}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Bins: all tokens of a split in one memory-mapped file, with a JSON sidecar that says what they are.
+"""Bins: all tokens of a split in one file, with a JSON sidecar that says what they are.
 
     train.bin    ids, little-endian uint16 (uint32 above 65536 entries):  E d d d d E d d E d d d E   (E: end of text)
     train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, fingerprint of the source
@@ -6,6 +6,10 @@
 The leading end-of-text makes the first token of the first document a target too. `Bins.open` checks size and SHA-256
 (about a second a gigabyte), so that a truncated or altered file, or one of another tokenizer, is refused instead of
 trained on.
+
+Windows are read from the open file (one `pread` each, some microseconds) and not from a memory map: what a disk cannot
+deliver, or what was cut off under a run, is an error that names the file here, and a SIGBUS without a word there. A
+file that is deleted under a run stays readable until the run ends.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
@@ -35,7 +40,7 @@ class Sidecar:
     num_text_bytes: int
     """UTF-8 bytes of the documents: with num_tokens, the compression."""
     num_skipped_files: int
-    """Files of the whole source that are not UTF-8 text and were left out."""
+    """Files of the whole source that are damaged and were left out."""
     dtype: str
     sha256: str
     vocab_size: int
@@ -45,13 +50,22 @@ class Sidecar:
     source_fingerprint: str
 
 
-class Bins:
-    """One split, open for reading: `tokens` [num_tokens] (uint16 or uint32, read-only memory map) and its `sidecar`."""
+class DamagedShard(OSError):
+    """A file of the data can no longer be read as it was when it was checked; the message names it and says why."""
 
-    def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray) -> None:
+
+class Bins:
+    """One split, open for reading, and its `sidecar`."""
+
+    def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
+        """tokens [num_tokens], uint16 or uint32: to be used instead of what is in the file `path`."""
         self.path = path
         self.sidecar = sidecar
-        self.tokens = tokens
+        self._tokens = tokens
+        self._file = -1
+        if tokens is None:
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
 
     @classmethod
     def open(cls, path: str | Path, tokenizer_hash: str) -> Bins:
@@ -75,7 +89,12 @@ class Bins:
             raise ValueError(f"bins {path}: has {path.stat().st_size} bytes, its sidecar says {expected}: {fix}")
         if file_hash(path) != sidecar.sha256:
             raise ValueError(f"bins {path}: the contents are not those that its sidecar describes (SHA-256): {fix}")
-        return cls(path, sidecar, np.asarray(np.memmap(path, dtype=dtype, mode="r")))
+        return cls(path, sidecar)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens [num_tokens], uint16 or uint32, read at each call. DamagedShard as `gather`."""
+        return self._read(0, self.num_tokens) if self._tokens is None else self._tokens
 
     @property
     def num_tokens(self) -> int:
@@ -86,9 +105,37 @@ class Bins:
         return (self.num_tokens - 1) // sequence_length
 
     def gather(self, windows: np.ndarray, sequence_length: int) -> np.ndarray:
-        """Tokens of the windows [B] -> int64 [B, S+1]."""
-        index = windows.astype(np.int64)[:, None] * sequence_length + np.arange(sequence_length + 1)
-        return self.tokens[index].astype(np.int64)
+        """Tokens of the windows [B] -> int64 [B, S+1].
+
+        DamagedShard, naming the file, if they cannot be read, are cut off, or are not of the vocabulary.
+        """
+        if self._tokens is not None:
+            index = windows.astype(np.int64)[:, None] * sequence_length + np.arange(sequence_length + 1)
+            return self._tokens[index].astype(np.int64)
+        rows = [self._read(int(window) * sequence_length, sequence_length + 1) for window in windows]
+        tokens = np.stack(rows).astype(np.int64)
+        if tokens.max() >= self.sidecar.vocab_size:
+            raise self._damaged(f"has the token {tokens.max()} and a vocabulary of {self.sidecar.vocab_size} entries")
+        return tokens
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from number `start` on."""
+        dtype = _stored(self.sidecar.dtype)
+        position, missing, blocks = start * dtype.itemsize, count * dtype.itemsize, []
+        while missing:
+            try:
+                block = os.pread(self._file, missing, position)
+            except OSError as error:
+                raise self._damaged(f"cannot be read at byte {position} ({error.strerror})") from error
+            if not block:
+                raise self._damaged(f"ends at byte {os.fstat(self._file).st_size}")
+            blocks.append(block)
+            position, missing = position + len(block), missing - len(block)
+        return np.frombuffer(b"".join(blocks), dtype)
+
+    def _damaged(self, why: str) -> DamagedShard:
+        fix = f"delete {self.path.parent}, which is then prepared again, and go on with run.resume=auto"
+        return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
 
 
 def write_bins(

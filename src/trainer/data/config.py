@@ -39,6 +39,9 @@ class DataConfig:
     """Megabytes of training text that the BPE learns from: a random but fixed sample where there is more."""
     end_of_text: str = "<|endoftext|>"
     """The token after each document. Must exist in `tokenizer` where one is given."""
+    skip_damaged: bool = False
+    """Leave out files that are not UTF-8 text or cannot be read: named, counted, and the same ones when the run goes
+    on. false: such a file is an error that names it."""
     cache_dir: str = ".cache/data"
     """Folder of the prepared tokenizer and bins, one subfolder for each state of the source."""
 

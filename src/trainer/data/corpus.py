@@ -13,10 +13,12 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
+import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 
 from trainer.data.config import DataConfig, Source
@@ -40,11 +42,25 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Damage:
+    """A file or folder of the corpus that cannot be used."""
+
+    path: str
+    """Relative to the corpus folder."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.why})"
+
+
+@dataclass(frozen=True)
 class Corpus:
     """The files of a folder that are documents, sorted by path."""
 
     root: Path
     documents: tuple[Document, ...]
+    missing: tuple[Damage, ...] = ()
+    """What ought to be there and is not: links to nothing, folders that cannot be listed."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +68,13 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the folder's path and each file's path, size and modification time."""
+        """SHA-256 over the folder's path, each file's path, size and modification time, and what is missing."""
         digest = hashlib.sha256(f"{self.root}\n".encode("utf-8", "surrogateescape"))
         for document in self.documents:
             line = f"{document.path}\0{document.num_bytes}\0{document.mtime_ns}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
+        for damage in self.missing:
+            digest.update(f"{damage.path}\0missing\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 
@@ -64,17 +82,27 @@ def scan(data: DataConfig) -> Corpus:
     """List the corpus. ValueError if no file of it has text."""
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     pattern = data.glob.split("/")
-    documents = []
-    for folder, folders, names in os.walk(root):
+    documents, missing = [], []
+
+    def unlisted(error: OSError) -> None:
+        path = Path(error.filename)
+        where = path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+        missing.append(Damage(where, f"a folder that cannot be listed: {error.strerror}"))
+
+    for folder, folders, names in os.walk(root, onerror=unlisted):
         folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(name, data.exclude)]
         inside = Path(folder).relative_to(root).parts
         for name in names:
             if name.startswith(".") or not _matches([*inside, name], pattern):
                 continue
-            path = os.path.join(folder, name)
-            status = os.stat(path) if os.path.isfile(path) else None  # none: a broken link
-            if status and status.st_size:
-                documents.append(Document("/".join([*inside, name]), status.st_size, status.st_mtime_ns))
+            path = "/".join([*inside, name])
+            try:
+                status = os.stat(os.path.join(folder, name))
+            except OSError as error:
+                missing.append(Damage(path, f"a link to nothing: {error.strerror}"))
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_size:
+                documents.append(Document(path, status.st_size, status.st_mtime_ns))
     if not documents:
         fix = (
             "check data.glob and data.exclude"
@@ -82,7 +110,8 @@ def scan(data: DataConfig) -> Corpus:
             else "train on a folder with data=text data.path=FOLDER"
         )
         raise ValueError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
-    return Corpus(root, tuple(sorted(documents, key=lambda document: document.path)))
+    by_path = attrgetter("path")
+    return Corpus(root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)))
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
@@ -102,17 +131,19 @@ def split(documents: Iterable[Document], validation_fraction: float) -> tuple[li
     return train, validation
 
 
-def is_utf8(path: Path) -> bool:
-    """Whether the whole file decodes; reads it in blocks."""
+def whats_wrong(path: Path) -> str | None:
+    """Why a file cannot be a document: it cannot be read, or is not UTF-8 text. None if it can; reads it in blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             while block := file.read(1 << 20):
                 decoder.decode(block)
             decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            return False
-    return True
+    except UnicodeDecodeError as error:
+        return "cut off within a character" if error.reason == "unexpected end of data" else "not UTF-8 text"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
 
 
 def read_pieces(path: Path) -> Iterator[str]:

@@ -1,11 +1,15 @@
 """Prepare: from a folder of text to a tokenizer and two bins, once for each state of the source.
 
-    cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json
+    cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json  left_out.json
 
 The folder's name is a hash of everything that the contents depend on: the source's fingerprint and the settings. A
 changed source therefore has another name, and a run that still reads the old bins keeps them. The folder is built under
 another name and renamed when complete, so that one killed halfway is never taken for a whole one; a file lock lets one
 process build while others wait for it.
+
+A file that is damaged (not UTF-8 text, unreadable, a link to nothing) is an error that names it, unless
+`data.skip_damaged` allows to leave it out. What is left out is decided once, here, and stands in left_out.json and in
+the fingerprint of the bins: a run that goes on has the same tokens in the same order, whatever has become of the file.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -25,11 +29,12 @@ from tokenizers import Tokenizer
 
 from trainer.data.bins import FORMAT, Bins, write_bins
 from trainer.data.config import DataConfig, check_data
-from trainer.data.corpus import Corpus, Document, is_utf8, read_pieces, scan, split
+from trainer.data.corpus import Corpus, Damage, Document, read_pieces, scan, split, whats_wrong
 from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, train_tokenizer
 
 BATCH_CHARACTERS = 1 << 23  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
 REPORT_SECONDS = 0.2
+LEFT_OUT = "left_out.json"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all (0 where that is not known)."""
@@ -47,13 +52,15 @@ class Prepared:
     """SHA-256 of tokenizer.json."""
     built: bool
     """Whether this call made it; False when it was found in the cache."""
+    left_out: tuple[Damage, ...] = ()
+    """Files of the source that are damaged, so that their text is not here."""
 
 
 def prepare(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
     Safe to call from several processes at once. ValueError, one line, for settings that cannot work, a source without
-    text, and a cache whose files are not what they were when written.
+    text, damaged files (unless `data.skip_damaged`), and a cache whose files are not what they were when written.
     """
     check_data(data, vocab_size)
     report = progress or _silent
@@ -66,9 +73,17 @@ def prepare(data: DataConfig, vocab_size: int, progress: Progress | None = None)
             if not folder.is_dir():
                 _build(folder, corpus, data, vocab_size, report)
                 built = True
+        except OSError as error:  # of writing: what cannot be read has been told
+            shutil.rmtree(_partial(folder), ignore_errors=True)
+            raise ValueError(
+                f"data.cache_dir={data.cache_dir}: {folder.name} cannot be written ({error.strerror or error}): "
+                "free space there, or set another folder"
+            ) from error
         finally:
             lock.release()
     prepared = _open(folder, built)
+    if prepared.left_out and not data.skip_damaged:
+        raise _refusal(corpus.root, prepared.left_out, f", and delete {folder}")
     entries = prepared.train.sidecar.vocab_size
     if entries > vocab_size:
         raise ValueError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
@@ -117,27 +132,61 @@ def _open(folder: Path, built: bool) -> Prepared:
     tokenizer_hash = file_hash(tokenizer_path)
     train = Bins.open(folder / "train.bin", tokenizer_hash)
     validation = Bins.open(folder / "validation.bin", tokenizer_hash)
-    return Prepared(folder, train, validation, tokenizer_path, tokenizer_hash, built)
+    return Prepared(folder, train, validation, tokenizer_path, tokenizer_hash, built, _left_out(folder, train))
+
+
+def _left_out(folder: Path, bins: Bins) -> tuple[Damage, ...]:
+    """What left_out.json says; a number of nameless files where an older version has left out some."""
+    path = folder / LEFT_OUT
+    try:
+        return tuple(Damage(**entry) for entry in json.loads(path.read_text()))
+    except FileNotFoundError:
+        return (Damage("?", "not UTF-8 text"),) * bins.sidecar.num_skipped_files
+    except (ValueError, TypeError):
+        raise ValueError(f"{path}: cannot be read: delete {folder} and prepare the data again") from None
+
+
+def _refusal(root: Path, damaged: Sequence[Damage], also: str = "") -> ValueError:
+    more = f" and {len(damaged) - 1} more file(s)" if len(damaged) > 1 else ""
+    return ValueError(
+        f"data.skip_damaged=false: below {root}, {damaged[0]}{more} cannot be used: repair or remove what is damaged"
+        f"{also}; or set data.skip_damaged=true to train without it"
+    )
+
+
+def _partial(folder: Path) -> Path:
+    """Where `folder` is built."""
+    return folder.with_name(folder.name + ".partial")
 
 
 def _build(folder: Path, corpus: Corpus, data: DataConfig, vocab_size: int, report: Progress) -> None:
     """Make `folder` from the corpus. The caller holds its lock, so that a partial one is a dead process's."""
-    partial = folder.with_name(folder.name + ".partial")
+    partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
 
-    readable = [document for document in corpus.documents if is_utf8(corpus.root / document.path)]
+    wrong = {document.path: whats_wrong(corpus.root / document.path) for document in corpus.documents}
+    readable = [document for document in corpus.documents if wrong[document.path] is None]
     if not readable:
         raise ValueError(
             f"data.glob={data.glob}: none of {len(corpus.documents)} file(s) below {corpus.root} is UTF-8 text: "
             "convert them, or name others"
         )
+    damaged = [*corpus.missing, *(Damage(path, why) for path, why in wrong.items() if why is not None)]
+    if damaged and not data.skip_damaged:
+        raise _refusal(corpus.root, damaged)
+    fingerprint = corpus.fingerprint
+    if damaged:
+        listing = json.dumps([asdict(damage) for damage in damaged], indent=1)
+        (partial / LEFT_OUT).write_text(listing + "\n")
+        names = "\0".join(damage.path for damage in damaged)
+        fingerprint = hashlib.sha256(f"{fingerprint}\0{names}".encode("utf-8", "surrogateescape")).hexdigest()
     train, validation = split(readable, data.validation_fraction)
 
     tokenizer_path = partial / "tokenizer.json"
     if data.tokenizer is None:
         tokenizer = _train_tokenizer(corpus.root, train, data, vocab_size, report)
-        tokenizer.save(str(tokenizer_path))
+        tokenizer_path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     else:
         shutil.copyfile(data.tokenizer, tokenizer_path)
         tokenizer = load_tokenizer(tokenizer_path)
@@ -150,9 +199,9 @@ def _build(folder: Path, corpus: Corpus, data: DataConfig, vocab_size: int, repo
             vocab_size=tokenizer.get_vocab_size(),
             end_of_text=end_of_text_id(tokenizer, data.end_of_text),
             num_text_bytes=num_bytes,
-            num_skipped_files=len(corpus.documents) - len(readable),
+            num_skipped_files=len(damaged),
             tokenizer_hash=file_hash(tokenizer_path),
-            source_fingerprint=corpus.fingerprint,
+            source_fingerprint=fingerprint,
         )
     if scan(data).fingerprint != corpus.fingerprint:
         raise ValueError(
@@ -183,10 +232,16 @@ def _pieces(
     next_report = 0.0
     for document in documents:
         waiting: str | None = None
-        for piece in read_pieces(root / document.path):
-            if waiting is not None:
-                yield waiting, False
-            waiting = piece
+        try:
+            for piece in read_pieces(root / document.path):
+                if waiting is not None:
+                    yield waiting, False
+                waiting = piece
+        except (OSError, UnicodeDecodeError) as error:  # it was whole a moment ago
+            why = getattr(error, "strerror", None) or "not UTF-8 text any more"
+            raise ValueError(
+                f"data: {root / document.path} cannot be read ({why}): start again when it is whole"
+            ) from error
         yield waiting or "", True
         done += document.num_bytes
         if done == total or time.monotonic() >= next_report:

@@ -1,6 +1,7 @@
 """Bins hold what was written, and anything else is refused in one line that names the file."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data import Bins, Prepared
+from trainer.data import Bins, DamagedShard, Prepared
 from trainer.data.bins import write_bins
 
 
@@ -103,3 +104,28 @@ def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[P
 def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match=r"packed with tokenizer [0-9a-f]{12}, not with ffffffffffff"):
         Bins.open(prepared.train.path, "f" * 64)
+
+
+def test_a_file_cut_off_under_a_run_is_named_and_one_deleted_stays_readable(tmp_path: Path) -> None:
+    bins = write(tmp_path / "x.bin", [[list(range(1, 101))]])
+    (tmp_path / "x.bin").rename(tmp_path / "y.bin")
+    (tmp_path / "y.bin").unlink()
+    assert bins.gather(np.array([24]), 4).tolist() == [[96, 97, 98, 99, 100]]
+
+    bins = write(tmp_path / "x.bin", [[list(range(1, 101))]])
+    os.truncate(tmp_path / "x.bin", 60)
+    assert bins.gather(np.array([6]), 4).tolist() == [[24, 25, 26, 27, 28]]
+    with pytest.raises(DamagedShard, match=r"bins .*x\.bin: ends at byte 60; it was whole when the run began: delete "):
+        bins.gather(np.array([0, 7]), 4)
+    with pytest.raises(DamagedShard, match="ends at byte 60"):
+        _ = bins.tokens
+
+
+def test_a_token_that_is_none_of_the_vocabulary_is_refused_before_it_reaches_a_gpu(tmp_path: Path) -> None:
+    bins = write(tmp_path / "x.bin", [[list(range(1, 101))]])
+    with (tmp_path / "x.bin").open("r+b") as file:  # in place, under the run
+        file.seek(20)
+        file.write(b"\xff\xff")
+    assert bins.gather(np.array([0]), 4).tolist() == [[0, 1, 2, 3, 4]]
+    with pytest.raises(DamagedShard, match=r"has the token 65535 and a vocabulary of 1000 entries"):
+        bins.gather(np.array([2]), 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.data import DataConfig
 from trainer.data import corpus as corpus_module
-from trainer.data.corpus import Document, is_utf8, read_pieces, scan, split
+from trainer.data.corpus import Damage, Document, read_pieces, scan, split, whats_wrong
 
 
 def paths(data: DataConfig) -> list[str]:
@@ -101,9 +101,30 @@ def test_pieces_join_to_the_text(tmp_path_factory: pytest.TempPathFactory, text:
 
 
 def test_only_utf8_counts_as_text(tmp_path: Path) -> None:
-    for number, (content, good) in enumerate(
-        [(b"plain", True), ("ünïcode".encode(), True), ("é".encode("latin-1"), False), ("a∑".encode()[:-1], False)]
+    cut_off = "cut off within a character"
+    for number, (content, wrong) in enumerate(
+        [
+            (b"plain", None),
+            ("ünïcode".encode(), None),
+            ("é a".encode("latin-1"), "not UTF-8 text"),
+            (b"a\xe2\x88", cut_off),
+        ]
     ):
         path = tmp_path / str(number)
         path.write_bytes(content)
-        assert is_utf8(path) is good
+        assert whats_wrong(path) == wrong
+    assert whats_wrong(tmp_path) == "cannot be read: Is a directory"
+
+
+def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(
+    make_config: Callable[..., DataConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.py").write_text("some text")
+    whole = scan(make_config(tmp_path / "d"))
+    assert whole.missing == ()
+    (tmp_path / "d" / "b.py").symlink_to("nowhere")
+    (tmp_path / "d" / "other.txt").symlink_to("nowhere")  # not asked for
+    broken = scan(make_config(tmp_path / "d"))
+    assert broken.missing == (Damage("b.py", "a link to nothing: No such file or directory"),)
+    assert broken.documents == whole.documents and broken.fingerprint != whole.fingerprint

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -144,11 +145,44 @@ def test_progress_reaches_the_end_of_each_stage(make_config: MakeConfig, own_cor
         assert done[-1][0] == done[-1][1]
 
 
-def test_files_that_are_not_utf8_are_left_out_and_counted(make_config: MakeConfig, own_corpus: Path) -> None:
-    (own_corpus / "latin.py").write_bytes("# é".encode("latin-1"))
-    result = prepare(make_config(own_corpus), 300)
-    assert result.train.sidecar.num_skipped_files == 1
-    assert result.train.sidecar.num_documents + result.validation.sidecar.num_documents == 10
+def test_a_damaged_file_is_named_and_left_out_only_if_that_is_allowed(
+    make_config: MakeConfig, own_corpus: Path
+) -> None:
+    data = make_config(own_corpus)
+    clean = prepare(replace(data, skip_damaged=True), 300)
+    assert clean.left_out == () and clean.folder == prepare(data, 300).folder  # allowed, and nothing to leave out
+
+    (own_corpus / "latin.py").write_bytes("# é ".encode("latin-1"))
+    (own_corpus / "gone.py").symlink_to("nowhere")
+    says = r"data\.skip_damaged=false: below .*corpus, gone\.py \(a link to nothing: .*\) and 1 more file\(s\) cannot"
+    with pytest.raises(ValueError, match=says):
+        prepare(data, 300)
+    result = prepare(replace(data, skip_damaged=True), 300)
+    assert [str(damage) for damage in result.left_out][1] == "latin.py (not UTF-8 text)"
+    facts = result.train.sidecar
+    assert facts.num_skipped_files == 2 and facts.num_documents + result.validation.sidecar.num_documents == 10
+    assert facts.source_fingerprint != scan(data).fingerprint != clean.train.sidecar.source_fingerprint
+    # the same tokens in the same order, however often; and what was left out stays refused where it is not allowed
+    again = prepare(replace(data, skip_damaged=True), 300)
+    assert not again.built and again.left_out == result.left_out
+    assert facts.sha256 == clean.train.sidecar.sha256
+    with pytest.raises(ValueError, match=r"cannot be used: .*, and delete .*; or set data\.skip_damaged=true"):
+        prepare(data, 300)
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_of_it(make_config: MakeConfig, own_corpus: Path) -> None:
+    data = make_config(own_corpus)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=r"data\.cache_dir=.*: text-\w+ cannot be written \(File too large\): free"
+        ):
+            prepare(data, 300)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path for path in Path(data.cache_dir).iterdir() if path.is_dir()]
+    assert prepare(data, 300).built
 
 
 def test_a_given_tokenizer_is_used_as_it_is(prepared: Prepared, make_config: MakeConfig, own_corpus: Path) -> None:
