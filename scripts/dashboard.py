@@ -1,0 +1,98 @@
+"""Look at runs: loss, norms, scales, experts, speed, power and events, in one HTML file or live.
+
+    python scripts/dashboard.py runs/mine                                  writes runs/mine/dashboard.html
+    python scripts/dashboard.py runs/bf16 runs/fp8_delayed --out both.html     several, and the gap to the first
+    python scripts/dashboard.py runs/mine --serve                          live, at http://127.0.0.1:8765, until Ctrl-C
+
+The file needs no network and no other file: it can be mailed, or opened on a phone. With --serve, a run may be there
+only later, and may still be training; to look from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
+"""
+
+import argparse
+from pathlib import Path
+
+from trainer.cli import guarded
+from trainer.health.dashboard.page import page, payload, write
+from trainer.health.dashboard.read import METRICS, Run
+from trainer.health.dashboard.serve import Server
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line; write the page, or serve it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: dashboard.html in the run's folder)"
+    )
+    parser.add_argument("--serve", action="store_true", help="serve the page on this machine, as it changes")
+    parser.add_argument("--port", type=int, metavar="PORT", help="of --serve (8765)")
+    arguments = parser.parse_args()
+    if len(set(arguments.runs)) < len(arguments.runs):
+        raise ValueError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
+    if arguments.serve:
+        if arguments.out is not None:
+            raise ValueError(f"--out {arguments.out}: --serve writes no file; give one of the two")
+        serve(arguments.runs, 8765 if arguments.port is None else arguments.port)
+        return
+    if arguments.port is not None:
+        raise ValueError(f"--port {arguments.port}: it is for --serve; add that, or leave it out")
+    runs = [read(path) for path in arguments.runs]
+    if arguments.out is None and len(runs) > 1:
+        raise ValueError("--out is missing: say where the page of several runs should go, as --out compare.html")
+    out = arguments.out or runs[0].path / "dashboard.html"
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: {'a folder' if out.is_dir() else 'its folder does not exist'}; give a file")
+    write(out, page(payload(runs)))
+    print(out)
+
+
+def read(path: Path) -> Run:
+    """A run with something to show. ValueError where there is none."""
+    if not (path / METRICS).is_file():
+        lacks = f"no {METRICS} in it" if path.is_dir() else "no such folder"
+        raise ValueError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
+    found = Run(path)
+    found.poll()
+    if not found.series:
+        raise ValueError(f"{path}: {METRICS} has no step yet; wait for the first logged one, or use --serve")
+    return found
+
+
+def serve(paths: list[Path], port: int) -> None:
+    """Until Ctrl-C. A folder may appear later, if the one around it is there."""
+    for path in paths:
+        if (
+            path.exists()
+            and not (path / METRICS).is_file()
+            and path.is_dir()
+            and any((one / METRICS).is_file() for one in path.iterdir())
+        ):
+            raise ValueError(f"{path}: a folder of runs; name the runs, as {path}/*")
+        if not path.absolute().parent.is_dir() or (path.exists() and not path.is_dir()):
+            why = "not a folder" if path.exists() else f"no such folder, and no {path.parent} where it could appear"
+            raise ValueError(f"{path}: {why}; give the folder of a run, as runs/NAME")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port}: not between 0 and 65535")
+    try:
+        server = Server(paths, port)
+    except OSError as error:
+        raise ValueError(f"--port {port}: {error.strerror}; choose another, or 0 for any") from error
+    for path in paths:
+        if not (path / METRICS).is_file():
+            print(f"{path} is not there yet; it will be shown when it is")
+    print(f"{server.url}    Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

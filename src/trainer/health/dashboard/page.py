@@ -1,0 +1,183 @@
+"""Runs -> one HTML file with all that it needs: style, script and data inside, nothing from a network.
+
+`payload` is what the script draws, and what `serve` sends: small enough for a phone, whatever the length of the runs.
+The numbers of all curves together, and the cells of all grids, have a budget; what is over is decimated.
+
+Names, messages and paths come from files that others may have written. They are data: in the page they are JSON inside
+a script element that cannot end it, and the script shows them as text, never as HTML. The page's own policy forbids to
+load anything from anywhere.
+"""
+
+import html
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.health.dashboard.decimate import curves, gap, grid
+from trainer.health.dashboard.read import Run
+from trainer.health.dashboard.summary import TRAIN, VALIDATION, summary
+
+NUMBERS = 150_000
+"""Of all curves together: about 1.2 MB."""
+CELLS = 240_000
+"""Of all grids together: 0.65 MB."""
+EVENTS = 1_500
+"""Of all runs together; of more, those of a kind that there are most of are left out, save the first and the last."""
+NEVER = 2**31
+"""Buckets, where nothing is to be put together."""
+MESSAGE = 400
+"""Characters of an event's message."""
+ORDER_OF_DATA = ("trainer", "seed"), ("trainer", "global_batch_size"), ("trainer", "sequence_length"), ("data", "path")
+SCRIPTS = "plot.js", "line.js", "map.js", "tables.js", "page.js"
+
+
+class Cursor:
+    """What of a run has been sent already."""
+
+    def __init__(self, run: Run) -> None:
+        self.generation = run.generation
+        self.series = {key: len(series.steps) for key, series in run.series.items()}
+        self.grids = {key: len(source.steps) for key, source in run.grids.items()}
+        self.events = len(run.events)
+
+
+def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor | None] = ()) -> dict[str, Any]:
+    """All runs as JSON values. ended: of the first run, as for `summary`. sent: of each run what the reader has.
+
+    A run of which something was sent in this generation gives what is new, undecimated, and `more: true`.
+    """
+    sent = list(sent) or [None] * len(runs)
+    num_series = sum(len(run.series) for run in runs) or 1
+    num_rows = sum(len(run.rows.get(key.partition("/")[0], ())) for run in runs for key in run.grids) or 1
+    buckets = int(np.clip(NUMBERS // (3 * num_series), 80, 1000))
+    columns = int(np.clip(CELLS // num_rows, 24, 300))
+    out = []
+    for i, (run, name, cursor) in enumerate(zip(runs, names(runs), sent, strict=True)):
+        if cursor is not None and cursor.generation != run.generation:
+            cursor = None
+        since = (lambda key, at: 0) if cursor is None else (lambda key, at, of=cursor: getattr(of, at).get(key, 0))
+        arrays = {key: series.arrays(since(key, "series")) for key, series in run.series.items() if key != "tokens"}
+        grids = {
+            key: grid(key, source, len(run.rows[key.partition("/")[0]]), columns, since(key, "grids"))
+            for key, source in run.grids.items()
+            if len(source.steps) > since(key, "grids")
+        }
+        row = {
+            "name": name,
+            "more": cursor is not None,
+            "about": summary(run, ended if i == 0 else None),
+            "curves": curves(arrays, buckets if cursor is None else NEVER),
+            "gaps": curves(gap(run, runs[0], TRAIN, VALIDATION), 400) if i else [],
+            "grids": grids,
+            "rows": run.rows if cursor is None else {},
+            "load": None if run.load is None else {"step": run.load[0], "tokens": run.load[1]},
+            "latest": latest(run),
+            "events": events(run, EVENTS // len(runs), 0 if cursor is None else cursor.events),
+        }
+        out.append(row)
+    return {"time": time.time(), "remark": remark(runs), "runs": out}
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """Each run's folder, with as many of the folders around it as it takes to tell them apart."""
+    parts = [run.path.absolute().parts for run in runs]
+    for depth in range(1, max(map(len, parts), default=1)):
+        found = ["/".join(part[-depth:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(run.path) for run in runs]
+
+
+def remark(runs: Sequence[Run]) -> str:
+    """What makes a training loss no measure against the first run's: another order of the data."""
+    first = runs[0]
+    for run in (run for run in runs[1:] if first.config and run.config):
+        for section, key in ORDER_OF_DATA:
+            a, b = ((one.config.get(section) or {}).get(key) for one in (first, run))
+            if a != b:
+                return (
+                    f"{run.path.name} differs from {first.path.name} in {section}.{key}: of a step they saw other "
+                    "tokens, and only the gap in validation loss counts"
+                )
+    return ""
+
+
+def latest(run: Run) -> dict[str, Any]:
+    """Of each quantity of the tensors its last column, for the table: {"saturated": {"step": 900, "values": [...]}}."""
+    out = {}
+    rows = len(run.rows.get("fp8", ()))
+    for key, source in run.grids.items():
+        group, _, quantity = key.partition("/")
+        if group == "fp8" and source.columns:
+            column = source.matrix(rows, len(source.columns) - 1)[0].tolist()
+            values = [float(f"{value:.4g}") if math.isfinite(value) else None for value in column]
+            out[quantity] = {"step": source.steps[-1], "values": values}
+    return out
+
+
+def events(run: Run, most: int, since: int = 0) -> list[dict[str, Any]]:
+    """The run's events from number `since` on: step, kind, time, text, and the rule of an alert."""
+    found = run.events[since:]
+    while len(found) > most:
+        kinds = [event["kind"] for event in found]
+        commonest = max(set(kinds), key=kinds.count)
+        of_it = [i for i, kind in enumerate(kinds) if kind == commonest]
+        gone = set(of_it[1:-1:2]) if len(of_it) > 3 else set(of_it)
+        found = [event for i, event in enumerate(found) if i not in gone]
+    return [_event(event) for event in found]
+
+
+def _event(event: dict[str, Any]) -> dict[str, Any]:
+    step = event.get("step")
+    out = {
+        "step": step if type(step) is int else 0,
+        "kind": event["kind"],
+        "time": str(event.get("time", ""))[:23],
+        "text": str(event.get("message", ""))[:MESSAGE],
+    }
+    named = [
+        f"{key} {event[key]}"
+        for key in ("rule", "tensor", "block", "module", "rank")
+        if event.get(key) not in (None, "")
+    ]
+    return out | ({"named": ", ".join(named)[:MESSAGE]} if named else {})
+
+
+def page(data: dict[str, Any], live: bool = False) -> str:
+    """The HTML of a payload. live: it asks the server for what is new."""
+    title = ", ".join(run["name"] for run in data["runs"])
+    here = files("trainer.health.dashboard")
+    parts = {
+        "title": html.escape(f"{title} - Octet"),
+        "connect": "'self'" if live else "'none'",
+        "live": "true" if live else "false",
+        "style": here.joinpath("page.css").read_text("utf-8"),
+        "script": "\n".join(here.joinpath(name).read_text("utf-8") for name in SCRIPTS),
+        "data": as_json(data),
+    }
+    template = here.joinpath("page.html").read_text("utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def as_json(data: dict[str, Any]) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that there is the old one or the new one at any moment."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, "utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

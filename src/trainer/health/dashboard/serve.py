@@ -1,0 +1,119 @@
+"""The dashboard live: a server on the loopback address that reads what the runs write.
+
+    GET /               the page, with all that there is so far
+    GET /data?since=T   JSON: what is new since the answer that named the token T, and a new token
+
+The page asks every few seconds. A token stands for how far each run had been sent; one that is not known (the server
+was started anew) or no longer true (a run went back) brings everything. Nobody but this machine is served, and no page
+of another site that has a name resolve to this machine: the Host that is asked for has to be the loopback's.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from trainer.health.dashboard.page import Cursor, as_json, page, payload
+from trainer.health.dashboard.read import Run
+
+LOOPBACK = "127.0.0.1"
+READERS = 100
+"""Tokens that are remembered: so many open pages."""
+MOST_NEW = 2000
+"""Steps that a page was away for: of more it gets everything, decimated."""
+
+
+class Live:
+    """The runs, and what each open page has of them. Any thread may ask."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._runs = [Run(path) for path in paths]
+        self._lock = threading.Lock()
+        self._tokens: OrderedDict[str, list[Cursor]] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._origin = id(self)
+
+    def page(self) -> str:
+        """The page with everything."""
+        return page(self.data(""), live=True)
+
+    def data(self, token: str) -> dict[str, Any]:
+        """What is new since the answer with this token; without `runs` if nothing is."""
+        with self._lock:
+            for run in self._runs:
+                run.poll()
+            sent = self._tokens.get(token)
+            now = [Cursor(run) for run in self._runs]
+            answer = payload(self._runs, sent=[_few(*pair) for pair in zip(sent, now, strict=True)] if sent else ())
+            fresh = f"{self._origin}-{next(self._numbers)}"
+            self._tokens[fresh] = now
+            while len(self._tokens) > READERS:
+                self._tokens.popitem(last=False)
+            return answer | {"token": fresh}
+
+
+def _few(sent: Cursor, now: Cursor) -> Cursor | None:
+    """The cursor, or None where a run has gone on so far that it is better sent anew."""
+    most = max((count - sent.series.get(key, 0) for key, count in now.series.items()), default=0)
+    return sent if most <= MOST_NEW else None
+
+
+class Server(ThreadingHTTPServer):
+    """Serves runs on the loopback address; port 0 takes a free one."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, paths: Sequence[Path], port: int) -> None:
+        super().__init__((LOOPBACK, port), Handler)
+        self.live = Live(paths)
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """The page or its data."""
+        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+        where = urlsplit(self.path)
+        if host not in (LOOPBACK, "localhost"):
+            self._answer(403, "text/plain", "this server answers to 127.0.0.1 and localhost")
+        elif where.path == "/":
+            self._answer(200, "text/html", self.server.live.page())
+        elif where.path == "/data":
+            token = parse_qs(where.query).get("since", [""])[0]
+            self._answer(200, "application/json", as_json(self.server.live.data(token)))
+        else:
+            self._answer(404, "text/plain", "there are / and /data")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode("utf-8", errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def handle(self) -> None:
+        """As it is, but a page that was closed while it was answered is nothing to tell of."""
+        try:
+            super().handle()
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line every few seconds would drown the others."""

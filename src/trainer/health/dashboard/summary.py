@@ -1,0 +1,144 @@
+"""What the head of the page says of a run: what it is, how far it has come, how it stands.
+
+How a run ended is read from what it left: the last event, and the last line of its log (`stopped by ...`). A run that
+has neither and is short of its goal is running while its files still change.
+"""
+
+import statistics
+import time
+from typing import Any
+
+from trainer.health.dashboard.read import EVENTS, METRICS, Run
+
+TRAIN, VALIDATION = "loss/lm", "loss/validation"
+QUIET_SECONDS = 120.0
+"""A run whose files have not changed for so long, and for 20 logging intervals, is said to be silent."""
+LOG = "logs/rank0.log"
+
+
+def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
+    """The row of a run. ended: what ended it, where the caller knows ("" for nothing unusual)."""
+    config = run.config
+    trainer, model = _section(config, "trainer"), _section(config, "model")
+    rates = run.series["perf/tokens_per_second"].values[1:] if "perf/tokens_per_second" in run.series else ()
+    energy = run.series["gpu/joules_per_token"].values[1:] if "gpu/joules_per_token" in run.series else ()
+    tokens = run.last("tokens")
+    per_step = (trainer.get("global_batch_size") or 0) * (trainer.get("sequence_length") or 0)
+    kind, text = state(run, trainer.get("max_steps"), ended)
+    peaks = run.series.get("memory/peak_gib")
+    return {
+        "path": str(run.path),
+        "recipe": _section(config, "precision").get("name"),
+        "model": model_line(run, model),
+        "seed": trainer.get("seed"),
+        "machine": machine(run),
+        "step": run.last_step,
+        "goal": trainer.get("max_steps"),
+        "tokens": tokens if tokens is not None else run.last_step * per_step or None,
+        "tokens_per_step": per_step or None,
+        "state": kind,
+        "state_text": text,
+        "loss": recent(run),
+        "validation": run.last(VALIDATION),
+        "tokens_per_second": statistics.median(rates) if rates else run.last("perf/tokens_per_second"),
+        "mfu": run.last("perf/mfu"),
+        "peak_gib": max(peaks.values) if peaks else None,
+        "joules_per_token": statistics.median(energy) if energy else run.last("gpu/joules_per_token"),
+        "skipped": run.last("recovery/skipped_steps"),
+        "alerts": sum(event["kind"] == "alert" for event in run.events),
+        "stride": run.stride,
+    }
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def recent(run: Run) -> float | None:
+    """Mean training loss over the last 50 steps, nats per token."""
+    series = run.series.get(TRAIN)
+    if not series or not series.values:
+        return None
+    last = [value for step, value in zip(series.steps, series.values, strict=True) if step > run.last_step - 50]
+    return statistics.fmean(last or series.values[-1:])
+
+
+def model_line(run: Run, model: dict[str, Any]) -> str:
+    """The model in a few words: the name it was chosen by, if it was, and its size."""
+    chosen = [
+        line.strip().partition("model=")[2] for line in run.overrides if line.strip().lstrip("- ").startswith("model=")
+    ]
+    size = []
+    if model.get("num_layers") and model.get("hidden_size"):
+        size.append(f"{model['num_layers']} layers of {model['hidden_size']}")
+    if model.get("num_experts"):
+        size.append(f"{model['num_experts']} experts")
+    return ", ".join([*chosen[-1:], *size])
+
+
+def machine(run: Run) -> str:
+    """What it ran on: the GPUs of rank 0's node, or the number of its CPU cores."""
+    gpus = run.environment.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        return f"{len(gpus)} x {gpus[0]}"
+    cpus = run.environment.get("cpus")
+    return f"{cpus} CPU cores" if cpus else ""
+
+
+def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
+    """(waiting | gone | running | finished | stopped | failed | silent, what there is to say about it)."""
+    if not run.there:
+        return (
+            ("gone", "its folder is gone; this is what was read before") if run.series else ("waiting", "not there yet")
+        )
+    if ended is None:
+        ended = ending(run)
+    if ended:
+        kind = "stopped" if "SIGTERM" in ended or "SIGINT" in ended or "interrupted" in ended else "failed"
+        return kind, ended
+    if goal and run.last_step >= goal:
+        return "finished", ""
+    age = time.time() - max(_changed(run, name) for name in (METRICS, EVENTS, LOG))
+    logging = _section(run.config, "logging").get("every") or 1
+    quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
+    if age > quiet:
+        return "silent", f"nothing written for {ago(age)}"
+    return "running", ""
+
+
+def ending(run: Run) -> str:
+    """What ended the run, if it has ended before its goal and something says so."""
+    for event in reversed(run.events):
+        if event["kind"] == "resume":
+            return ""
+        if event["kind"] in ("failure", "signal"):
+            return str(event.get("message", ""))
+    try:
+        with (run.path / LOG).open("rb") as file:
+            file.seek(max(file.seek(0, 2) - 2**16, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        _, found, what = line.partition(" INFO trainer: stopped by ")
+        if found:
+            return what.partition(": ")[2] or what
+        if " INFO trainer: step " in line or " INFO trainer: resume: " in line:
+            break
+    return ""
+
+
+def _changed(run: Run, name: str) -> float:
+    try:
+        return (run.path / name).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def ago(seconds: float) -> str:
+    """A time span in one unit."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
