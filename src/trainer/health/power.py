@@ -169,7 +169,7 @@ class Sampler:
             window.memory_celsius = _higher(window.memory_celsius, memory_celsius)
             if before is None or not (before.training and sample.training):
                 return
-            span = now - before.seconds
+            span = max(now - before.seconds, 1e-9)
             window.watts.add(_power(before, sample), span)
             window.sm_mhz.add(sm, span)
             window.memory_mhz.add(memory, span)
@@ -207,7 +207,7 @@ _REASONS = {"throttled": THROTTLED, "power_cap": POWER_CAP, "thermal": THERMAL, 
 def _power(before: _Sample, sample: _Sample) -> float | None:
     """Watts between two samples: by the energy counter, else by the readings at both ends."""
     if before.joules is not None and sample.joules is not None and sample.joules >= before.joules:
-        return (sample.joules - before.joules) / (sample.seconds - before.seconds)
+        return (sample.joules - before.joules) / max(sample.seconds - before.seconds, 1e-9)
     known = [watts for watts in (before.watts, sample.watts) if watts is not None]
     return sum(known) / len(known) if known else None
 

@@ -31,8 +31,8 @@ class Throttled(Rule):
         clock = number(metrics, "gpu/clock_mhz")
         at = f", to {clock:.0f} MHz" if clock is not None else ""
         message = (
-            f"{said[why]} {_whose(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks wait for "
-            "it: look at fans, air, neighbours, power supply; `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there says which"
+            f"{said[why]} {_whose(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks wait "
+            "for it: look at fans, air, neighbours, power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
         )
         return [Alert(self.name, step, message, share, self._share)]
 
