@@ -1,0 +1,41 @@
+"""Import a model from a folder in Hugging Face's layout, as a checkpoint that a run starts from. No GPU, little memory.
+
+    python scripts/import_hf.py FOLDER mine        DeepseekV3ForCausalLM or V2, in BF16, FP32 or FP8 (128 x 128 blocks)
+    python train.py --config-dir mine/configs model=imported run.init_from=mine ...      what it says at the end
+
+OUT also goes into scripts/export_hf.py: what came in FP8 leaves as the same FP8. More: docs/export.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer.cli import guarded
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, import, say how to go on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and *.safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    arguments = parser.parse_args()
+
+    from trainer.checkpoint.hf_import import import_hf
+
+    made = import_hf(arguments.folder, arguments.out)
+    print(f"{made.folder}: {made.fp8:,} tensors came in FP8" if made.fp8 else f"{made.folder}: imported")
+    for remark in made.remarks:
+        print(remark)
+    print("to go on from it:")
+    print(
+        f"    python train.py --config-dir {made.folder}/configs {' '.join(made.overrides)} data=text data.path=FOLDER"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
