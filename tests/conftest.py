@@ -5,6 +5,9 @@ collected first.
 """
 
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,3 +42,25 @@ def load(name: str, **overrides: object) -> PrecisionConfig:
 @pytest.fixture
 def recipe() -> Callable[..., PrecisionConfig]:
     return load
+
+
+@pytest.fixture(scope="session")
+def start_ranks() -> Callable[..., None]:
+    """start_ranks(program, size, *arguments): a Python file in so many processes, which meet by torch's environment
+    variables (RANK, WORLD_SIZE, MASTER_ADDR, ...); returns when all have ended with 0."""
+
+    def start(program: str, size: int, *arguments: object) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+        command = [sys.executable, "-W", "ignore", program, *map(str, arguments)]
+        ranks = [subprocess.Popen(command, env=os.environ | own) for own in who]
+        try:
+            assert [rank.wait(timeout=1200) for rank in ranks] == [0] * size, f"{size} ranks of {program}"
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    return start

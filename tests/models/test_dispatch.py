@@ -4,7 +4,6 @@ The processes run this file as a program, each on its sequences of the batch, al
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ SIZES = {"vocab_size": 96, "hidden_size": 144, "num_layers": 3, "num_heads": 3, 
 SIZES |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 64}
 SIZES |= {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_token": 2, "routed_scaling_factor": 2.5}
 SEQUENCES, LENGTH = 4, 12
+SIZE = 4  # processes
 CURRENT = "scaling.method=current", "scaling.granularity=tensor"
 
 
@@ -110,10 +110,11 @@ def whole_model(case: Case, rank: int = 0, size: int = 1, group=None) -> dict[st
     return made | {f"grad.{n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     """One process: all cases, results into a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
     try:
         group = dist.group.WORLD
         amaxes = torch.load(folder / "amaxes.pt")
@@ -135,22 +136,13 @@ def single() -> dict[str, dict[str, Tensor]]:
     return made | {"model": whole_model(CASES["fp32"])}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def many(request, single: dict, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+@pytest.fixture(scope="module")
+def many(single: dict, start_ranks, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
     """What each of several processes computes."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save({name: single[name]["amax_before"] for name in CASES}, folder / "amaxes.pt")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(request.param), folder], env=environment)
-        for rank in range(request.param)
-    ]
-    try:
-        assert [process.wait(timeout=300) for process in started] == [0] * request.param
-    finally:
-        for process in started:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    start_ranks(__file__, SIZE, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
 
 
 def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -199,4 +191,4 @@ def test_a_model_with_mtp_spread_over_processes_equals_one_process(single: dict,
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]))

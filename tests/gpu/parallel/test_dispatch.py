@@ -4,8 +4,8 @@ The processes run this file as a program, each on its half of the tokens, all re
 """
 
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,12 @@ def layer(case: str, amaxes: list[Tensor], rank: int = 0, size: int = 1, group: 
     return {key: value.cpu() for key, value in made.items()}
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     """One process: all cases, results into a file."""
+    rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    meet = f"file://{folder}/meet"
-    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=WORLD, device_id=device)
+    dist.init_process_group("nccl", device_id=device)
     try:
         amaxes = torch.load(folder / "amaxes.pt")
         made = {case: layer(case, amaxes[case], rank, WORLD, dist.group.WORLD) for case in CASES}
@@ -93,19 +93,13 @@ def single() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def both(single: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def both(
+    single: dict[str, Any], start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Tensor]]]:
     """What each of two GPUs computes."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save(single["amaxes"], folder / "amaxes.pt")
-    started = [
-        subprocess.Popen([sys.executable, __file__, str(rank), folder], env=os.environ | {"OMP_NUM_THREADS": "4"})
-        for rank in range(WORLD)
-    ]
-    try:
-        assert [process.wait(timeout=400) for process in started] == [0] * WORLD
-    finally:
-        for process in started:
-            process.kill()
+    start_ranks(__file__, WORLD, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
@@ -135,4 +129,4 @@ def test_two_gpus_equal_one(case: str, single: dict[str, Any], both: list) -> No
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

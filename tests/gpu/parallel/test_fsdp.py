@@ -7,10 +7,9 @@ The ranks run this file as a program. By itself it also measures:
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +39,7 @@ CASES |= {f"{r} compiled": [f"precision={r}", "precision.backend=cuda", "compile
 CASES |= {"fp8_delayed full": [*CASES["fp8_delayed"], "recompute=full"]}
 IN_FP8 = ["fp8_delayed", "fp8_block", "fp8_delayed compiled"]  # weights that are quantised before they travel
 CASES |= {f"{name} gathered": [*CASES[name], "parallel.fp8_all_gather=true"] for name in IN_FP8}
+OUT = "--out"
 STEPS, QUIET = 6, 4  # the step that must not wait
 SPEED = ["model=deepseek_300m", "trainer.global_batch_size=16", "trainer.microbatch_size=4"]
 SPEED += ["trainer.sequence_length=2048", "compile.enabled=true"]
@@ -111,18 +111,14 @@ def main(out: str | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[float]]]:
+def curves(
+    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, list[float]]]:
     """Losses by number of GPUs and case."""
     made = {}
     for size in (1, 2):
         out = tmp_path_factory.mktemp("ranks") / "curves.json"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
-        place |= {"LOCAL_WORLD_SIZE": str(size), "FSDP_TEST_OUT": str(out)}
-        who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-        ranks = [subprocess.Popen([sys.executable, __file__], env=os.environ | own) for own in who]
-        assert [rank.wait(timeout=1200) for rank in ranks] == [0] * size
+        start_ranks(__file__, size, OUT, out)
         made[size] = json.loads(out.read_text())
     return made
 
@@ -143,4 +139,4 @@ def test_weights_that_travel_in_fp8_give_the_same_numbers(curves: dict[int, dict
 
 
 if __name__ == "__main__":
-    main(os.environ.get("FSDP_TEST_OUT"))
+    main(sys.argv[2] if sys.argv[1:2] == [OUT] else None)

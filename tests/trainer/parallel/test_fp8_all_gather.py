@@ -5,9 +5,9 @@ The ranks run this file as a program, over gloo: all cases of a world size one a
 
 import hashlib
 import json
-import socket
-import subprocess
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,10 +97,11 @@ def local_wire(layer: torch.nn.Module) -> str:
     return type(shard.fsdp_pre_all_gather.__self__).__name__  # type: ignore[attr-defined]
 
 
-def main(rank: int, size: int, port: str, out: Path) -> None:
+def main(out: Path) -> None:
     torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     world = World(torch.device("cpu"), rank, rank, size, size)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    torch.distributed.init_process_group("gloo")
     seen = {}
     for name, keys in CASES[size].items():
         ways = [[*keys, f"parallel.fp8_all_gather={way}"] for way in ("false", "true")]
@@ -111,18 +112,12 @@ def main(rank: int, size: int, port: str, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def seen(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """By world size and case: gathered in BF16, gathered in FP8; of each rank."""
     made = {}
     for size in CASES:
         out = tmp_path_factory.mktemp("ranks") / "seen.json"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command = [sys.executable, "-W", "ignore", __file__]
-        ranks = [subprocess.Popen([*command, str(rank), str(size), port, str(out)]) for rank in range(size)]
-        codes = [rank.wait(timeout=600) for rank in ranks]
-        assert not any(codes), f"{size} ranks ended with {codes}"
+        start_ranks(__file__, size, out)
         made[size] = json.loads(out.read_text())
     return made
 
@@ -158,4 +153,4 @@ def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) ->
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(Path(sys.argv[1]))

@@ -6,9 +6,8 @@ The ranks run this file as a program, over gloo: all cases of a world size one a
 import dataclasses
 import json
 import os
-import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ CASES = {
         "fsdp fp32 full compiled": Case((*FSDP, FP32, "recompute=full"), steps=3, compiled=True),
         "fsdp mixed": Case((*FSDP, *MIXED), steps=3),
         "fsdp mixed compiled": Case((*FSDP, *MIXED), steps=3, compiled=True),
-        "ep fp32": Case((*EP, FP32)),
+        "ep fp32": Case((*EP, FP32), steps=3),
         "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=6),
         "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=6),
         "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=6),
@@ -114,14 +113,14 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
     return lines
 
 
-def main(rank: int, size: int, port: str, out: Path) -> None:
+def main(out: Path) -> None:
     torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     world = World(torch.device("cpu"), rank, rank, size, size)
     if size > 1:
         import torch.distributed as dist
 
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        dist.init_process_group("gloo", rank=rank, world_size=size)
+        dist.init_process_group("gloo")
     curves = {name: train(case, world) for name, case in CASES[size].items()}
     if rank == 0:
         out.write_text(json.dumps(curves))
@@ -130,18 +129,12 @@ def main(rank: int, size: int, port: str, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Curves]:
+def curves(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Curves]:
     """What each world size computed."""
     made = {}
     for size in CASES:
         out = tmp_path_factory.mktemp("ranks") / "curves.json"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command = [sys.executable, "-W", "ignore", __file__]
-        ranks = [subprocess.Popen([*command, str(rank), str(size), port, str(out)]) for rank in range(size)]
-        codes = [rank.wait(timeout=600) for rank in ranks]
-        assert not any(codes), f"{size} ranks ended with {codes}"
+        start_ranks(__file__, size, out)
         made[size] = json.loads(out.read_text())
     return made
 
@@ -195,4 +188,4 @@ def test_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves], siz
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(Path(sys.argv[1]))
