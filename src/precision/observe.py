@@ -13,9 +13,9 @@ The state is one per process, not per thread: on a GPU the backward pass runs in
 may be compiled: whoever observes runs eagerly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,14 +25,10 @@ from precision.plan import GemmRecipe
 from precision.resolve import CUDA, REFERENCE
 
 
-class Observer(Protocol):
-    """Is told of casts."""
-
-    def __call__(self, amax_row: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
-        """x was cast into `data`, of its shape and of format `fmt`; data * scale_inv (see `Operand`, `WeightOperand`)
-        is what it is read as. amax_row: the slot's view into the arena, or a copy of it that is not there."""
-        ...
-
+Observer = Callable[[Tensor, Tensor, Tensor, Tensor, Format], None]
+"""Is told of casts: (amax_row, x, data, scale_inv, fmt). x was cast into `data`, of its shape and in `fmt`, which is
+read as data * scale_inv (see `Operand`, `WeightOperand`). amax_row: the view into the arena that the tensor's slot
+has."""
 
 _observer: Observer | None = None
 

@@ -28,7 +28,7 @@ from precision.wire import read_back
 from trainer.parallel.totals import added_up
 
 if TYPE_CHECKING:
-    from models import DeepSeek
+    from models.block import Block
     from trainer.distributed import World
 
 Hook = Callable[[nn.Module, Any, Any], None]
@@ -37,13 +37,13 @@ PLACES = ("qkv", "ffn", "block")
 
 
 class Kurtosis:
-    """Sums of kurtosis over tokens, by block and place, of the passes made under `watching`.
+    """Sums of kurtosis over tokens, by block (`DeepSeek.iter_blocks`) and place, of the passes made under `watching`.
 
     sums [blocks, places, 2] FP64: of the kurtosis, of tokens. A block that is recomputed counts twice in both.
     """
 
-    def __init__(self, model: DeepSeek, device: torch.device):
-        self._blocks = model.iter_blocks()
+    def __init__(self, blocks: list[tuple[str, Block]], device: torch.device):
+        self._blocks = blocks
         self.sums = torch.zeros(len(self._blocks), len(PLACES), 2, dtype=torch.float64, device=device)
 
     @contextmanager

@@ -89,7 +89,7 @@ class Health:
 
     def _look(self, tokens: Tensor) -> dict[str, Tensor]:
         e = self._engine
-        casts, kurtosis = Casts(self.rows, e.device), Kurtosis(e.model, e.device)
+        casts, kurtosis = Casts(self.rows, e.device), Kurtosis(e.model.iter_blocks(), e.device)
         with aside.aside(e), observing(casts, self._backends), kurtosis.watching():
             if len(self.rows):
                 aside.run(e, tokens, self._batch)
