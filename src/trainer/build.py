@@ -23,8 +23,10 @@ from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
+from trainer.health.alerts import Alerts
 from trainer.health.health import Health
 from trainer.health.power import PowerMeter, find_gpus
+from trainer.health.rules import training_rules
 from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.optim import Optimizer
@@ -37,7 +39,7 @@ from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.evidence import EvidenceKeeper
 from trainer.recovery.ladder import Ladder, Rewind
-from trainer.rundir import Note, RunDir, check_place, find_checkpoint, saved_backends
+from trainer.rundir import METRICS, TENSORS, Note, RunDir, check_place, find_checkpoint, saved_backends
 from trainer.sinks import Sinks
 
 
@@ -89,6 +91,7 @@ class Parts:
     ladder: Ladder
     power: PowerMeter
     health: Health
+    alerts: Alerts
 
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
@@ -211,6 +214,17 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             checkpointer.reserve(parts.state())
         on_error.pop_all()
     return parts
+
+
+def _alerts(config: Config, run: RunDir, world: World) -> Alerts:
+    """Rules about what rank 0 logs. They know the lines before a resume."""
+    if not (config.health.alerts.enabled and world.is_first):
+        return Alerts()
+    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    alerts = Alerts(training_rules(config.health.alerts, gpu and gpu.total_memory / 2**30), config.health.alerts.repeat)
+    if not run.is_new:
+        alerts.replay(run.path / METRICS, run.path / TENSORS)
+    return alerts
 
 
 def build_engine(

@@ -177,7 +177,10 @@ class Trainer:
         rates = self._throughput.read()
         rates |= p.power.read(self.step, *self._throughput.latest)
         memory = {"memory/peak_gib": peak_memory_gib(e.device), "memory/allocated_gib": allocated_memory_gib(e.device)}
-        p.sinks.metrics(tokens | values | rates | memory)
+        line = tokens | values | rates | memory
+        p.sinks.metrics(line)
+        for alert in p.alerts.see(line):
+            p.sinks.event("alert", self.step, alert.message, **alert.what())
 
     def _out_of_memory(self) -> TrainingStopped:
         """What to say when a GPU is full: what fills it, against the forecast."""

@@ -140,6 +140,7 @@ class Alerts:
         self._said: dict[str, dict[str, _Said]] = {}
         self._lines_since: dict[str, int] = {}
         self._names: Entry = {}
+        self._inside: Entry | None = None
         self._last = 0
         self.add(*rules)
 
@@ -151,19 +152,27 @@ class Alerts:
             self._said[rule.name] = {}
             self._lines_since[rule.name] = QUIET
 
-    def see(self, metrics: Entry, tensors: Entry | None = None) -> list[Alert]:
-        """A logged line, and its entry in tensors.jsonl if it has one -> what is to be said now."""
-        return self._see(self._rules, metrics, tensors)
+    def tensors(self, entry: Entry) -> None:
+        """A line of tensors.jsonl, which comes before the line of metrics that it belongs to."""
+        if "names" in entry:
+            self._names = entry["names"]
+        else:
+            self._inside = entry
+
+    def see(self, metrics: Entry) -> list[Alert]:
+        """A logged line -> what is to be said now."""
+        inside, self._inside = self._inside, None
+        return self._see(self._rules, metrics, inside if inside and inside.get("step") == metrics["step"] else None)
 
     def replay(self, metrics: Path, tensors: Path) -> None:
         """Make up for the lines before a resume, from the files of the run. Says nothing: it has been said."""
         rules = [rule for rule in self._rules if not rule.of_process]
         of_step: dict[int, Entry] = {}
         for entry in _tail(tensors):
-            if "names" in entry:
-                self._names = entry["names"]
-            elif "step" in entry:
+            self.tensors(entry)
+            if "step" in entry:
                 of_step[entry["step"]] = entry
+        self._inside = None
         for line in _tail(metrics):
             if "step" in line:
                 self._see(rules, line, of_step.pop(line["step"], None))
@@ -174,8 +183,6 @@ class Alerts:
             for said in self._said.values():
                 said.clear()
         self._last = step
-        if tensors is not None and "names" in tensors:
-            self._names = tensors["names"]
         named = None if tensors is None else {**tensors, "names": self._names}
         return [alert for rule in rules if (alert := self._news(rule, step, rule.see(step, metrics, named)))]
 
