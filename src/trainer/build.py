@@ -193,7 +193,10 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         on_error.callback(run.close)
         run.keep(data.tokenizer_path)
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
-        sinks = on_error.enter_context(Sinks(config.logging, run, t.max_steps, rank=world.rank))
+        to, alone = config.health.alerts, world.size == 1
+        sinks = Sinks(config.logging, run, t.max_steps, None, world.rank, to.webhook, to.command, alone)
+        on_error.enter_context(sinks)
+        alerts = _alerts(config, run, world)
         world.crew.on_end.append(sinks.ended)
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
@@ -201,12 +204,30 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             engine.guard, engine.arena, engine.evidence, world, loader, data.tokenizer_path, t.microbatch_size
         )
         ladder = Ladder(config.recovery, run.path, t.global_batch_size)
+
+        def inside(entry: Mapping[str, Any]) -> None:
+            sinks.tensors(entry)
+            alerts.tensors(entry)
+
         power = PowerMeter(gpus, config.health.power, world, sinks.event)
-        health = Health(config.health, engine, sinks.tensors, t.global_batch_size, t.microbatch_size)
+        health = Health(config.health, engine, inside, t.global_batch_size, t.microbatch_size)
         if health.note is not None:
             sinks.event("alert", run.first_step, health.note)
         parts = Parts(
-            config, world, engine, data, loader, run, checkpointer, sinks, profiler, diagnosis, ladder, power, health
+            config,
+            world,
+            engine,
+            data,
+            loader,
+            run,
+            checkpointer,
+            sinks,
+            profiler,
+            diagnosis,
+            ladder,
+            power,
+            health,
+            alerts,
         )
         if run.resumed_from is not None:
             parts.restore(run.resumed_from)
