@@ -200,9 +200,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         world.crew.on_end.append(sinks.ended)
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
-        diagnosis = Diagnosis(
-            engine.guard, engine.arena, engine.evidence, world, loader, data.tokenizer_path, t.microbatch_size
-        )
+        diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, run.path)
         ladder = Ladder(config.recovery, run.path, t.global_batch_size)
 
         def inside(entry: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     verdict = e.guard.judge(step, means, norms)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
     e.model.update_router_bias(load, verdict.ok)
-    e.evidence.keep(verdict.ok)
+    e.evidence.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)
     e.guard.count(verdict)
     e.optimizer.zero_grad()

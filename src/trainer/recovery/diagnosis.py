@@ -5,30 +5,44 @@ It reads the evidence that the step left behind (`evidence`), after the fact and
     where      each rank finds its own first place (in the order of `StepGuard.places`) in its own first bad microbatch;
                they compare. The earliest is where it began: what came after it was infected, on other ranks too
     how        the tensor's amax there (NaN or inf), and the scale it was cast with: FP8 holds numbers up to limit /
-               scale. A tensor that was finite and still above that range was clipped, which is often the cause: the
+               scale. A tensor that was finite and still far above that range was clipped, which is often the cause: the
                worst of them is named
     from what  rank and microbatch say which windows of the run's stream these were, the loader which tokens of
                train.bin, the tokenizer what text
 
+A dropped step changes nothing: as long as no other step has been committed, the same microbatch can be run again with
+every tensor looked at (`sightings`), which tells how many numbers were not finite, and in which sequences. That is done
+at once on CPUs, and on a single GPU if the last step before a log was a bad one; several GPUs are not kept waiting, nor
+brought into a pass that may need more memory than a step. Else the event names the command that does it,
+scripts/replay_step.py.
+
 Numbers: a window is counted in the run's stream, as the data cursor counts; tokens are offsets into train.bin.
 """
 
+from __future__ import annotations
+
+import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from precision import ScalingArena
 from trainer.data import Loader, load_tokenizer
-from trainer.distributed import World
-from trainer.recovery.evidence import Evidence, EvidenceKeeper
-from trainer.recovery.guard import GRAD_SUFFIX, StepGuard, Verdict
+from trainer.recovery.evidence import Evidence
+from trainer.recovery.guard import GRAD_SUFFIX, Verdict
+from trainer.recovery.sightings import run_again
+
+if TYPE_CHECKING:
+    from trainer.build import Engine
 
 CHARACTERS = 60
 """Of the offending text, in an event."""
+CLIPPED = 2.0
+"""A tensor this many times above its range is worth a word; a little is usual where scales come from earlier steps."""
 
 
 @dataclass
@@ -45,111 +59,196 @@ class BadStep:
         return f"step {step} is not finite, first at {'; '.join([self.place, *self.details])}; nothing of it was kept"
 
 
-class Diagnosis:
-    """Tells of the dropped steps of a run. A collective: all ranks ask the same."""
+class Again(NamedTuple):
+    """What the bad tensor was when its microbatch was run again: numbers that were not finite, of how many; the share
+    that was clipped, None if it was not cast; the sequences with them, none if its shape does not tell. not_finite is
+    0 if it came out finite."""
 
-    def __init__(
-        self,
-        guard: StepGuard,
-        arena: ScalingArena,
-        keeper: EvidenceKeeper,
-        world: World,
-        loader: Loader,
-        tokenizer: Path,
-        microbatch_size: int,
-    ):
-        self._guard, self._arena, self._keeper, self._world = guard, arena, keeper, world
-        self._loader, self._tokenizer, self._microbatch_size = loader, tokenizer, microbatch_size
-        self._rows = {name: i for i, name in enumerate(arena.names)}
-        self._limit = arena.limit.cpu()
+    not_finite: int
+    elements: int
+    saturated: float | None
+    sequences: list[int]
+
+
+class Origin(NamedTuple):
+    """Where a step went bad first: microbatch `microbatch` of rank `rank`."""
+
+    rank: int
+    microbatch: int
+
+
+class Diagnosis:
+    """Tells of the dropped steps of a run. A collective: all ranks ask the same. run: the run's folder."""
+
+    def __init__(self, engine: Engine, loader: Loader, tokenizer: Path, microbatch_size: int, run: Path):
+        self._engine, self._world, self._guard, self._arena = engine, engine.world, engine.guard, engine.arena
+        self._loader, self._tokenizer, self._size, self._run = loader, tokenizer, microbatch_size, run
+        self._rows = {name: i for i, name in enumerate(self._arena.names)}
+        self._limit = self._arena.limit.cpu()
 
     def tell(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
         """dropped: all verdicts since the last call that are not ok, each with the windows that its step was given."""
-        kept = self._keeper.take()
+        kept = self._engine.evidence.take()
         assert len(kept) == len(dropped)
-        return [self._tell(*pair, evidence) for pair, evidence in zip(dropped, kept, strict=True)]
+        committed, told, looked = int(self._guard.committed), [], False
+        for (verdict, served), evidence in zip(dropped, kept, strict=True):
+            place, origin = self._where(verdict, evidence)
+            again = None
+            same_weights = evidence is not None and evidence.committed == committed
+            if origin is not None and same_weights and not looked and self._may_look:
+                again, looked = self._look_again(verdict.step, place, served, origin), True
+            told.append(self._tell(verdict.step, place, origin, served, evidence, again))
+        return told
 
-    def _tell(self, verdict: Verdict, served: np.ndarray, evidence: Evidence | None) -> BadStep:
-        place, mine = int(verdict.place), None
+    def _where(self, verdict: Verdict, evidence: Evidence | None) -> tuple[int, Origin | None]:
+        """The place where it began, and on which rank, in which of its microbatches, if one of them shows it."""
+        mine = None
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
-            own, loss = evidence.own[microbatch], evidence.loss[microbatch]
-            at = self._guard.first_place(own, loss[None])
-            assert at is not None
-            mine = microbatch, at, _word(float(own[row] if (row := self._row(at)) is not None else loss))
-        found = [(theirs, rank) for rank, theirs in enumerate(self._world.gather(mine)) if theirs is not None]
-        origin = None
-        if found:
-            (microbatch, place, amax), rank = min(found)
-            origin = rank, microbatch
-        text = self._guard.places[place]
-        name, _, direction = text.partition(" ")
-        bad = BadStep(text, what={"module": name.partition(":")[0], "where": direction.strip("()")})
-        bad.what["tensor"] = name if self._row(place) is None else self._arena.names[self._row(place) or 0]
-        if origin is not None:
-            self._how(bad, self._row(place), amax, evidence)
-        elif evidence is None:
+            place = self._guard.first_place(evidence.own[microbatch], evidence.loss[microbatch, None])
+            assert place is not None
+            mine = microbatch, place
+        found = [(*theirs, rank) for rank, theirs in enumerate(self._world.gather(mine)) if theirs is not None]
+        if not found:
+            return int(verdict.place), None
+        microbatch, place, rank = min(found)
+        return place, Origin(rank, microbatch)
+
+    def _tell(
+        self,
+        step: int,
+        place: int,
+        origin: Origin | None,
+        served: np.ndarray,
+        evidence: Evidence | None,
+        again: Again | None,
+    ) -> BadStep:
+        text, row = self._guard.places[place], self._row(place)
+        name, _, direction = text.rpartition(" (")
+        bad = BadStep(text, what={"module": name.partition(":")[0], "where": direction.strip(")")})
+        bad.what["tensor"] = name if row is None else self._arena.names[row]
+        if origin is not None and evidence is not None:
+            self._how(bad, row, evidence)
+        if evidence is None:
             bad.details.append("too many bad steps since the last log to keep more of this one")
-        self._from_what(bad, served, origin)
+        if again is not None:
+            self._how_much(bad, again)
+        self._from_what(bad, served, origin, again)
+        if origin is not None and again is None:
+            bad.details.append(f"look closer: python scripts/replay_step.py {self._run} {step}")
         return bad
 
     def _row(self, place: int) -> int | None:
         """The arena row of a place; None: it has none (the loss, weight gradients)."""
-        name, _, direction = self._guard.places[place].partition(" ")
-        return self._rows.get(name + GRAD_SUFFIX if direction == "(backward)" else name)
+        name, _, direction = self._guard.places[place].rpartition(" (")
+        return self._rows.get(name + GRAD_SUFFIX if direction == "backward)" else name)
 
-    def _how(self, bad: BadStep, row: int | None, amax: str, evidence: Evidence | None) -> None:
-        bad.what["amax"] = amax
-        bad.details.append(f"amax {amax}" if row is not None else amax)
-        if evidence is None:
-            return
-        if row is not None and (limit := float(self._limit[row])) > 0:
-            scale = float(evidence.scale[row]) if self._arena.delayed else 0.0
-            bad.what |= {"scale": scale or None, "limit": limit}
-            bad.details.append(
-                f"scale {scale:.3g}, for numbers up to {limit / scale:.3g}" if scale else "its own scale"
-            )
+    def _how(self, bad: BadStep, row: int | None, evidence: Evidence) -> None:
+        """amax and scale."""
+        if row is not None:
+            bad.what["amax"] = _word(float(evidence.amax[row]))
+            bad.details.append(f"amax {bad.what['amax']}")
+            if (limit := float(self._limit[row])) > 0:
+                scale = float(evidence.scale[row]) if self._arena.delayed else 0.0
+                bad.what |= {"scale": scale or None, "limit": limit}
+                range_ = f"scale {scale:.3g}, for numbers up to {limit / scale:.3g}" if scale else "its own scale"
+                bad.details.append(range_)
         if not self._arena.delayed:
             return
         times = torch.where(self._limit > 0, evidence.amax * evidence.scale / self._limit.clamp(min=1.0), 0.0)
         times = torch.where(torch.isfinite(times), times, 0.0)
         worst = int(times.argmax())
-        if times[worst] > 1:
-            bad.what["clipped"] = {
-                "tensors": int((times > 1).sum()),
-                "worst": self._arena.names[worst],
-                "amax": float(evidence.amax[worst]),
-                "scale": float(evidence.scale[worst]),
-                "times": round(float(times[worst]), 2),
-            }
-            more = f"{int((times > 1).sum())} finite tensors above their range, the most"
-            bad.details.append(f"{more} {self._arena.names[worst]} ({times[worst]:.3g} times)")
+        if times[worst] >= CLIPPED:
+            name, count = self._arena.names[worst], int((times >= CLIPPED).sum())
+            amax, scale = float(evidence.amax[worst]), float(evidence.scale[worst])
+            bad.what["clipped"] = {"tensor": name, "amax": amax, "scale": scale, "tensors": count}
+            more = f", and {count - 1} more" if count > 1 else ""
+            bad.details.append(f"{name} was {times[worst]:.3g} times above its range{more}")
 
-    def _from_what(self, bad: BadStep, served: np.ndarray, origin: tuple[int, int] | None) -> None:
-        """Which data: of the microbatch if it is known, else of the step."""
+    def _how_much(self, bad: BadStep, again: Again) -> None:
+        """What was seen when it ran again."""
+        bad.what["elements"] = again.not_finite
+        if not again.not_finite:
+            bad.details.append("finite when the same microbatch ran again: not its numbers, but how they were computed")
+            return
+        if again.elements == 1:  # the loss
+            return
+        bad.what["of"] = again.elements
+        count = f"{again.not_finite:,} of {again.elements:,} numbers not finite"
+        if again.saturated is not None:
+            bad.what["saturated"] = again.saturated
+            count += f", {100 * again.saturated:.3g} % clipped"
+        bad.details.append(count)
+
+    def _from_what(self, bad: BadStep, served: np.ndarray, origin: Origin | None, again: Again | None) -> None:
+        """Which data: of the sequences or the microbatch if they are known, else of the step."""
         if origin is not None:
-            rank, microbatch = origin
-            size, share = self._microbatch_size, len(served) // self._world.size
-            start = rank * share + microbatch * size
-            served = served[start : start + size]
-            bad.what |= {"rank": rank, "microbatch": microbatch}
-            which = f"rank {rank}, " if self._world.many else ""
-            bad.details.append(f"{which}microbatch {microbatch} of {share // size}")
-        bad.what["windows"] = [int(served.min()), int(served.max())]
-        bad.details.append(f"windows {served.min():,} to {served.max():,} of the run")
+            bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
+            which = f"rank {origin.rank}, " if self._world.many else ""
+            of = len(served) // self._world.size // self._size
+            bad.details.append(f"{which}microbatch {origin.microbatch} of {of}")
+            served = served[self._rows_of(origin, len(served))]
+        some = again is not None and 0 < len(again.sequences) < len(served)  # if it is all, the text is not to blame
+        if again is not None and some:
+            served = served[again.sequences]
+        first, last = int(served.min()), int(served.max())
+        bad.what["windows"] = [first, last]
+        bad.details.append(f"window {first:,} of the run" if first == last else f"windows {first:,} to {last:,}")
         if origin is not None:
-            bad.what["tokens"] = self.tokens_of(served)
+            bad.what["tokens"] = tokens_of(self._loader, served)
+        if origin is not None and (some or len(served) == 1):
+            begin, end = bad.what["tokens"][0]
+            bad.what["text"] = text_of(self._loader, self._tokenizer, first)
+            text = json.dumps(bad.what["text"], ensure_ascii=False)
+            which = "" if len(served) == 1 else "the first one "
+            bad.details.append(f"{which}tokens {begin:,} to {end:,} of {self._loader.bins.path.name}: {text}")
 
-    def tokens_of(self, served: np.ndarray) -> list[list[int]]:
-        """First and last token of each window, as offsets into train.bin."""
-        S = self._loader.sequence_length
-        return [[int(w) * S, int(w) * S + S] for w in self._loader.windows_at(served)]
+    def _rows_of(self, origin: Origin, batch: int) -> slice:
+        """The sequences of a microbatch among the `batch` of a step."""
+        start = origin.rank * (batch // self._world.size) + origin.microbatch * self._size
+        return slice(start, start + self._size)
 
-    def text_of(self, number: int) -> str:
-        """How the text of window `number` of the run begins."""
-        tokens = self._loader.bins.gather(self._loader.windows_at(np.array([number])), self._loader.sequence_length)[0]
-        text = load_tokenizer(self._tokenizer).decode(tokens[: 2 * CHARACTERS].tolist(), skip_special_tokens=False)
-        return text if len(text) <= CHARACTERS else text[:CHARACTERS] + "..."
+    @property
+    def _may_look(self) -> bool:
+        return self._engine.device.type == "cpu" or not self._world.many
+
+    def _look_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> Again | None:
+        """Run the microbatch again, each rank its own of that number. None if there is no memory for it."""
+        own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
+        tokens = torch.from_numpy(self._loader.bins.gather(self._loader.windows_at(own), self._loader.sequence_length))
+        mine = None
+        try:
+            seen = run_again(self._engine, step, origin.microbatch, tokens, len(served))
+        except torch.OutOfMemoryError:
+            if self._world.many:
+                raise
+            return None
+        if self._world.rank == origin.rank:
+            row, at = self._row(place), None
+            if row is not None:
+                at = seen.rows.get(re.sub(r":weight\.\d+$", ":weight", self._arena.names[row]))
+            if row is None and seen.losses is not None:  # the loss: one number
+                bad = int(not math.isfinite(float(seen.losses.total)))
+                mine = Again(bad, 1, None, seen.bad_sequences)
+            elif at is not None and at.not_finite:
+                mine = Again(at.not_finite, at.elements, at.saturated, seen.bad_sequences)
+            else:
+                mine = Again(0, 0, None, [])
+        return self._world.gather(mine)[origin.rank]
 
 
-def _word(value: float) -> str:
-    return "NaN" if math.isnan(value) else "inf" if math.isinf(value) else f"{value:.4g}"
+def tokens_of(loader: Loader, numbers: np.ndarray) -> list[list[int]]:
+    """First and last token of windows with these numbers in the run's stream, as offsets into the bins."""
+    S = loader.sequence_length
+    return [[int(window) * S, int(window) * S + S] for window in loader.windows_at(numbers)]
+
+
+def text_of(loader: Loader, tokenizer: Path, number: int, characters: int = CHARACTERS) -> str:
+    """How the text of the window `number` of the run's stream begins."""
+    tokens = loader.bins.gather(loader.windows_at(np.array([number])), loader.sequence_length)[0]
+    text = load_tokenizer(tokenizer).decode(tokens[: 2 * characters].tolist(), skip_special_tokens=False)
+    return text if len(text) <= characters else text[:characters] + "..."
+
+
+def _word(value: float) -> str | float:
+    """A number as JSON can hold it."""
+    return "NaN" if math.isnan(value) else "inf" if math.isinf(value) else value

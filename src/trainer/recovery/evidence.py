@@ -27,13 +27,14 @@ class Evidence:
     """Of one bad step, on the host. N arena rows, M microbatches of this rank.
 
     own [M, N]: this rank's amaxes after each microbatch; loss [M]: of each; amax [N]: of the step, over all ranks;
-    scale [N]: what tensors were cast with, 0 where that was their own.
+    scale [N]: what tensors were cast with, 0 where that was their own; committed: steps committed before it.
     """
 
     own: Tensor
     loss: Tensor
     amax: Tensor
     scale: Tensor
+    committed: int
 
     @property
     def microbatch(self) -> int | None:
@@ -51,6 +52,7 @@ class EvidenceKeeper:
         self._now = torch.zeros(0, size + 1, device=device)
         self._kept = torch.zeros(KEPT + 1, 0, size + 1, device=device)
         self._rows = torch.zeros(KEPT + 1, 2, size, device=device)
+        self._committed = torch.zeros(KEPT + 1, dtype=torch.long, device=device)
         self._count = torch.zeros((), dtype=torch.long, device=device)
         self._nowhere = torch.tensor(KEPT, device=device)
 
@@ -65,20 +67,24 @@ class EvidenceKeeper:
         """After each microbatch: its loss, 0-d, and the amaxes so far."""
         torch.cat([self._arena.amax, loss.detach().float()[None]], out=self._now[microbatch])
 
-    def keep(self, ok: Tensor) -> None:
-        """After the verdict (0-d bool), before the arena commits: keep the step unless it is ok."""
+    def keep(self, ok: Tensor, committed: Tensor) -> None:
+        """After the verdict, before the arena commits: keep the step unless it is ok (0-d bool). committed: 0-d int64,
+        steps committed so far."""
         slot = torch.where(ok, self._nowhere, self._count.clamp(max=KEPT - 1))[None]
         self._kept.index_copy_(0, slot, self._now[None])
         self._rows.index_copy_(0, slot, torch.stack([self._arena.amax, self._arena.scale])[None])
+        self._committed.index_copy_(0, slot, committed[None])
         self._count += ~ok
 
     def take(self) -> list[Evidence | None]:
         """Of each bad step since the last call, in order; None where others stood in its place. Synchronises."""
         count = int(self._count)
         self._count.zero_()
-        kept, rows = self._kept.cpu(), self._rows.cpu()
+        kept, rows, committed = self._kept.cpu(), self._rows.cpu(), self._committed.tolist()
         found: list[Evidence | None] = [None] * count
         for slot in range(min(count, KEPT)):
             step = count - 1 if slot == KEPT - 1 else slot
-            found[step] = Evidence(kept[slot, :, :-1].clone(), kept[slot, :, -1].clone(), *rows[slot].clone())
+            own, loss = kept[slot, :, :-1].clone(), kept[slot, :, -1].clone()
+            amax, scale = rows[slot].clone()
+            found[step] = Evidence(own, loss, amax, scale, committed[slot])
         return found
