@@ -9,13 +9,12 @@ clocks and neighbours treat them alike, and what is reported is the median over 
 
 On a GPU a variant is captured as a CUDA graph and replayed, so that what is timed is the GPU's work and not Python's;
 where that is refused (a variant may say so itself) it is launched from Python, and the column "launch" says so. Watts
-come from NVML's energy counter (package nvidia-ml-py), read in a thread beside the work. On a CPU both are wall-clock
+come from NVML's energy counter (trainer.health.nvml), read in a thread beside the work. On a CPU both are wall-clock
 times, and there are no watts.
 """
 
 import argparse
 import gc
-import importlib
 import json
 import math
 import statistics
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainer.health.nvml import Gpu, Lost, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "n/a"
@@ -240,53 +241,50 @@ class Meter:
     def __init__(self) -> None:
         self.watts: float | None = None
         self.megahertz: float | None = None
-        self._nvml: Any = None
+        self._gpu: Gpu | None = None
         if torch.cuda.is_available():
             try:
-                self._nvml = importlib.import_module("pynvml")
-                self._nvml.nvmlInit()
-                self._gpu = self._find()
-                self._energy()
-            except Exception as error:
-                say(f"no watts: {type(error).__name__}: {error} (pip install nvidia-ml-py)")
-                self._nvml = None
-
-    def _find(self) -> Any:
-        """NVML's handle of torch's first GPU; NVML also counts GPUs that are hidden from torch."""
-        try:
-            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-            return self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        except self._nvml.NVMLError:
-            return self._nvml.nvmlDeviceGetHandleByIndex(0)
-
-    def _energy(self) -> float:
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1e3
+                gpu = find(torch.device("cuda", 0))
+                if gpu.joules() is None:
+                    raise Unavailable("this GPU has no energy counter")
+                self._gpu = gpu
+            except (Unavailable, Lost) as error:
+                say(f"no watts: {error}")
 
     def __enter__(self) -> "Meter":
         self.watts = self.megahertz = None
-        if self._nvml is not None:
-            self._moves: list[tuple[float, float]] = [(time.perf_counter(), self._energy())]
+        if self._gpu is not None:
+            self._moves: list[tuple[float, float]] = []
+            self._note_energy(self._gpu)
             self._clocks: list[int] = []
             self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=[self._gpu], daemon=True)
             self._thread.start()
         return self
 
-    def _watch(self) -> None:
+    def _watch(self, gpu: Gpu) -> None:
         while not self._stop.wait(0.004):
-            now, energy = time.perf_counter(), self._energy()
-            if energy != self._moves[-1][1]:
-                self._moves.append((now, energy))
-            self._clocks.append(self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM))
+            self._note_energy(gpu)
+            if (clock := gpu.sm_mhz()) is not None:
+                self._clocks.append(clock)
+
+    def _note_energy(self, gpu: Gpu, moved: bool = True) -> None:
+        """Write down the counter, if it has moved."""
+        now, energy = time.perf_counter(), gpu.joules()
+        if energy is not None and not (moved and self._moves and energy == self._moves[-1][1]):
+            self._moves.append((now, energy))
 
     def __exit__(self, *_: object) -> None:
-        if self._nvml is None:
+        if self._gpu is None:
             return
         self._stop.set()
         self._thread.join()
         ends = self._moves if len(self._moves) < 3 else self._moves[1:]  # the first is no move: it is where we began
         if len(ends) < 2:
-            ends = [self._moves[0], (time.perf_counter(), self._energy())]
+            self._note_energy(self._gpu, moved=False)
+            ends = self._moves
+        if len(ends) < 2:  # NVML did not answer
+            return
         (t0, e0), (t1, e1) = ends[0], ends[-1]
         self.watts = (e1 - e0) / (t1 - t0)
         self.megahertz = statistics.median(self._clocks) if self._clocks else None

@@ -1,7 +1,11 @@
 """NVML through its real package, over a library that stands in for the driver's: which GPU, what it says, what it
 refuses."""
 
+import importlib.util
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -112,3 +116,25 @@ def test_reasons_are_as_nvml_numbers_them() -> None:
     assert p.nvmlClocksEventReasonGpuIdle == ours.IDLE
     harmless = p.nvmlClocksEventReasonGpuIdle | p.nvmlClocksEventReasonApplicationsClocksSetting
     assert not ours.THROTTLED & (harmless | p.nvmlClocksEventReasonDisplayClockSetting)
+
+
+def test_the_benches_meter_counts_between_moves_of_the_energy_counter(nvml) -> None:
+    path = Path(__file__).parents[3] / "scripts" / "bench" / "measure.py"
+    spec = importlib.util.spec_from_file_location("measure_of_power", path)
+    assert spec is not None and spec.loader is not None
+    measure = importlib.util.module_from_spec(spec)
+    sys.modules["measure_of_power"] = measure  # dataclasses look themselves up
+    spec.loader.exec_module(measure)
+    gpu = nvml.add(f"GPU-{UUID}")
+    meter = measure.Meter()
+    meter._gpu = find_by(UUID)
+    began = time.perf_counter()
+    with meter:
+        for _ in range(5):
+            time.sleep(0.02)
+            gpu.set(energy=gpu.struct.value[0] + 10_000)
+    seconds = time.perf_counter() - began
+    assert 50 / seconds * 0.5 < meter.watts < 10 / 0.02 * 1.5 and meter.megahertz == 1980
+    with meter:
+        time.sleep(0.02)
+    assert meter.watts == 0  # the counter stands still
