@@ -67,16 +67,21 @@ class LinePanel extends Panel {
     this.stale = false;
     this.buildLegend();
     const compact = innerWidth < 560;
-    const draw = this.fit(this.spec.size === "wide" ? (compact ? 230 : 320) : compact ? 180 : 210);
+    const height = this.spec.size === "wide" ? (compact ? 230 : 320) : this.room(compact ? 180 : 210, 330);
     const lines = this.lines();
+    this.height = height;
     this.prepare(lines);
     this.range(lines);
+    const draw = this.fit(height);
     const [low, high] = this.y;
     const { ticks, label } = (this.isLog ? logTicks : linearTicks)(low, high, Math.floor(this.plotHeight / 38));
+    const percent = (tick) => `${tickLabel(tick * 100, (ticks[1] - ticks[0]) * 100 || 1)} %`;
+    const labels = ticks.map(this.spec.form === "share" ? percent : label);
+    this.left = Math.max(36, ...labels.map((one) => draw.measureText(one).width + 12));
     draw.textAlign = "right";
     draw.textBaseline = "middle";
     draw.lineWidth = 1;
-    for (const tick of ticks) {
+    ticks.forEach((tick, i) => {
       const y = Math.round(this.yOf(tick)) + 0.5;
       draw.strokeStyle = theme.line;
       draw.beginPath();
@@ -84,8 +89,8 @@ class LinePanel extends Panel {
       draw.lineTo(this.left + this.plotWidth, y);
       draw.stroke();
       draw.fillStyle = theme.dim;
-      draw.fillText(this.spec.form === "share" ? `${tickLabel(tick * 100, (ticks[1] - ticks[0]) * 100 || 1)} %` : label(tick), this.left - 6, y);
-    }
+      draw.fillText(labels[i], this.left - 6, y);
+    });
     if (this.spec.zero && low < 0 && high > 0) {
       draw.strokeStyle = theme.dim;
       draw.beginPath();
@@ -117,10 +122,12 @@ class LinePanel extends Panel {
     }
   }
 
-  // The axis: all means, save the steep beginning; extremes are drawn into as long as they leave the rest readable.
+  // The axis: 99 of 100 values after the steep beginning, and the smoothed line; it reaches out to the extremes as long as
+  // they leave the rest readable.
   range(lines) {
     const [start, end] = shown();
     let low = Infinity, high = -Infinity, least = Infinity, greatest = -Infinity, positive = true;
+    const lows = [], highs = [];
     for (const { curve, from, to, smooth } of lines) {
       const skip = to - from > 40 && start <= view.full[0] ? start + (end - start) * 0.03 : -Infinity;
       for (let i = from; i < to; i++) {
@@ -129,10 +136,14 @@ class LinePanel extends Panel {
         least = Math.min(least, curve.low[i]);
         greatest = Math.max(greatest, curve.high[i]);
         if (curve.mid[i] < skip) continue;
-        const value = smooth ? smooth[i] : curve.mean[i];
-        low = Math.min(low, value);
-        high = Math.max(high, value);
+        lows.push(curve.low[i]);
+        highs.push(curve.high[i]);
+        if (smooth) low = Math.min(low, smooth[i]), high = Math.max(high, smooth[i]);
       }
+    }
+    if (lows.length) {
+      low = Math.min(low, lows.sort((a, b) => a - b)[Math.floor(lows.length * 0.005)]);
+      high = Math.max(high, highs.sort((a, b) => a - b)[Math.ceil((highs.length - 1) * 0.995)]);
     }
     if (low > high) [low, high] = least <= greatest ? [least, greatest] : [0, 1];
     this.isLog = this.log && positive && low > 0;
@@ -262,14 +273,14 @@ function valueAt(curve, step) {
   return step < curve.first[0] - reach || step > curve.last[count - 1] + reach ? null : i;
 }
 
-// Exponential mean over `span` steps, looking back.
+// Mean over `span` steps around each, fewer near both ends: a falling loss is not shown too high.
 function smoothed(mid, mean, span) {
-  const out = new Float64Array(mean.length);
-  let value = mean[0];
-  for (let i = 0; i < mean.length; i++) {
-    const keep = i ? Math.exp(-(mid[i] - mid[i - 1]) / span) : 0;
-    value = keep * value + (1 - keep) * mean[i];
-    out[i] = value;
+  const count = mean.length, sums = new Float64Array(count + 1), out = new Float64Array(count);
+  for (let i = 0; i < count; i++) sums[i + 1] = sums[i] + mean[i];
+  for (let i = 0; i < count; i++) {
+    const half = Math.min(span / 2, mid[i] - mid[0], mid[count - 1] - mid[i]);
+    const from = firstAtLeast(mid, mid[i] - half), to = Math.max(firstAtLeast(mid, mid[i] + half + 1e-9), i + 1);
+    out[i] = (sums[to] - sums[from]) / (to - from);
   }
   return out;
 }

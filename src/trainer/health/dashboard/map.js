@@ -21,7 +21,7 @@ function colourScale(values, mode) {
     if (one > high) high = one;
   }
   if (low > high) [low, high] = [0, 0];
-  if (mode === "change") high = Math.max(Math.abs(low), Math.abs(high), 1), low = -high;
+  if (mode === "change") high = clamp(Math.max(Math.abs(low), Math.abs(high)), 1, 5), low = -high; // of more it is the same colour
   const span = high - low || 1;
   const back = mode === "log" ? (value) => 2 ** value : (value) => value;
   return { share: (value) => (mode === "log" && value === 0 ? 0 : (take(value) - low) / span), low: back(low), high: back(high) };
@@ -88,18 +88,18 @@ class MapPanel extends Panel {
     const names = this.run.rows[this.spec.group], grid = this.run.grids.get(this.quantity.key);
     const words = this.filter.split(/\s+/).filter(Boolean);
     const rows = names.map((name, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));
-    const size = clamp((innerWidth < 560 ? 240 : 320) / Math.max(rows.length, 1), 3, 16);
+    const room = this.spec.size === "all" ? 340 : this.room(innerWidth < 560 ? 150 : 190, 340) - this.top - this.bottom;
+    const size = clamp(room / Math.max(rows.length, 1), 3, 26);
     this.width = this.stage.clientWidth;
     const widest = Math.max(...names.map((name) => name.length)) * 5.6 + 12;
-    this.labelled = size >= 6 && this.width > 460;
-    this.left = this.labelled ? Math.min(widest, this.width * 0.36, 230) : innerWidth < 560 ? 10 : 52;
+    this.left = innerWidth < 560 && widest > 100 ? 10 : size >= 6 ? Math.min(widest, this.width * 0.36, 230) : 64;
     const draw = this.fit(this.top + this.bottom + Math.max(size * rows.length, 20));
     Object.assign(this, { rows, size, grid, names });
     const { mode, form } = this.quantity;
     const columns = mode === "change" ? changes(grid) : grid.columns;
     const texture = this.texture(columns, rows, mode, form);
     this.stepAxis(draw);
-    if (this.labelled) this.drawNames(draw);
+    if (this.left > 10) size >= 6 ? this.drawNames(draw) : this.drawBlocks(draw);
     draw.save();
     draw.beginPath();
     draw.rect(this.left, this.top, this.plotWidth, this.plotHeight);
@@ -114,7 +114,7 @@ class MapPanel extends Panel {
     }
     draw.restore();
     if (!rows.length) draw.fillText("no row with that in its name", this.left + 60, this.top + 16);
-    this.drawEvents(draw);
+    this.drawEvents(draw, 0);
     this.cursor();
   }
 
@@ -156,6 +156,23 @@ class MapPanel extends Panel {
       let name = this.names[row];
       while (name.length > 4 && draw.measureText(name).width > this.left - 10) name = `…${name.slice(name.startsWith("…") ? 3 : 2)}`;
       draw.fillText(name, this.left - 6, this.top + (i + 0.5) * this.size);
+    });
+    draw.font = "11px system-ui, sans-serif";
+  }
+
+  // Where rows are too low for their names: that of each block at its first row.
+  drawBlocks(draw) {
+    draw.fillStyle = theme.dim;
+    draw.textAlign = "right";
+    draw.textBaseline = "top";
+    draw.font = "10px system-ui, sans-serif";
+    let block = "", below = -1;
+    this.rows.forEach((row, i) => {
+      const own = this.names[row].split(/[.:]/).slice(0, 2).join("."), y = this.top + i * this.size;
+      if (own === block || y < below) return;
+      block = own;
+      below = y + 11;
+      draw.fillText(own, this.left - 6, y);
     });
     draw.font = "11px system-ui, sans-serif";
   }
@@ -206,7 +223,7 @@ class LoadPanel extends Panel {
     this.tools.replaceChildren(runs.length > 1 ? select("run", runs.map((run) => [run.name, run.name]), this.run.name, (name) => { this.run = runs.find((run) => run.name === name); this.stale = true; schedule(); }) : "");
     const { tokens, step } = this.run.load, names = this.run.rows.moe || [];
     this.shares = tokens.map((row) => { const mean = row.reduce((a, b) => a + b, 0) / row.length || 1; return row.map((one) => one / mean); });
-    this.size = clamp(280 / this.shares.length, 4, 18);
+    this.size = clamp((this.room(innerWidth < 560 ? 150 : 190, 320) - this.top - this.bottom) / this.shares.length, 4, 26);
     this.names = names;
     this.rows = this.shares.map((_, i) => i);
     this.width = this.stage.clientWidth;

@@ -12,13 +12,10 @@ const kindOf = (kind) => {
 const line = (title, unit, keys, more = {}) => ({ title, unit, keys: keys.map(([key, label, dots]) => ({ key, label, dots })), type: LinePanel, ...more });
 
 const SECTIONS = [
-  ["Loss", [
+  ["Loss and optimizer", [
     line("Loss", "nats per token", [["loss/lm", "language model"], ["loss/validation", "validation", true], ["loss/total", "total"], ["loss/mtp", "MTP"]], { size: "wide", form: "loss", primary: ["loss/lm", "loss/validation"] }),
     line("Gap to the first run", "loss above it, %", [["gap/training", "training, smoothed"], ["gap/validation", "validation", true]], { form: "percent", zero: true, exact: true }),
-    line("Balance loss", "nats per token", [["loss/balance", "balance"]]),
-  ]],
-  ["Optimizer", [
-    line("Gradient norm", "", [["optim/grad_norm", "before clipping"]], { log: true }),
+    line("Gradient norm", "", [["optim/grad_norm", "before clipping"]], { log: true, exact: true }),
     line("Parameter norm", "", [["optim/param_norm", "all parameters"]], { exact: true }),
     line("Update ratio", "update over parameters", [["optim/update_ratio", "norms"]], { log: true }),
     line("Learning rate", "", [["optim/lr", "learning rate"]], { exact: true, low: 0 }),
@@ -54,6 +51,7 @@ const SECTIONS = [
   ["Experts", [
     line("Load, largest over mean", "", [["moe/load_max_over_mean", "mean of blocks"], ["moe/load_max_over_mean_worst", "worst block"]], { log: true }),
     line("Entropy of the load", "1 = even", [["moe/entropy", "mean of blocks"], ["moe/entropy_worst", "worst block"]]),
+    line("Balance loss", "nats per token", [["loss/balance", "balance"]]),
     line("Router bias", "largest", [["moe/bias_max", "of all experts"]], { exact: true, low: 0 }),
     { title: "Experts by block", type: MapPanel, group: "moe", size: "wide", quantities: [
       { id: "load", key: "moe/load_max_over_mean", label: "load, largest over mean", mode: "log" }, { id: "entropy", key: "moe/entropy", label: "entropy", mode: "linear" },
@@ -142,7 +140,7 @@ function drawHead() {
     ["recipe", ({ recipe }) => recipe], ["state", (about) => stateOf(about), "left wide"],
     ["steps", (about) => [`${grouped(about.step)}${about.goal && about.goal !== about.step ? ` of ${grouped(about.goal)}` : ""}`, about.goal ? el("span", { class: "progress" }, el("i", { style: { width: `${clamp((100 * about.step) / about.goal, 0, 100)}%` } })) : ""]],
     ["tokens", ({ tokens }) => tokens && short(tokens, 3)], ["loss", ({ loss }) => isNumber(loss) && forms.loss(loss)], ["validation", ({ validation }) => isNumber(validation) && forms.loss(validation)],
-    ["against the first", ({ validation }, run) => run !== first && isNumber(validation) && isNumber(first.about.validation) && forms.percent(100 * (validation / first.about.validation - 1))],
+    ["against the first", (about, run) => run !== first && gapOf(run)],
     ["tokens/s", (about) => about.tokens_per_second && short(about.tokens_per_second, 3)], ["MFU", ({ mfu }) => isNumber(mfu) && forms.share(mfu)], ["peak GiB", ({ peak_gib }) => isNumber(peak_gib) && short(peak_gib, 3)],
     ["J/token", (about) => about.joules_per_token && short(about.joules_per_token, 3)], ["dropped", ({ skipped }) => isNumber(skipped) && grouped(skipped)], ["alerts", ({ alerts }) => grouped(alerts)],
   ];
@@ -159,6 +157,12 @@ function drawHead() {
     el("table", { class: "runs" }, el("thead", {}, head), el("tbody", {}, ...rows)),
     view.remark ? el("p", { class: "remark" }, view.remark) : "",
   );
+}
+
+// In the last validation that both have had, else in the training loss.
+function gapOf(run) {
+  const curve = run.curves.get("gap/validation") || run.curves.get("gap/training");
+  return curve ? forms.percent(curve.mean[curve.mean.length - 1]) : null;
 }
 
 function stateOf({ state, state_text }) {
@@ -184,7 +188,8 @@ function drawBar() {
   }, el("i", { class: "dot", style: { background: `var(--s${i % 8})`, margin: "0" } }), run.name));
   const counts = {};
   for (const run of view.runs) for (const { kind } of run.events) counts[kind] = (counts[kind] || 0) + 1;
-  const kinds = Object.keys(counts).sort((a, b) => Object.keys(KINDS).indexOf(a) - Object.keys(KINDS).indexOf(b)).map((kind) => {
+  const order = (kind) => (kind in KINDS ? Object.keys(KINDS).indexOf(kind) : 99);
+  const kinds = Object.keys(counts).sort((a, b) => order(a) - order(b)).map((kind) => {
     const { sign, paint } = kindOf(kind);
     return toggle(view.shownKinds.has(kind), `show or hide ${kind} on charts and in the list`, () => {
       view.shownKinds.has(kind) ? view.shownKinds.delete(kind) : view.shownKinds.add(kind);

@@ -59,13 +59,14 @@ function short(value, digits = 4) {
 const forms = {
   plain: (value) => short(value),
   loss: (value) => (isNumber(value) && Math.abs(value) < 100 ? value.toFixed(4) : short(value)),
-  share: (value) => (isNumber(value) ? `${short(value * 100, 3)} %` : "–"),
+  share: (value) => (!isNumber(value) ? "–" : value > 0 && value < 1e-4 ? `${short(value * 1e6, 3)} ppm` : `${short(value * 100, 3)} %`),
   percent: (value) => (isNumber(value) ? `${value > 0 ? "+" : ""}${short(value, 3)} %` : "–"),
 };
 
 function tickLabel(value, step) {
   if (value === 0) return "0";
-  if (Math.abs(value) >= 1e4 || Math.abs(step) < 1e-4) return short(value, 5);
+  if (Math.abs(value) >= 1e4) return short(value, 5);
+  if (Math.abs(step) < 1e-3 && Math.abs(value) < 0.1) return String(Number(value.toPrecision(4)).toExponential());
   return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9))).replace(/^-0(\.0*)?$/, "0");
 }
 
@@ -227,6 +228,18 @@ class Panel {
   get plotWidth() { return Math.max(this.width - this.left - this.right, 10); }
   get plotHeight() { return Math.max(this.height - this.top - this.bottom, 10); }
 
+  // The height that the card has for the drawing: `least`, more where the cards beside it are higher.
+  room(least, most) {
+    if (this.roomAt !== innerWidth) {
+      this.roomAt = innerWidth;
+      this.stage.style.height = `${least}px`;
+      for (const canvas of [this.canvas, this.overlay]) canvas.style.height = `${least}px`;
+      const content = [...this.element.children].reduce((sum, child) => sum + child.getBoundingClientRect().height, 0) + 26;
+      this.spare = clamp(this.element.clientHeight - content, 0, most - least);
+    }
+    return least + (innerWidth < 560 ? 0 : this.spare);
+  }
+
   fit(height) {
     this.width = this.stage.clientWidth;
     this.height = height;
@@ -279,7 +292,7 @@ class Panel {
         taken.add(spot);
         const { paint, sign } = kindOf(event.kind);
         draw.strokeStyle = draw.fillStyle = paint;
-        draw.globalAlpha = 0.55;
+        draw.globalAlpha = 0.4;
         draw.lineWidth = 1;
         draw.beginPath();
         draw.moveTo(Math.round(x) + 0.5, this.top);

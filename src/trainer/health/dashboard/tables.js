@@ -29,7 +29,7 @@ class TensorTable extends Panel {
       const button = el("button", { onclick: choose, title: `at step ${grouped(this.run.latest[key].step)}` }, `${label}${this.by === key ? (this.down ? " ▾" : " ▴") : ""}`);
       return el("th", { class: "number", "aria-sort": this.by === key ? (this.down ? "descending" : "ascending") : null }, button);
     });
-    const rows = order.slice(0, 12).map((i) => el("tr", {}, el("td", {}, this.run.rows.fp8[i]), ...there.map(([key, , form]) => el("td", { class: "number" }, forms[form](value(key, i))))));
+    const rows = order.slice(0, 12).map((i) => el("tr", {}, el("td", { class: "label" }, this.run.rows.fp8[i]), ...there.map(([key, , form]) => el("td", { class: "number" }, forms[form](value(key, i))))));
     this.box.replaceChildren(el("table", { class: "list" }, el("thead", {}, el("tr", {}, el("th", {}, "tensor"), ...head)), el("tbody", {}, ...rows)));
   }
 }
