@@ -8,9 +8,13 @@ differences would mean something else. One kind of difference is welcome: a run 
 alone shows how much of a gap is chance, and is called noise.
 
 In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
-over the last steps; median tokens per second; peak memory; dropped steps. `--out` gets `loss.png` (moving means of the
-training loss, and validation loss as marks) and `difference.png` (the same against the first run, in percent; for
-another seed the validation loss alone, and the gap between two seeds at the end is shaded).
+over the last steps; median tokens per second; peak memory; dropped steps. Where power was metered (gpu/ keys) also the
+medians of watts, tokens per joule and joules per token, and the difference of the latter to the first run: all GPUs of
+the job, nothing else of the machines.
+
+`--out` gets `loss.png` (moving means of the training loss, and validation loss as marks) and `difference.png` (the same
+against the first run, in percent; for another seed the validation loss alone, and the gap between two seeds at the end
+is shaded).
 """
 
 import argparse
@@ -27,8 +31,10 @@ import yaml
 from trainer.cli import guarded
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
-NO_MATTER = {"run", "logging", "dry_run", "checkpoint"}  # sections that change no number of a run
+NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
+WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
+SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart
 DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
 MARKERS = "os^Dv"
@@ -184,15 +190,24 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
     """One row a run."""
     head = ("run", "steps", "validation loss", "difference", f"training loss, last {last} steps", "tokens/s",
             "peak GiB", "skipped steps")  # fmt: skip
+    metered = any(run.series.get(JOULES) for run in runs)
+    if metered:
+        head = (*head, "watts", "tokens/joule", "joules/token", "energy")
+    base = typical(runs[0], JOULES)
     rows: list[tuple[str, ...]] = [head]
     for run in runs:
         goal = run.config.get("trainer.max_steps")
         recent = [value for step, value in run.series[TRAIN].items() if step > run.last_step - last]
-        rates = list(run.series.get("perf/tokens_per_second", {}).values())
-        rates = rates[1:] or rates  # the first holds compilation
+        rate, joules = typical(run, "perf/tokens_per_second"), typical(run, JOULES)
         memory = run.series.get("memory/peak_gib", {}).values()
         skipped = run.last("recovery/skipped_steps")
         difference = percent(run.validation, runs[0].validation) if run is not runs[0] else None
+        energy = (
+            number(typical(run, WATTS), ",.0f"),
+            number(1 / joules if joules else None, ",.4g"),
+            number(joules, ".4g"),
+            number(percent(joules, base) if run is not runs[0] else None, "+.1f", " %"),
+        )
         rows.append(
             (
                 run.label,
@@ -200,9 +215,10 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
                 number(run.validation, ".4f"),
                 number(difference, "+.2f", " %"),
                 number(statistics.fmean(recent) if recent else None, ".4f"),
-                number(statistics.median(rates) if rates else None, ",.0f"),
+                number(rate, ",.0f"),
                 number(max(memory, default=None), ".2f"),
                 number(skipped, ".0f"),
+                *(energy if metered else ()),
             )
         )
     if markdown:
@@ -214,6 +230,12 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
     return "\n".join(lines)
+
+
+def typical(run: Run, key: str) -> float | None:
+    """Median over the logged lines but the first, which holds compilation."""
+    values = list(run.series.get(key, {}).values())
+    return statistics.median(values[1:] or values) if values else None
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -237,6 +259,11 @@ def remarks(runs: list[Run]) -> list[str]:
     if len(steps) > 1:
         at = ", ".join(f"{run.label} {max(run.series.get(VALIDATION) or [0]):,}" for run in runs)
         lines.append(f"Validation losses are of different steps: {at}.")
+    for run in runs:
+        shares = [statistics.fmean(run.series[key].values()) for key in SLOWED if run.series.get(key)]
+        if max(shares, default=0.0) > 0.01:
+            what = "its speed and energy are not the recipe's alone"
+            lines.append(f"{run.label}: heat or hardware slowed a GPU for {max(shares):.0%} of the time: {what}.")
     others = sorted({key for run in runs[1:] for key in run.differs_in(runs[0]) if not key.startswith("precision.")})
     others = [key for key in others if key not in ("trainer.seed", "data.cache_dir")]
     if others:

@@ -91,6 +91,33 @@ def test_markdown_of_a_run_that_has_not_finished(runs: Path, tmp_path: Path) -> 
     assert not (runs / "compare").exists()
 
 
+def metered(runs: Path, folder: Path, name: str, joules: list[float], **more: float) -> Path:
+    """A copy of a run, as if its GPUs had been metered."""
+    shutil.copytree(runs / name, folder / name)
+    metrics = folder / name / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    trained = [line for line in lines if "loss/lm" in line]
+    for line, value in zip(trained[-len(joules) :], joules, strict=True):
+        line |= {"gpu/power_watts": 1400.0, "gpu/joules_per_token": value} | {f"gpu/{k}": v for k, v in more.items()}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / name
+
+
+def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path) -> None:
+    base = metered(runs, tmp_path, "bf16", [90.0, 0.25, 0.2, 0.3])  # the first line holds compilation
+    fp8 = metered(runs, tmp_path, "fp8", [80.0, 0.2, 0.2, 0.2], throttled_thermal=0.2, throttled_hardware=0.1)
+    done = compare(runs, str(base), str(fp8), "bf16_seed2", "--markdown", "--no-plots")
+    assert done.returncode == 0, done.stderr
+    head, _, first, second, third = (line.strip("| ").split(" | ") for line in done.stdout.splitlines()[:5])
+    assert head[-4:] == ["watts", "tokens/joule", "joules/token", "energy"]
+    assert first[-3:] == ["1,400", "4", "0.25"]  # and no difference to itself
+    assert second[-4:] == ["1,400", "5", "0.2", "-20.0 %"]
+    assert len(third) < len(first)  # not metered: empty
+    assert "fp8_delayed: heat or hardware slowed a GPU for 20% of the time" in done.stdout
+    plain = compare(runs, "bf16", "fp8", "--markdown", "--no-plots")
+    assert "joule" not in plain.stdout and "slowed" not in plain.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
