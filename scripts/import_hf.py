@@ -32,9 +32,7 @@ def run() -> None:
     for remark in made.remarks:
         print(remark)
     print("to go on from it:")
-    print(
-        f"    python train.py --config-dir {made.folder}/configs {' '.join(made.overrides)} data=text data.path=FOLDER"
-    )
+    print(f"    python train.py {' '.join(made.overrides)} data=text data.path=TEXT")
 
 
 if __name__ == "__main__":
