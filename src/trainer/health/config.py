@@ -31,6 +31,8 @@ class AlertsConfig:
     """Program that gets the same on its standard input and as OCTET_ALERT_* in its environment; null: none."""
     grad_norm_spike: float | None
     """Gradient norm, in medians of its last lines."""
+    loss_rise: float | None
+    """Nats by which the loss is above the lowest that it has been, for three lines on end."""
     loss_plateau: int | None
     """Steps without progress of the loss and with a gradient norm that does not fall; a quarter of the run, if that is
     more."""
@@ -78,6 +80,8 @@ class HealthConfig:
     shadow_every: int
     """Steps between BF16 shadows: a microbatch runs aside in the run's precision and in BF16, and loss and gradients
     are compared; 0: never. Such a step is logged, too."""
+    dashboard: bool
+    """Write dashboard.html into the run folder when the run ends, however it ends."""
     power: PowerConfig
     """Power and heat."""
     alerts: AlertsConfig
@@ -97,7 +101,7 @@ def check_alerts(alerts: AlertsConfig) -> None:
     """ValueError for a threshold that could not be one."""
     shares = ("saturated", "underflown", "shadow_cosine", "expert_entropy", "throughput_drop", "memory_full")
     above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
-    above_zero = ("repeat", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
+    above_zero = ("repeat", "loss_rise", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
     for keys, low, high, what in (
         (shares, 0.0, 1.0, "above 0 and up to 1"),
         (above_one, 1.0, math.inf, "above 1"),

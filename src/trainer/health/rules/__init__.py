@@ -1,6 +1,7 @@
 """The rules about training: what each holds against what. Windows are in logged lines, thresholds in `health.alerts`.
 
     grad_norm_spike   the gradient norm, against the median of its own last lines
+    loss_rise         the loss, against the lowest that it has been
     loss_plateau      no progress of the loss in so many steps, while the gradient norm does not fall either
     scale_drop        a tensor's scale falls within a few lines: its amax explodes, NaN is ahead
     scale_rise        ... rises: its amax collapses, and what is left of it underflows when it comes back
@@ -26,7 +27,7 @@ from collections.abc import Callable
 
 from trainer.health.alerts import Rule
 from trainer.health.config import AlertsConfig
-from trainer.health.rules.curves import GradNormSpike, LossPlateau, ShadowCosine, ShadowLossGap
+from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
 from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
 from trainer.health.rules.resources import MemoryFull, MemoryGrowth, ThroughputDrop
 from trainer.health.rules.tensors import (
@@ -44,6 +45,7 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
     """The rules that have a threshold. card_gib: memory of the GPU; None: not known, and no rule about it."""
     kinds: dict[str, Callable[[float], Rule]] = {
         "grad_norm_spike": GradNormSpike,
+        "loss_rise": LossRise,
         "loss_plateau": LossPlateau,
         "scale_drop": ScaleDrop,
         "scale_rise": ScaleRise,

@@ -81,6 +81,35 @@ class LossPlateau(Rule):
         return not steps or step <= steps[-1] or step - steps[-1] >= window / (0.8 * self.LINES)
 
 
+class LossRise(Rule):
+    """For three lines on end this many nats above the lowest that the loss has been, as a median of three lines.
+
+    It needs no past to speak of: it is also there for a run that goes wrong from its first steps on.
+    """
+
+    name = "loss_rise"
+    LINES = 3
+
+    def __init__(self, nats: float):
+        self._nats, self._losses, self._lowest = nats, History(self.LINES), History(1000)
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        loss = number(metrics, "loss/lm")
+        if loss is None:
+            return None
+        self._losses.add(step, loss)
+        last = self._losses.values
+        lowest = min([median(last), *self._lowest.before(step)[-1:]])
+        self._lowest.add(step, lowest)
+        if len(last) < self.LINES or min(last) <= lowest + self._nats:
+            return []
+        message = (
+            f"loss {loss:.4f} is {loss - lowest:.2g} nats above its lowest, {lowest:.4f}: training diverges; "
+            "go back to a checkpoint with a lower optim.lr (run.resume=PATH), or in BF16 (+recipe=bf16)"
+        )
+        return [Alert(self.name, step, message, loss, lowest + self._nats)]
+
+
 class _Shadow(Rule):
     """At two shadows on end: one microbatch may be odd."""
 
