@@ -24,6 +24,7 @@ from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
 from trainer.health.alerts import Alerts
+from trainer.health.dashboard.at_end import SHORT_PATIENCE, write_at_end
 from trainer.health.health import Health
 from trainer.health.power import PowerMeter, find_gpus
 from trainer.health.rules import training_rules
@@ -98,6 +99,8 @@ class Parts:
         with ExitStack() as last:
             last.callback(self.run.close)
             last.callback(self.sinks.close, error)
+            if self.config.health.dashboard and self.world.is_first:
+                last.callback(write_at_end, self.run.path, error)
             last.callback(self.checkpointer.close)
             last.callback(self.power.close)
             self.profiler.close()
@@ -198,6 +201,8 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         on_error.enter_context(sinks)
         alerts = _alerts(config, run, world)
         world.crew.on_end.append(sinks.ended)
+        if config.health.dashboard:
+            world.crew.on_end.append(lambda news: write_at_end(run.path, news.message, SHORT_PATIENCE))
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
         diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, run.path)

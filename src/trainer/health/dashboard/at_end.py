@@ -4,8 +4,8 @@ A page about the run is never worth the run: whatever goes wrong here is told in
 not answer is waited for a while and no longer.
 """
 
+import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from trainer.health.dashboard.page import page, payload, write
@@ -14,24 +14,28 @@ from trainer.health.dashboard.read import Run
 NAME = "dashboard.html"
 PATIENCE = 30.0
 """Seconds that the end of a run waits for its page."""
+SHORT_PATIENCE = 2.5
+"""Seconds where other ranks wait to be told why all of them end."""
 
 
-def write_at_end(folder: Path, error: BaseException | None, warn: Callable[[str], None]) -> None:
-    """Write the page of the run in `folder`. error: what ended it. warn: told in one line if there will be no page."""
-    ended = "" if error is None else str(error) or type(error).__name__
-    trouble: list[BaseException] = []
+def write_at_end(folder: Path, ended: BaseException | str | None, patience: float = PATIENCE) -> None:
+    """Write the page of the run in `folder`, within `patience` seconds, or warn. ended: what ended the run."""
+    what = "" if ended is None else str(ended) or type(ended).__name__
+    trouble: list[str] = []
 
     def work() -> None:
         try:
             run = Run(folder)
             run.poll()
-            write(folder / NAME, page(payload([run], ended)))
-        except Exception as problem:
-            trouble.append(problem)
+            write(folder / NAME, page(payload([run], what)))
+        except Exception as error:
+            trouble.append(f"{type(error).__name__}: {error}")
 
     worker = threading.Thread(target=work, name="dashboard", daemon=True)
     worker.start()
-    worker.join(PATIENCE)
-    if worker.is_alive() or trouble:
-        why = f"{type(trouble[0]).__name__}: {trouble[0]}" if trouble else f"not done after {PATIENCE:.0f} s"
-        warn(f"{NAME} is not written ({why}); python scripts/dashboard.py {folder} makes it")
+    worker.join(patience)
+    if worker.is_alive():
+        trouble.append(f"not done within {patience:g} s")
+    if trouble:
+        again = f"python scripts/dashboard.py {folder} makes it"
+        logging.getLogger(__name__).warning("%s is not written (%s); %s", folder / NAME, trouble[0], again)
