@@ -1,10 +1,13 @@
 """Sinks: every line whole, every event heard, nothing that a sink does stops training."""
 
+import errno
 import io
 import json
 import logging
+import os
 import re
 import resource
+import shutil
 import threading
 import time
 import warnings
@@ -131,7 +134,47 @@ def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -
     sink.write({"step": 4})
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 4}]
-    assert len(told) == 1 and str(path) in told[0]
+    assert len(told) == 2 and str(path) in told[0]
+    assert told[1] == f"{path} can be written again; 2 lines were lost"
+
+
+def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "run" / "x.jsonl"
+    path.parent.mkdir()
+    sink = JsonLines(path, told.append)
+    sink.write({"step": 1})
+    shutil.rmtree(path.parent)
+    for step in (2, 3):
+        sink.write({"step": step})
+    sink.close()
+    assert lines(path) == [{"step": 2}, {"step": 3}]
+    assert told == [f"{path} was deleted or moved: a new one goes on from here"]
+
+
+def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    path = tmp_path / "x.jsonl"
+    sink = JsonLines(path, told.append)
+    sink.write({"step": 1})
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    monkeypatch.setattr(os, "ftruncate", read_only)
+    try:
+        sink.write({"step": 2})
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not path.read_bytes().endswith(b"\n")
+    sink.write({"step": 3})
+    sink.close()
+    assert lines(path) == [{"step": 1}, {"step": 3}]
 
 
 # ---------------------------------------------------------------------------------------------------- who hears what

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,12 @@ import pytest
 import wandb
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.errors import CommError
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.rundir import RunDir
 from trainer.sinks import Sinks
 from trainer.sinks import trackers as trackers_module
+from trainer.sinks import wandb_tracker as wandb_module
 
 METRICS = {"step": 20, "loss/lm": 5.1234, "optim/lr": 3e-4}
 
@@ -129,44 +131,67 @@ def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunD
     assert all(path.stat().st_size > 0 for path in run.path.glob("wandb/offline-run-*/*.wandb"))
 
 
-@pytest.mark.usefixtures("no_key")
-def test_wandb_that_does_not_answer_becomes_offline(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+def alerts(run: RunDir) -> list[str]:
+    return [e["message"] for e in lines(run.path / "events.jsonl") if e["kind"] == "alert" and e["rule"] == "wandb"]
+
+
+def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
+    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
 ) -> None:
-    init = wandb.init
-
-    def unreachable(**arguments: Any) -> Any:
-        if arguments["mode"] == "online":
-            raise CommError("connection\nrefused")
-        return init(**arguments)
-
-    monkeypatch.setattr(wandb, "init", unreachable)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(wandb_module, "INIT_SECONDS", 1.0)
     with Sinks(settings(mode=WandbMode.online), run, 200, screen.console) as sinks:
-        sinks.metrics(METRICS)
-        sinks.metrics(METRICS)
-    assert screen.text.count("W&B does not answer (connection refused): tracking offline\n") == 1
-    assert len(offline_runs(run)) == 1
+        sinks.load_state_dict({"wandb_id": "abcd1234"})  # a run to go on with
+        began = time.monotonic()
+        for _ in range(100):
+            sinks.metrics(METRICS)
+        assert time.monotonic() - began < 0.9  # the thread is not done with asking by then
+        assert sinks.state_dict() == {"wandb_id": "abcd1234"}
+    (alert,) = alerts(run)
+    assert alert.endswith("tracking offline") and "\n" not in alert
+    assert screen.text.count("tracking offline\n") == 1
+    assert offline_runs(run) == ["abcd1234"] and next(run.path.glob("wandb/offline-*/*.wandb")).stat().st_size > 5000
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_that_breaks_is_given_up_and_training_goes_on(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunDir, screen: Screen) -> None:
+    def lost(run: Any) -> None:
+        run.finish()
+        raise ConnectionResetError("Connection lost")
+
     with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
         assert sinks._wandb is not None
-
-        def lost(*_: Any, **__: Any) -> None:
-            raise ConnectionResetError("Connection lost")
-
-        broken = sinks._wandb._run
-        monkeypatch.setattr(broken, "log", lost)
+        sinks._wandb._put(lost)
         for _ in range(3):
             sinks.metrics(METRICS)
-        monkeypatch.undo()
-        broken.finish()
-    assert screen.text.count("W&B failed and is given up for this run: Connection lost") == 1
+    assert alerts(run) == ["W&B failed and is given up for this run: Connection lost"]
     assert len(lines(run.path / "metrics.jsonl")) == 4
+
+
+@pytest.mark.usefixtures("no_key")
+def test_wandb_that_hangs_holds_up_nothing(run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_module, "CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr(wandb_module, "WAITING", 10)
+    go_on = threading.Event()
+
+    def stall(run: Any) -> None:
+        go_on.wait(30)
+
+    with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        assert sinks._wandb is not None and sinks._wandb._thread is not None
+        sinks._wandb._put(stall)
+        for _ in range(20):
+            sinks.metrics(METRICS)
+        began = time.monotonic()
+        sinks.close()
+        assert time.monotonic() - began < 3
+        go_on.set()
+        sinks._wandb._thread.join(30)
+    behind, unfinished = alerts(run)
+    assert behind.startswith("W&B is 10 lines behind") and unfinished.startswith("W&B has not taken everything in 1 s")
 
 
 def test_wandb_mode_disabled_is_respected(
@@ -175,5 +200,4 @@ def test_wandb_mode_disabled_is_respected(
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
-        assert sinks.state_dict() == {"wandb_id": None}
     assert "W&B is disabled by WANDB_MODE" in screen.text and offline_runs(run) == []

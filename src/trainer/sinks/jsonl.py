@@ -2,7 +2,7 @@
 
 Each line leaves in one write to a file opened for appending: what was written survives the death of the process, and
 a reader who follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is
-taken back.
+taken back. A file that was deleted under the run is begun anew.
 """
 
 import json
@@ -19,31 +19,66 @@ from trainer.rundir import trim
 class JsonLines:
     """Appends objects to `path`, one a line. Any thread may write.
 
-    A write that fails is not raised: training is worth more than a line about it. `warn` is told once.
+    A write that fails is not raised: training is worth more than a line about it. `warn` is told when that begins and
+    when it is over.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
-        self._warned = False
+        self._lost = 0
+        self._half: int | None = None
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one object. NaN and the infinities, which JSON does not have, become null."""
         line = (json.dumps({key: _finite(value) for key, value in entry.items()}, allow_nan=False) + "\n").encode()
+        news = None
         with self._lock:
-            end = os.fstat(self._file.fileno()).st_size
             try:
-                if self._file.write(line) != len(line):
-                    raise OSError("no space for a whole line")
-                return
+                if self._append(line):
+                    news = f"{self._path} was deleted or moved: a new one goes on from here"
+                if self._lost:
+                    news = f"{self._path} can be written again; {self._lost} lines were lost"
+                self._lost = 0
             except OSError as error:
-                os.ftruncate(self._file.fileno(), end)
-                reason = error.strerror or str(error)
-            tell, self._warned = not self._warned, True
-        if tell:
-            self._warn(f"{self._path} cannot be written ({reason}); lines are being lost")
+                self._lost += 1
+                if self._lost == 1:
+                    news = f"{self._path} cannot be written ({error.strerror or error}); lines are being lost"
+        if news is not None:
+            self._warn(news)
+
+    def _append(self, line: bytes) -> bool:
+        """Write a whole line, or nothing and OSError. Returns whether the file had gone and was made anew."""
+        gone = not self._is_in_place()
+        if gone:
+            self._file.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+        if self._half is not None:  # of a line before, which could not be taken back then
+            os.ftruncate(self._file.fileno(), 0 if gone else self._half)
+        self._half = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._half)
+            raise
+        if written != len(line):
+            os.ftruncate(self._file.fileno(), self._half)
+            raise OSError("no space for a whole line")
+        self._half = None
+        return gone
+
+    def _is_in_place(self) -> bool:
+        """Whether the open file is still the one of that name."""
+        if self._file.closed:
+            return False
+        ours = os.fstat(self._file.fileno())
+        try:
+            return os.path.samestat(ours, os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def trim(self, last_step: int) -> None:
         """Drop the lines that are later than `last_step`; as `write`, not raised if it fails."""

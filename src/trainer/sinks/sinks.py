@@ -14,7 +14,7 @@ screen but that something failed on it.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,8 @@ from trainer.rundir import CONFIG, EVENTS, METRICS, TENSORS, RunDir
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
-from trainer.sinks.trackers import TensorboardTracker, WandbTracker
+from trainer.sinks.trackers import TensorboardTracker
+from trainer.sinks.wandb_tracker import WandbTracker
 from trainer.watch import News
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
@@ -93,15 +94,15 @@ class Sinks:
         self._tensorboard: TensorboardTracker | None = None
         if rank != 0:
             return
-        self._metrics = JsonLines(run.path / METRICS, self._warn)
-        self._tensors = JsonLines(run.path / TENSORS, self._warn)
-        self._events = JsonLines(run.path / EVENTS, self._warn)
+        self._metrics = JsonLines(run.path / METRICS, self._alarm("disk"))
+        self._tensors = JsonLines(run.path / TENSORS, self._alarm("disk"))
+        self._events = JsonLines(run.path / EVENTS, self._alarm("disk"))
         if logging.wandb.enabled:
             config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
             config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may have secrets in them
             wandb = logging.wandb
             self._wandb = WandbTracker(
-                run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._warn
+                run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._alarm("wandb")
             )
         if logging.tensorboard.enabled:
             self._tensorboard = TensorboardTracker(run.path / "tensorboard", run.first_step, self._warn)
@@ -233,6 +234,10 @@ class Sinks:
         self._log.write(text)
         if self._show_events:
             self._screen.line(Text(text, "dim"))
+
+    def _alarm(self, rule: str) -> Callable[[str], None]:
+        """Something beside training does not work: an alert that names the rule."""
+        return lambda text: self.event("alert", self._step, text, rule=rule)
 
     def _warn(self, text: str) -> None:
         self._log.write(text)
