@@ -24,7 +24,6 @@ from precision.formats import Format
 from precision.plan import GemmRecipe
 from precision.resolve import CUDA, REFERENCE
 
-
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor, Format], None]
 """Is told of casts: (amax_row, x, data, scale_inv, fmt). x was cast into `data`, of its shape and in `fmt`, which is
 read as data * scale_inv (see `Operand`, `WeightOperand`). amax_row: the view into the arena that the tensor's slot

@@ -161,3 +161,16 @@ def test_whoever_made_something_of_a_parameter_can_tell_that_it_changed() -> Non
     backward(model)
     optimizer.step(torch.tensor(True), torch.tensor(0), optimizer.grad_norms().norm())
     assert all(p._version > version for p, version in zip(model.parameters(), before, strict=True))
+
+
+def test_the_norm_of_an_update_is_that_of_what_changed() -> None:
+    model, optimizer = model_and_optimizer(replace(CONFIG, warmup_steps=0))
+    assert float(optimizer.update_norm(torch.tensor(True))) == 0, "nothing has happened yet"
+    for committed in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(model)
+        optimizer.step(torch.tensor(True), torch.tensor(committed), optimizer.grad_norms().norm())
+        changed = torch.stack([(p.detach() - b).norm() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+        assert float(optimizer.update_norm(torch.tensor(True))) == pytest.approx(float(changed), rel=1e-5)
+        optimizer.zero_grad()
+    assert float(optimizer.update_norm(torch.tensor(False))) == 0, "a step that was dropped changed nothing"

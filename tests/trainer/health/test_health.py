@@ -1,0 +1,189 @@
+"""Looks and shadows change nothing in training, bit for bit; what they say is what happened; where it is written."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from precision import gemm_layers
+from precision.backends import get_backend
+from trainer.build import Engine, build_engine
+from trainer.config import Config
+from trainer.health import shadow
+from trainer.health.health import Health, load_statistics
+from trainer.parallel import parallelize
+from trainer.preflight import check
+from trainer.trainer import Trainer, train_step
+
+Configs = Callable[..., Config]
+CPU = torch.device("cpu")
+STEPS = 3
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(320, (4, 25), generator=generator) for _ in range(STEPS)]
+
+
+def everything(engine: Engine) -> dict[str, Tensor]:
+    """All that a step may change."""
+    state: dict[str, Tensor] = dict(engine.model.state_dict())
+    for name, moments in engine.optimizer.state_dict().items():
+        state |= {f"{name}/{key}": value for key, value in moments.items()}
+    for key in ("amax", "scale", "history"):
+        state[key] = getattr(engine.arena, key)
+    for i, layer in enumerate(gemm_layers(engine.model)):
+        assert layer.operand is not None
+        state |= {f"{i}.{k}": t.float() for k, t in zip("abcd", layer.operand, strict=True) if t is not None}
+    return state | {"rng": torch.get_rng_state(), "committed": engine.guard.committed}
+
+
+def train(config: Config, watched: bool, compiler: Any = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """State after some steps, and what was written about each."""
+    engine, written = build_engine(config, CPU), list[dict[str, Any]]()
+    if compiler is not None:
+        torch._dynamo.reset()
+        parallelize(engine.model, config.recompute, True, compiler)
+    every = 1 if watched else 0
+    shadow_every = every if any(layer.recipe.is_fp8 for layer in gemm_layers(engine.model)) else 0
+    watch = replace(config.health, every=every, shadow_every=shadow_every)
+    health = Health(watch, engine, lambda entry: written.append(dict(entry)), 4, 2)
+    for step, tokens in enumerate(batches(), start=1):
+        health.before(step, tokens)
+        assert all(p.grad is None for p in engine.model.parameters())
+        result = train_step(engine, step, tokens, 2)
+        assert bool(result.verdict.ok)
+        if watched:
+            collected = health.collect(result.load, result.verdict.ok)
+            written[-1:] = [*written[-1:], health.tell(step, {k: v.tolist() for k, v in collected.items()})]
+    return everything(engine), written
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("bf16", ["recompute=full"]),
+        ("fp8_delayed", []),
+        ("fp8_jit", ["precision.table.lm_head=fp8"]),
+        ("fp8_block", ["recompute=selective"]),
+    ],
+)
+def test_training_does_not_notice(config: Configs, recipe: str, more: list[str]) -> None:
+    backend = get_backend("reference")
+    made = config(f"+recipe={recipe}", "precision.backend=reference", *more)
+    alone, _ = train(made, False)
+    watched, lines = train(made, True)
+    assert alone.keys() == watched.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(tensor, watched[name]), name
+    assert get_backend("reference") is backend
+    line = lines[-1]
+    assert all(math.isfinite(line[f"act/kurtosis_{place}"]) for place in ("qkv", "ffn", "block"))
+    assert ("fp8/error_worst" in line) == ("shadow/loss_gap" in line) == (recipe != "bf16")
+    if recipe != "bf16":
+        assert 0.02 < line["fp8/error_mean"] < 0.06 and 0.9 < line["shadow/cosine_mean"] < 1
+        assert 0 < abs(line["shadow/loss_gap"]) < 0.01
+
+
+def test_compiled_blocks_are_left_alone(config: Configs) -> None:
+    dense = ["model.num_layers=1", "model.num_mtp_layers=0", "precision.backend=reference"]
+    made = config("+recipe=fp8_delayed", *dense)
+    alone, watched = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
+    states = [train(made, counter is watched, counter)[0] for counter in (alone, watched)]
+    assert 0 < alone.frame_count == watched.frame_count
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_shadow_compares_with_the_bf16_run_itself(config: Configs) -> None:
+    ours = build_engine(config("+recipe=fp8_block", "precision.backend=reference"), CPU)
+    theirs = build_engine(config("+recipe=bf16", "precision.backend=reference"), CPU)
+    tokens = batches()[0][:2]
+    seen = shadow.compare(ours, tokens, 4)
+    losses = []
+    for engine in (ours, theirs):
+        losses.append(engine.model(tokens))
+        losses[-1].total.backward()
+    gap = losses[0].lm.detach().double() - losses[1].lm.detach().double()
+    assert torch.equal(seen.loss_gap, gap)
+    names = shadow.module_names(ours)
+    for i, (a, b) in enumerate(zip(ours.model.parameters(), theirs.model.parameters(), strict=True)):
+        assert a.grad is not None and b.grad is not None
+        cosine = torch.cosine_similarity(a.grad.flatten().double(), b.grad.flatten().double(), 0)
+        assert float(seen.cosine[i]) == pytest.approx(float(cosine), abs=1e-5), names[i]
+    assert names[0] == "embed" and "layers.1.moe.experts.down" in names
+
+
+def test_saturation_shows_before_the_scale_knows(config: Configs) -> None:
+    """Weights that grow a thousandfold at once: the history's scale is too large for them, and the look says so."""
+    made = config("+recipe=fp8_delayed", "precision.backend=reference")
+    engine, written = build_engine(made, CPU), list[dict[str, Any]]()
+    health = Health(replace(made.health, every=2), engine, lambda entry: written.append(dict(entry)), 4, 2)
+    train_step(engine, 1, batches()[0], 2)
+    layer = next(layer for layer in gemm_layers(engine.model) if layer.recipe.is_fp8)
+    with torch.no_grad():
+        layer.weight.mul_(1000)
+    health.before(2, batches()[1])
+    found = health.tell(2, {k: v.tolist() for k, v in health.collect(torch.zeros(0, 4), torch.tensor(True)).items()})
+    assert found["fp8/saturated_worst"] > 0.9
+    row = written[0]["names"]["fp8"].index("layers.0.attn.q:weight")
+    assert written[1]["fp8"]["saturated"][row] > 0.9 and written[1]["fp8"]["error"][row] > 0.9
+
+
+def test_entropy_of_loads() -> None:
+    statistics = load_statistics(torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [8, 8, 0, 0]]))
+    torch.testing.assert_close(statistics["entropy"], torch.tensor([1.0, 0.0, 0.5]).double())
+    assert statistics["load_max_over_mean"].tolist() == [1, 4, 2]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_run_writes(config: Configs) -> None:
+    keys = ["+recipe=fp8_delayed", "run.name=it", "logging.every=4", "health.every=3", "health.shadow_every=5"]
+    folder = Trainer(config(*keys, "checkpoint.every=4")).train().folder
+    metrics = {line["step"]: line for line in lines(folder / "metrics.jsonl") if "loss/total" in line}
+    names, *entries = lines(folder / "tensors.jsonl")
+    assert list(metrics) == [entry["step"] for entry in entries] == [1, 3, 4, 5, 6]
+    for step, (line, entry) in enumerate(zip(metrics.values(), entries, strict=True)):
+        step = line["step"]
+        assert 0 < line["optim/update_ratio"] < 0.1 and line["memory/allocated_gib"] > 0
+        assert line["moe/entropy_worst"] <= line["moe/entropy"] <= 1 and 0 < line["moe/bias_max"] < 0.1
+        rows, moe = entry["fp8"], entry["moe"]
+        assert len(rows["scale"]) == len(rows["amax"]) == len(names["names"]["fp8"])
+        assert all(len(values) == len(names["names"]["moe"]) == 2 for values in moe.values())
+        assert ("fp8/error_mean" in line) == ("error" in rows) == ("blocks" in entry) == (step in (3, 6))
+        assert ("shadow/loss_gap" in line) == ("shadow" in entry) == (step == 5)
+        assert ("load" in entry) == (step in (3, 5, 6))
+    look, shadowed = entries[1], entries[3]
+    assert names["names"]["blocks"] == ["layers.0", "layers.1", "mtp.0"]
+    assert all(len(look["blocks"][f"kurtosis_{place}"]) == 3 for place in ("qkv", "ffn", "block"))
+    assert [sum(block) for block in look["load"]] == [4 * 24 * 2] * 2
+    assert max(look["fp8"]["error"]) == pytest.approx(metrics[3]["fp8/error_worst"], rel=1e-3)
+    assert shadowed["shadow"]["cosine"]["lm_head"] > 0.9
+
+    folder = Trainer(config(*keys, "run.resume=auto", "trainer.max_steps=7", "checkpoint.every=0")).train().folder
+    again = lines(folder / "tensors.jsonl")
+    assert [entry.get("step") for entry in again] == [None, 1, 3, 4, 5, 6, None, 7]
+    assert again[6] == names
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["+recipe=bf16", "health.shadow_every=10"], "health.shadow_every=10: nothing computes in FP8"),
+        (["health.every=-1"], "health.every=-1: out of range"),
+        (["health.shadow_every=-2"], "health.shadow_every=-2: out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Configs, keys: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check(config(*keys))
+    check(config("+recipe=fp8_jit", "health.shadow_every=10", "health.every=0"))
