@@ -297,4 +297,6 @@ def test_a_run_logs_power_and_heat(
     assert last["gpu/tokens_lost"] == pytest.approx(4 * 24)  # half the clock: as many tokens again
     assert last["gpu/joules_per_token"] == pytest.approx(last["gpu/power_watts"] / last["perf/tokens_per_second"])
     assert last["gpu/joules_per_step"] == pytest.approx(last["gpu/joules_per_token"] * 4 * 24)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert {"throttled", "gpu_celsius"} <= {event.get("rule") for event in events if event["kind"] == "alert"}
     assert "metering NVIDIA H200 GPU-" in (run / "logs" / "rank0.log").read_text()

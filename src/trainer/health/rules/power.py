@@ -16,12 +16,15 @@ class Throttled(Rule):
 
     def __init__(self, share: float):
         self._share, self._before = share, 0.0
+        self._reading: tuple[float | None, ...] = ()
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         shares = {why: number(metrics, f"gpu/throttled_{why}") for why in ("hardware", "thermal")}
         known = {why: share for why, share in shares.items() if share is not None}
-        if not known:
+        reading = (*shares.values(), number(metrics, "gpu/power_watts"))
+        if not known or reading == self._reading:  # lines that come sooner than samples repeat the last one
             return None
+        self._reading = reading
         why = max(known, key=lambda each: known[each])
         share, before = known[why], self._before
         self._before = share

@@ -20,8 +20,10 @@ def rules() -> list[Rule]:
 
 def lines(*changes: Mapping[str, float]) -> list[Alert]:
     """What is said in a run whose lines are of a GPU at work, but for these changes."""
-    alerts = Alerts(rules())
-    return [alert for i, each in enumerate(changes, 1) for alert in alerts.see({"step": 10 * i, **AT_WORK, **each})]
+    alerts, said = Alerts(rules()), []
+    for i, each in enumerate(changes, 1):
+        said += alerts.see({"step": 10 * i, **AT_WORK, "gpu/power_watts": 690 + i / 10, **each})
+    return said
 
 
 def test_full_load_at_the_power_limit_is_no_alarm() -> None:
@@ -46,6 +48,8 @@ def test_a_moment_of_throttling_is_no_alarm() -> None:
     moment = {"gpu/throttled_hardware": 0.5}
     assert lines({}, moment, {}, {}, moment, {}) == []
     assert lines(*[{"gpu/throttled_thermal": 0.04}] * 20) == []
+    repeated = {**moment, "gpu/power_watts": 640.0}  # by lines that come sooner than samples
+    assert lines({}, *[repeated] * 9, {}) == []
 
 
 def test_heat() -> None:
