@@ -85,6 +85,18 @@ def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunDi
     ]
 
 
+def test_a_rewind_purges_what_will_be_run_again(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
+        for course, steps in enumerate((range(1, 6), range(3, 7))):
+            for step in steps:
+                sinks.metrics({"step": step, "loss/lm": float(step + 10 * course)})
+            if course == 0:
+                sinks.rewind(2)
+    expected = [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0)]
+    assert scalars(run.path / "tensorboard", "loss/lm") == expected
+    assert [(line["step"], line["loss/lm"]) for line in lines(run.path / "metrics.jsonl")] == expected
+
+
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
     run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +164,22 @@ def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
     assert alert.endswith("tracking offline") and "\n" not in alert
     assert screen.text.count("tracking offline\n") == 1
     assert offline_runs(run) == ["abcd1234"] and next(run.path.glob("wandb/offline-*/*.wandb")).stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("no_key")
+def test_wandb_takes_steps_that_go_back(run: RunDir, screen: Screen) -> None:
+    """A row for each line, whatever its step: it would drop them if `step` were its own count."""
+    seen: list[Any] = []
+    with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
+        for step in (1, 2, 3):
+            sinks.metrics({"step": step, "recovery/rewinds": 0})
+        sinks.rewind(1)
+        for step in (2, 3):
+            sinks.metrics({"step": step, "recovery/rewinds": 1})
+        assert sinks._wandb is not None
+        sinks._wandb._put(lambda ours: seen.extend([ours.step, ours.summary["step"], ours.summary["recovery/rewinds"]]))
+    assert seen == [5, 3, 1], "rows of history, and what came last"
+    assert alerts(run) == []
 
 
 @pytest.mark.usefixtures("no_key")

@@ -8,7 +8,8 @@ Median and MAD (median absolute deviation; 1.4826 makes it the standard deviatio
 to half of the window may be outliers before they move: a mean and a standard deviation are moved by the first spike
 that gets in, and hide the next one. Logarithms because both numbers are positive and vary in proportion to their size:
 gradient norms have a long tail to the right, which ordinary deviations would take for spikes, and FLOOR is then a
-share of the value. It keeps a run whose loss has become almost constant from dropping steps for nothing.
+share of the value. It keeps a run whose loss has become almost constant from dropping steps for nothing: with a
+threshold of 6, no loss less than 13 % above the median is a spike, and no norm less than 82 % above it.
 
 Only a rise counts. Early in training the loss falls fast: its median lags above it and its deviation is large, so that
 little is a spike; before `min_steps` nothing is. What lasts (a change of the data, say) is dropped again and again,
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from trainer.recovery.config import SpikesConfig
 
-FLOOR = 0.02
-"""Smallest standard deviation of a logarithm: 2 % of the value."""
+FLOOR = 0.02, 0.1
+"""Smallest standard deviation of the logarithm of the loss, and of the gradient norm: 2 and 10 % of the value."""
 NORMAL = 1.4826
 TINY = 1e-30
 
@@ -47,6 +48,7 @@ class SpikeWatch:
         self._config = config
         self.values = torch.zeros(2, config.window, device=device)
         self.seen = torch.zeros((), dtype=torch.long, device=device)
+        self._floor = torch.tensor(FLOOR, device=device)
         self._slots = torch.arange(config.window, device=device)
 
     def read(self, loss: Tensor, norm: Tensor) -> Reading:
@@ -54,7 +56,7 @@ class SpikeWatch:
         limit."""
         value = torch.stack([loss.float(), norm.float()])
         center, deviation = self._usual()
-        limit = (center + self._config.threshold * deviation.clamp(min=FLOOR)).exp()
+        limit = (center + self._config.threshold * deviation.maximum(self._floor)).exp()
         limit = torch.where(self.seen >= self._config.min_steps, limit, torch.inf)
         return Reading(value, limit, ~torch.isfinite(value) | (value > limit))
 

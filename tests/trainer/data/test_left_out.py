@@ -1,0 +1,62 @@
+"""Windows that are left out are never read, and nothing else changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from trainer.data import Bins, Loader, Prepared
+from trainer.data.loader import put_together
+
+
+@pytest.fixture(scope="module")
+def bins(prepared: Prepared) -> Bins:
+    """3,000 tokens, each its own place, so that a token says where it comes from."""
+    sidecar = replace(prepared.train.sidecar, num_tokens=3000, dtype="uint16")
+    return Bins(prepared.train.path, sidecar, np.arange(3000, dtype=np.uint16))
+
+
+RANGES = [[9, 14], [2, 3], [14, 15], [40, 90], [330, 360]]  # one batch, less, more, over the end of an epoch
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_left_out_is_passed_over(bins: Bins, world_size: int) -> None:
+    plain, loader = Loader(bins, 9, 1, seed=3), Loader(bins, 9, 4, seed=3)
+    assert loader.num_windows < 340
+    loader.leave_out(RANGES[:2])
+    loader.leave_out(RANGES[2:])
+    windows = {n: plain.next() for n in range(400)}
+    expected = iter([n for n in windows if not any(begin <= n < end for begin, end in RANGES)])
+    for _ in range(60):
+        cursor, rows = loader.cursor, []
+        for rank in range(world_size):
+            loader.cursor = cursor
+            rows += zip(loader.next(rank, world_size).split(1), loader.served, strict=False)
+            assert len(loader.served) == 4 // world_size
+        for tokens, number in rows:
+            assert number == next(expected)
+            assert (tokens == windows[int(number)]).all()
+
+
+def test_it_survives(bins: Bins) -> None:
+    loader, other = Loader(bins, 9, 4, seed=3), Loader(bins, 9, 4, seed=3)
+    loader.leave_out(RANGES)
+    for _ in range(3):
+        loader.next()
+    other.leave_out([[0, 300]])  # of another course of events
+    other.load_state_dict(loader.state_dict())
+    assert other.state_dict() == loader.state_dict()
+    assert all((loader.next() == other.next()).all() for _ in range(20))
+
+
+def test_a_state_from_before_there_was_such_a_thing(bins: Bins) -> None:
+    loader = Loader(bins, 9, 4, seed=3)
+    state = loader.state_dict()
+    del state["left_out"]
+    loader.load_state_dict(state)
+    assert loader.state_dict()["left_out"] == []
+
+
+def test_ranges_are_put_together() -> None:
+    assert put_together([[5, 7], [0, 2], [7, 9], [1, 3], [20, 21]]) == [[0, 3], [5, 9], [20, 21]]
+    assert put_together([]) == []

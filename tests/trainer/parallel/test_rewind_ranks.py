@@ -1,0 +1,87 @@
+"""Ranks climb the ladder together: the same verdicts, the same checkpoint, the same data left out.
+
+Two ranks run this file as a program, over gloo.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import Config
+from trainer.distributed import World
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
+SMALL: list[str] = SHARED["SMALL"]
+config_of: Callable[[list[str]], Config] = SHARED["config_of"]
+RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.microbatch_size=2", "parallel=fsdp"]
+RUN += ["run.name=run", "trainer.max_steps=9", "checkpoint.every=2", "recovery.max_consecutive_skips=1"]
+RUN += ["recovery.spikes.enabled=true", "recovery.spikes.window=4", "recovery.spikes.min_steps=2", "health.every=0"]
+RUN += ["data.validation_fraction=0.05", "model.num_mtp_layers=0"]
+WINDOWS = range(16, 24)  # steps 5 and 6
+RANKS = 2
+
+
+def main(rank: int, folder: Path) -> None:
+    """Only rank 1's loss is spoilt: a spike in the first of two bad steps, not finite in the second one."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+    inject = "debug.inject={step: 1, steps: 99, where: loss, value: 1e6, windows: [16, 24]}"
+    trainer = Trainer(config_of([*RUN, *places, inject]), [], World(torch.device("cpu"), rank, rank, RANKS, RANKS))
+    parts, engine = trainer.parts, trainer.parts.engine
+    assert engine.injector is not None
+    spoilt, values = engine.injector.loss, iter([1e6, float("nan")])
+
+    def loss(loss: torch.Tensor) -> torch.Tensor:
+        return loss * next(values) if rank == 1 and spoilt(torch.ones(())) > 1 else loss
+
+    engine.microbatch._run._spoil = loss  # type: ignore[attr-defined]
+    trainer.train()
+    state = [parts.loader.state_dict(), int(engine.guard.committed), float(engine.optimizer.parameter_norm())]
+    assert len(set(map(str, parts.world.gather(state)))) == 1, "the same on every rank"
+    assert parts.loader.state_dict()["left_out"] == [[WINDOWS.start, WINDOWS.stop]]
+    stopped = Trainer(config_of([*RUN, *places, "run.name=stopped", "recovery.rewind.max=0", inject]), [], parts.world)
+    with pytest.raises(TrainingStopped, match="2 steps in a row dropped"):
+        stopped.train()
+    (folder / f"stopped{rank}").touch()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, start_ranks: Callable[..., None]) -> Path:
+    """What two ranks left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "corpus").mkdir()
+    for i in range(12):
+        text = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120))
+        (folder / "corpus" / f"file{i}.txt").write_text(text)
+    start_ranks(__file__, RANKS, folder)
+    return folder
+
+
+def test_what_one_rank_sees_all_go_back_for(folder: Path) -> None:
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [(event["kind"], event["step"]) for event in events if event["kind"] in ("spike", "nonfinite", "rollback")]
+    assert kinds == [("spike", 5), ("nonfinite", 6), ("rollback", 6)]
+    (rollback,) = [event for event in events if event["kind"] == "rollback"]
+    assert rollback["to"] == 4 and rollback["windows"] == [[WINDOWS.start, WINDOWS.stop]]
+    steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 10)) == sorted(steps)[:-1]
+
+
+def test_all_stop_where_that_does_not_help(folder: Path) -> None:
+    assert (folder / "stopped0").exists() and (folder / "stopped1").exists()
+
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), Path(sys.argv[1]))

@@ -1,0 +1,186 @@
+"""Whole runs on the ladder: faults on purpose, rewinds, data that is left out, and the end of it."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+Configs = Callable[..., Config]
+BITWISE = ("loss/", "optim/", "moe/", "fp8/")
+FAST = ("data.validation_fraction=0.03", "model.num_mtp_layers=0", "health.every=0", "precision=fp32")
+RUN = ("run.name=run", "run.resume=auto", "trainer.max_steps=13", "checkpoint.every=3", "checkpoint.keep=0")
+RUN += ("recovery.max_consecutive_skips=2", *FAST)
+BAD_DATA = "debug.inject={step: 1, steps: 99, where: gradient, value: nan, windows: [28, 40]}"  # steps 8, 9, 10
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def bitwise(run: Path) -> list[dict[str, Any]]:
+    metrics = lines(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k == "step" or k.startswith(BITWISE)} for line in metrics]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines(run / "events.jsonl") if line["kind"] == kind]
+
+
+def without_the_bad_data(config: Config) -> Path:
+    """The run of a loader that leaves the windows out from the start."""
+    trainer = Trainer(config)
+    trainer.parts.loader.leave_out([[28, 40]])
+    return trainer.train().folder
+
+
+def test_a_rewind_ends_with_the_bits_of_a_run_that_never_read_the_data(config: Configs) -> None:
+    keys = (*RUN, "precision=fp8_delayed")
+    trainer = Trainer(config(*keys, BAD_DATA))
+    run = trainer.train().folder
+    whole = without_the_bad_data(config(*keys, "run.name=whole"))
+    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/lm" in line] == list(range(1, 14))
+    assert bitwise(run) == bitwise(whole)
+    (event,) = events(run, "rollback")
+    assert (event["step"], event["first"], event["to"], event["windows"]) == (10, 8, 6, [[28, 40]])
+    assert "back to step_00000006" in event["message"] and "(backward)" in event["message"]
+    assert [line["step"] for line in events(run, "nonfinite")] == [8, 9, 10], "events stay"
+    assert lines(run / "metrics.jsonl")[-2]["recovery/rewinds"] == 1
+    assert trainer.parts.loader.state_dict()["left_out"] == [[28, 40]]
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == [f"step_{step:08d}" for step in (3, 6, 9, 12, 13)], "step 9 is saved on the way back only"
+
+
+def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
+    """Neither what is left out, nor the lower learning rate, nor how often."""
+    keys = (*RUN, BAD_DATA, "recovery.rewind.lr_factor=0.5", "recovery.rewind.lr_steps=3", "recovery.rewind.max=1")
+    through = Trainer(config(*keys, "run.name=through")).train().folder
+    trainer = Trainer(config(*keys))
+    original = trainer._step
+
+    def dies(tokens: Tensor) -> None:
+        if trainer.parts.ladder.rewinds:
+            raise MemoryError
+        original(tokens)
+
+    trainer._step = dies  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        trainer.train()
+    again = Trainer(config(*keys))
+    assert again.step == 6
+    run = again.train().folder
+    assert bitwise(run) == bitwise(through) and len(again.parts.ladder.rewinds) == 1
+    schedule = again.parts.engine.optimizer.schedule
+    schedule.lower(1.0, 0)
+    rates = [
+        line["optim/lr"] / float(schedule.at(torch.tensor(line["step"] - 1)))
+        for line in lines(run / "metrics.jsonl")
+        if "optim/lr" in line
+    ]
+    assert rates == pytest.approx([1.0] * 6 + [0.5] * 4 + [1.0] * 3), "to 3 committed steps beyond the 7 before the row"
+
+
+def test_the_same_trouble_goes_back_further_and_then_stops(config: Configs) -> None:
+    """A fault that comes again whatever the data."""
+    keys = (*RUN, "checkpoint.every=2", "debug.inject={step: 8, steps: 9, where: loss, value: inf}")
+    with pytest.raises(TrainingStopped) as stop:
+        Trainer(config(*keys)).train()
+    message = str(stop.value)
+    assert stop.value.exit_code == 1 and "\n" not in message
+    for part in (
+        "3 steps in a row dropped (recovery.max_consecutive_skips=2), from step 8 on, first at loss (forward)",
+        "the run went back 2 times already (to step 6, 4) and it came again",
+        "recovery.rewind.max=4 for more attempts",
+    ):
+        assert part in message
+    run = Path(config(*keys).run.dir) / "run"
+    told = events(run, "rollback")
+    assert [line.get("to") for line in told] == [6, 4, None] and told[-1]["message"].endswith("the run stops")
+    assert [line.get("attempt") for line in told] == [1, 2, None]
+    assert told[0]["windows"] != told[1]["windows"]
+
+
+def test_another_trouble_begins_at_the_first_rung(config: Configs) -> None:
+    """Two places of bad data, with checkpoints between: one rewind is allowed for each."""
+    twice = "debug.inject={step: 1, steps: 99, where: loss, value: nan, windows: [12, 60]}"
+    keys = (*RUN, "recovery.max_consecutive_skips=1", "recovery.rewind.max=1", "trainer.max_steps=14")
+    trainer = Trainer(config(*keys, twice))
+    data = trainer.parts.engine.injector.data  # type: ignore[union-attr]
+    trainer.parts.engine.injector.data = lambda windows: data(windows[(windows < 20) | (windows >= 52)])  # type: ignore
+    run = trainer.train().folder
+    assert [(line["first"], line["to"], line["attempt"]) for line in events(run, "rollback")] == [(4, 3, 1), (12, 9, 1)]
+    assert trainer.parts.loader.state_dict()["left_out"] == [[12, 20], [52, 60]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["recovery.rewind.max=0"], "recovery.rewind.max=0. Look at"),
+        (["checkpoint.every=0"], "there is no whole checkpoint from before step 8 to go back to. Look at"),
+    ],
+)
+def test_a_run_that_cannot_go_back_stops_and_says_why(config: Configs, keys: list[str], says: str) -> None:
+    with pytest.raises(TrainingStopped, match=r"recovery\.max_consecutive_skips=2") as stop:
+        Trainer(config(*RUN, BAD_DATA, *keys)).train()
+    assert says in str(stop.value)
+
+
+def test_fewer_dropped_steps_in_a_row_than_the_limit_change_nothing(config: Configs) -> None:
+    run = Trainer(config(*RUN, BAD_DATA, "recovery.max_consecutive_skips=3")).train().folder
+    assert not events(run, "rollback") and lines(run / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 3
+    assert not (run / "recovery.json").exists()
+
+
+SPIKES = ("recovery.spikes.enabled=true", "recovery.spikes.window=8", "recovery.spikes.min_steps=4", *FAST)
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """All that a dropped step must leave alone."""
+    e = trainer.parts.engine
+    watch = e.guard._spikes
+    assert watch is not None
+    tensors = {f"model.{k}": v for k, v in e.model.state_dict().items()} | watch.state_dict()
+    tensors |= {f"optimizer.{n}.{k}": v for n, s in e.optimizer.state_dict().items() for k, v in s.items()}
+    return tensors | {"committed": e.guard.committed}
+
+
+@pytest.mark.parametrize(("where", "module"), [("loss", "loss"), ("gradient", "gradient norm")])
+def test_a_spike_is_dropped_whole_and_told(config: Configs, where: str, module: str) -> None:
+    cfg = config(*SPIKES, f"debug.inject={{step: 7, where: {where}, value: 1e4}}", "trainer.max_steps=8")
+    trainer, kept = Trainer(cfg), {}
+    original = trainer._step
+
+    def snapshot(tokens: Tensor) -> None:
+        kept[trainer.step - 1] = copy.deepcopy(everything(trainer))
+        original(tokens)
+
+    trainer._step = snapshot  # type: ignore[method-assign]
+    summary = trainer.train()
+    assert [name for name, tensor in kept[6].items() if not torch.equal(tensor, kept[7][name])] == []
+    assert any(not torch.equal(tensor, everything(trainer)[name]) for name, tensor in kept[7].items())
+    (event,) = events(summary.folder, "spike")
+    assert event["step"] == 7 and event["module"] == module and event["value"] > event["threshold"] > 0
+    assert f"{module} {event['value']:.4g} above" in event["message"] and not events(summary.folder, "nonfinite")
+    line = lines(summary.folder / "metrics.jsonl")[-2]
+    assert (line["recovery/spikes"], line["recovery/skipped_steps"]) == (1, 1) and math.isfinite(line["loss/lm"])
+
+
+def test_watching_a_healthy_run_changes_no_bit(config: Configs) -> None:
+    runs = [Trainer(config("trainer.max_steps=13", *keys)).train().folder for keys in (SPIKES, FAST)]
+    assert bitwise(runs[0]) == bitwise(runs[1]) and not events(runs[0], "spike")
+
+
+def test_spikes_in_a_row_rewind_too(config: Configs) -> None:
+    run = Trainer(config(*RUN, *SPIKES, BAD_DATA.replace("nan", "1e4"))).train().folder
+    (event,) = events(run, "rollback")
+    assert event["to"] == 6 and "gradient norm (spike)" in event["message"]
+    assert [line["step"] for line in events(run, "spike")][:3] == [8, 9, 10]
