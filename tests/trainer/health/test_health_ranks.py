@@ -1,0 +1,138 @@
+"""Ranks that share weights and experts look together: training does not notice, all say the same, which is what one
+process says.
+
+Two ranks run this file as a program, over gloo.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from torch import Tensor
+
+from trainer.build import Engine, build_engine
+from trainer.config import Config, load
+from trainer.distributed import World
+from trainer.health import shadow
+from trainer.health.health import Health
+from trainer.metrics import copy_to_host
+from trainer.parallel.gather import local
+from trainer.trainer import train_step
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CPU = torch.device("cpu")
+RANKS, STEPS, BATCH = 2, 2, 4
+RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
+RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", "trainer.sequence_length=24", "data=text"]
+RUN += ["model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "data.path=."]
+RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"]
+RUN += ["model.intermediate_size=96", "model.moe_intermediate_size=32", "model.num_experts=4"]
+FSDP = ["parallel=fsdp"]
+CASES = {
+    "delayed, experts spread": [
+        *FSDP,
+        "precision=fp8_delayed",
+        "parallel.expert=2",
+        "parallel.reduce_each_microbatch=true",
+    ],
+    "block": [*FSDP, "precision=fp8_block", "parallel.fp8_all_gather=true"],
+}
+
+
+def config_of(keys: list[str]) -> Config:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return load(compose("train", overrides=[*RUN, *keys]))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(320, (BATCH, 25), generator=generator) for _ in range(STEPS)]
+
+
+def state(engine: Engine) -> list[Tensor]:
+    """This rank's parts, copied."""
+    moments = [t for tensors in engine.optimizer.state_dict().values() for t in tensors.values()]
+    shared = [local(t).detach() for t in (*engine.model.parameters(), *moments)]
+    return [t.clone() for t in (*shared, engine.arena.amax, engine.arena.history, *engine.model.router_bias)]
+
+
+def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """The state after the last step, and all that was said of it."""
+    engine, said = build_engine(config, CPU, world=world), dict[str, Any]()
+    health = Health(replace(config.health, every=every, shadow_every=every), engine, said.update, BATCH, 1)
+    for step, tokens in enumerate(batches(), start=1):
+        health.before(step, tokens)
+        result = train_step(engine, step, tokens, 1)
+        assert bool(result.verdict.ok)
+        if every:
+            said |= health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
+    return state(engine), said
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    world, said = World(CPU, rank, rank, RANKS, RANKS), {}
+    for name, keys in CASES.items():
+        config = config_of(keys)
+        alone, _ = train(config, world, 0)
+        watched, said[name] = train(config, world, 1)
+        assert len(alone) == len(watched)
+        assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True)), name
+        assert len(set(map(json.dumps, world.gather(said[name])))) == 1, "all ranks say the same"
+    if rank == 0:
+        out.write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def said(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What two ranks say in the last step, by case; that training did not notice, they have seen to."""
+    out = tmp_path_factory.mktemp("ranks") / "said.json"
+    start_ranks(__file__, RANKS, out)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> None:
+    line = said[name]
+    names = line["names"]["fp8"]
+    for what, most in (("saturated", 0.02), ("underflown", 0.02), ("error", 0.15)):
+        values = line["fp8"][what]
+        assert len(values) == len(names)
+        assert all(value is not None and value <= most for value in values), (what, values)
+    assert all(value > 1 for place in line["blocks"].values() for value in place)
+    assert line["shadow/cosine_worst"] > 0.8 and abs(line["shadow/loss_gap"]) < 0.02
+    assert all(value is not None for value in line["shadow"]["cosine"].values())
+    assert 0 < line["optim/update_ratio"] < 0.1
+    assert [sum(block) for block in line["load"]] == [BATCH * 24 * 2] * 2
+
+
+def test_one_process_says_the_same(said: dict[str, dict[str, Any]]) -> None:
+    """Of the same tokens: the ranks' first sequences."""
+    engine = build_engine(config_of(["precision=fp8_block"]), CPU)
+    first, second = batches()
+    train_step(engine, 1, first, 1)
+    seen = shadow.compare(engine, second[::2], BATCH)
+    ranks = said["block"]
+    assert float(seen.loss_gap) == pytest.approx(ranks["shadow/loss_gap"], abs=2e-5)
+    names = shadow.module_names(engine)
+    for name, cosine in zip(names, seen.cosine.tolist(), strict=True):
+        assert cosine == pytest.approx(ranks["shadow"]["cosine"][name], abs=2e-3), name
+    result = train_step(engine, 2, second, 1)
+    norm = engine.optimizer.parameter_norm()
+    ratio = float(engine.optimizer.update_norm(result.verdict.ok) / norm)
+    assert ranks["optim/update_ratio"] == pytest.approx(ratio, rel=1e-3)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
