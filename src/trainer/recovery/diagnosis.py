@@ -216,6 +216,8 @@ class Diagnosis:
         own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
         tokens = torch.from_numpy(self._loader.bins.gather(self._loader.windows_at(own), self._loader.sequence_length))
         mine = None
+        if self._engine.injector is not None:
+            self._engine.injector.data(served)
         try:
             seen = run_again(self._engine, step, origin.microbatch, tokens, len(served))
         except torch.OutOfMemoryError:

@@ -5,7 +5,7 @@ each tensor is told how many of its numbers are not finite, in which sequences, 
 
     NAME           what a GEMM, a sublayer (its watch), a block, the embedding or the final norm gives
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
-    NAME:grad      the gradient of what NAME gives, and the cast of it
+    NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight
 
 With `keep` the tensors themselves stay in host memory, so that another pass can be compared with this one.
 
@@ -32,6 +32,7 @@ from precision.observe import observing
 from precision.scaling import absolute_max
 from trainer.health.aside import aside, run
 from trainer.health.casts import ELEMENTS, SATURATED, UNDERFLOWN, Rows, cast_sums
+from trainer.parallel.shards import local
 
 if TYPE_CHECKING:
     from trainer.build import Engine
@@ -80,13 +81,22 @@ class Sightings:
         at = self._casts.at(amax_row)
         if at is None or x.numel() == 0:
             return
-        row = self._see(self._casts.names[at], x)
+        name = self._casts.names[at]
+        row = self._see(name, x, of_tokens=not name.endswith(":weight"))
         if row.saturated is None:
             sums = cast_sums(x, data, scale_inv, fmt).tolist()
             row.saturated, row.underflown = sums[SATURATED] / sums[ELEMENTS], sums[UNDERFLOWN] / sums[ELEMENTS]
 
-    def _see(self, name: str, x: Tensor) -> Sighting:
-        """Look at a tensor, the first time that the name comes: recomputation shows it again."""
+    @torch.no_grad()
+    def gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at the gradient of a weight, and let go of it (an `aside.OnGradient`)."""
+        assert parameter.grad is not None
+        self._see(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
+        parameter.grad = None
+
+    def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> Sighting:
+        """Look at a tensor, the first time that the name comes: recomputation shows it again. of_tokens: it may have a
+        row for each token."""
         if name in self.rows:
             return self.rows[name]
         x = x.detach()
@@ -94,7 +104,7 @@ class Sightings:
         row = Sighting(name, tuple(x.shape), x.numel(), int(bad.sum()), float(absolute_max(x)))
         lines = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
         tokens = self._batch * self._length
-        if row.not_finite and lines == tokens:
+        if of_tokens and row.not_finite and lines == tokens:
             row.sequences = bad.view(self._batch, -1).any(1).nonzero().flatten().tolist()
         if self._keep:
             row.kept = x.to("cpu", copy=True)
@@ -147,7 +157,7 @@ def run_again(
             injector.before(step, microbatch)
         try:
             with sightings.watching(tokens.shape[1] - 1):
-                sightings.losses = run(engine, tokens, batch)
+                sightings.losses = run(engine, tokens, batch, sightings.gradient)
         finally:
             if injector is not None:
                 injector.before(0, 0)

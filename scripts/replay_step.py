@@ -1,0 +1,190 @@
+"""Run one step of a run again and look at every tensor of it, in the run's precision and in another.
+
+    python scripts/replay_step.py runs/NAME 1234                      against BF16
+    python scripts/replay_step.py runs/NAME 1234 --against fp32
+    python scripts/replay_step.py runs/NAME 1234 precision.scaling.margin=1 trainer.device=cpu
+
+It begins with the nearest checkpoint before the step and trains the steps between again, on one process however many
+the run had (see `trainer.replay`). Then the step's tokens go through two models with the same weights. Printed: loss
+and gradient norm of the step in both; where it went bad first, and the text that it happened with; and of one
+microbatch a table of all tensors in the order of the forward and then the backward pass:
+
+    amax          largest absolute value in the run's precision, and in the other
+    of range      amax times scale, in percent of what the FP8 format holds: above 100 it was clipped
+    clipped, lost shares of the numbers that were too large for FP8, or not 0 and came out as 0
+    not finite    how many numbers are NaN or infinite
+    difference    ||x - y|| / ||y||, y in the other precision; not for tensors inside the experts, whose rows depend on
+                  the router's choice
+
+A `!` marks rows that are not finite, `!!` the first one. KEY=VALUE changes keys of the run's config for this replay.
+Nothing is written into the run's folder; it may still be running.
+"""
+
+import argparse
+import fnmatch
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli import guarded
+
+if TYPE_CHECKING:
+    from trainer.recovery.sightings import Sighting
+    from trainer.replay import Replay
+
+PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
+AGAINST = "bf16", "fp32"
+TEXT = 400  # characters of a sequence
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, replay, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("step", type=int, metavar="STEP", help="the step to look at")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("--against", choices=AGAINST, default="bf16", help="the precision to compare with (bf16)")
+    parser.add_argument("--without-faults", action="store_true", help="leave out the run's debug.inject")
+    parser.add_argument("--microbatch", type=int, metavar="N", help="the one to look at (default: the bad one, or 0)")
+    parser.add_argument("--most", type=int, default=1000, metavar="N", help="steps to train again at most (1000)")
+    parser.add_argument("--only", metavar="GLOB", help="rows of tensors with such names, as 'layers.1.*'")
+    given = parser.parse_intermixed_args()
+    from trainer.replay import config_of, find, replay  # imports torch
+
+    course = find(given.run, given.step, given.most)
+    tree = config_of(course, given.overrides, not given.without_faults)
+    done = replay(course, tree, PRECISIONS / f"{given.against}.yaml", given.microbatch)
+    print("\n".join([*head(done), "", *data(done), "", *table(done, given.only)]))
+
+
+def head(done: "Replay") -> list[str]:
+    """What was done, and what came of it in both precisions."""
+    course = done.course
+    begin = "the start of the run" if course.checkpoint is None else course.checkpoint.name
+    again = course.step - 1 - course.first
+    lines = [f"{course.run}, step {course.step}: from {begin}, {again} step{'s' * (again != 1)} trained again"]
+    if course.rewinds:
+        lines.append(f"as after {len(course.rewinds)} rewind{'s' * (len(course.rewinds) > 1)} of the run")
+    if done.config.debug.inject is not None:
+        lines.append("with the faults of debug.inject, as in the run (--without-faults leaves them out)")
+    rows: list[tuple[str, ...]] = [("", "loss", "gradient norm", "")]
+    for each in (done.ours, done.theirs):
+        place = each.place or ""
+        verdict = f"a spike: {place.removesuffix(' (spike)')}" if place.endswith(" (spike)") else place
+        verdict = f"not finite, first at {place}" if verdict == place else verdict
+        rows.append((each.name, f"{each.loss:.4f}", f"{each.grad_norm:.4g}", verdict if place else "finite"))
+    if course.logged is not None:
+        loss, norm = (course.logged.get(key) for key in ("loss/total", "optim/grad_norm"))
+        cells = ("" if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (norm, ".4g")))
+        rows.append(("the run logged", *cells, ""))
+    lines += ["", *aligned(rows, {0, 3})]
+    if course.event is not None:
+        lines += ["", f"the run said: {course.event['message']}"]
+    return lines
+
+
+def data(done: "Replay") -> list[str]:
+    """Which windows were looked at, and the text of the sequence that went bad, or of the first."""
+    from trainer.recovery.diagnosis import text_of, tokens_of
+
+    bad = done.ours.sightings.bad_sequences
+    number = int(done.windows[bad[0] if bad else 0])
+    ((first, last),) = tokens_of(done.loader, done.windows[[bad[0] if bad else 0]])
+    lines = [
+        f"microbatch {done.microbatch} of {done.microbatches}: windows {done.windows.min():,} to "
+        f"{done.windows.max():,} of the run"
+    ]
+    if bad:
+        which = ", ".join(f"{done.windows[i]:,}" for i in bad[:8]) + (", ..." if len(bad) > 8 else "")
+        lines.append(f"not finite in {len(bad)} of {len(done.windows)} sequences: window{'s' * (len(bad) > 1)} {which}")
+    text = text_of(done.loader, done.data.tokenizer_path, number, TEXT)
+    lines.append(f"window {number:,}, tokens {first:,} to {last:,} of {done.loader.bins.path.name}:")
+    return [*lines, f"    {json.dumps(text, ensure_ascii=False)}"]
+
+
+def table(done: "Replay", only: str | None = None) -> list[str]:
+    """Every tensor, or those whose names match, a row each."""
+    ours, theirs = done.ours.sightings.rows, done.theirs.sightings.rows
+    names = in_order(list(ours) + [name for name in theirs if name not in ours])
+    if only is not None and not (names := fnmatch.filter(names, only)):
+        return [f"no tensor is called {only}"]
+    first = done.ours.sightings.first_bad
+    titles = "", "tensor", "shape", "amax", "of range", "clipped", "lost", "not finite", done.theirs.name, "difference"
+    rows: list[tuple[str, ...]] = [titles]
+    for name in names:
+        x, y = ours.get(name), theirs.get(name)
+        seen = x or y
+        assert seen is not None
+        mark = "" if x is None or not x.not_finite else "!!" if x is first else "!"
+        rows.append(
+            (
+                mark,
+                name,
+                "x".join(map(str, seen.shape)),
+                "" if x is None else f"{x.amax:.4g}",
+                "" if x is None else of_range(done, x),
+                "" if x is None else share(x.saturated),
+                "" if x is None else share(x.underflown),
+                "" if x is None or not x.not_finite else f"{x.not_finite:,}",
+                "" if y is None else f"{y.amax:.4g}",
+                difference(x, y),
+            )
+        )
+    return aligned(rows, {0, 1, 2})
+
+
+def in_order(names: list[str]) -> list[str]:
+    """Forward, each weight before what it makes, then backward."""
+    forward = [name for name in names if not name.endswith((":grad", ":weight", ":weight gradient"))]
+    weights = {name.removesuffix(":weight"): name for name in names if name.endswith(":weight")}
+    out: list[str] = []
+    for name in forward:
+        if name in weights:
+            out.append(weights.pop(name))
+        out.append(name)
+    return [*out, *weights.values(), *(name for name in names if name.endswith((":grad", ":weight gradient")))]
+
+
+def of_range(done: "Replay", row: "Sighting") -> str:
+    """How much of its format's range a tensor takes, where one scale is known beforehand."""
+    arena = done.engine.arena
+    if row.saturated is None or row.not_finite or row.name not in arena.names:
+        return ""
+    at = arena.names.index(row.name)
+    return f"{100 * row.amax * done.scales[at] / float(arena.limit[at]):.3g} %" if done.scales[at] else ""
+
+
+def difference(x: "Sighting | None", y: "Sighting | None") -> str:
+    """Relative difference of the tensors, in percent; empty where they cannot be compared."""
+    if x is None or y is None or x.kept is None or y.kept is None or x.shape != y.shape:
+        return ""
+    if x.not_finite or y.not_finite or (".experts." in x.name and not x.name.endswith(":weight gradient")):
+        return ""
+    ours, theirs = x.kept.double(), y.kept.double()
+    norm = float(theirs.norm())
+    return f"{100 * float((ours - theirs).norm()) / norm:.3g} %" if norm else ""
+
+
+def share(value: float | None) -> str:
+    """A share in percent."""
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
+def aligned(rows: list[tuple[str, ...]], left: set[int]) -> list[str]:
+    """Columns, those of `left` aligned to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
