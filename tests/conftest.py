@@ -4,11 +4,12 @@ Without a GPU, Triton's kernels run in its interpreter. It must be told before T
 collected first.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; programs that tests start inherit it
@@ -44,23 +45,73 @@ def recipe() -> Callable[..., PrecisionConfig]:
     return load
 
 
-@pytest.fixture(scope="session")
-def start_ranks() -> Callable[..., None]:
-    """start_ranks(program, size, *arguments): a Python file in so many processes, which meet by torch's environment
-    variables (RANK, WORLD_SIZE, MASTER_ADDR, ...); returns when all have ended with 0."""
+class Programs:
+    """Starts Python programs in processes that have imported torch already; see `forks`."""
 
-    def start(program: str, size: int, *arguments: object) -> None:
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(
+        self, *words: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`python WORDS` in a folder, with more variables of the environment; waits for its end."""
+        return self.run_all([list(map(str, words))], [environment or {}], cwd)[0]
+
+    def run_ranks(self, program: str, size: int, *words: object) -> None:
+        """A program in so many processes, which meet by torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
+        All have to end well."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-        command = [sys.executable, "-W", "ignore", program, *map(str, arguments)]
-        ranks = [subprocess.Popen(command, env=os.environ | own) for own in who]
-        try:
-            assert [rank.wait(timeout=1200) for rank in ranks] == [0] * size, f"{size} ranks of {program}"
-        finally:
-            for rank in ranks:
-                rank.kill()
+        command = [program, *map(str, words)]
+        ended = self.run_all([command] * size, who)
+        assert [rank.returncode for rank in ended] == [0] * size, "\n".join(rank.stderr[-3000:] for rank in ended)
 
-    return start
+    def run_all(
+        self, programs: Sequence[list[str]], environments: Sequence[Mapping[str, str]], cwd: Path | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Several at once."""
+        outputs = [[str(self._folder / f"{i}.{name}") for name in ("out", "err")] for i in range(len(programs))]
+        jobs = [
+            {"words": words, "folder": str(cwd or Path.cwd()), "outputs": output, "environment": {**os.environ, **more}}
+            for words, more, output in zip(programs, environments, outputs, strict=True)
+        ]
+        if self._server is None:
+            pipe, command = subprocess.PIPE, [sys.executable, str(Path(__file__).with_name("forks.py"))]
+            self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert self._server.stdin is not None and self._server.stdout is not None
+        print(json.dumps(jobs), file=self._server.stdin, flush=True)
+        codes = json.loads(self._server.stdout.readline())
+        texts = [[Path(path).read_text() for path in output] for output in outputs]
+        ended = zip(programs, codes, texts, strict=True)
+        return [subprocess.CompletedProcess(words, code, *text) for words, code, text in ended]
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.communicate()
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Where tests run programs."""
+    made = Programs(tmp_path_factory.mktemp("programs"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def run_python(programs: Programs) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """run_python(*words, cwd=..., environment=...): see `Programs.run`."""
+    return programs.run
+
+
+@pytest.fixture(scope="session")
+def start_ranks(programs: Programs) -> Callable[..., None]:
+    """start_ranks(program, size, *arguments): see `Programs.run_ranks`."""
+    return programs.run_ranks

@@ -5,12 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md", "docs/parallelism.md"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md", "docs/parallelism.md", "docs/recovery.md"]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
@@ -27,7 +29,8 @@ BENCHES = {
 
 def commands(page: str) -> list[str]:
     """The lines of a page's code blocks that start a program, without their comments."""
-    lines = [line[4:] for line in (ROOT / page).read_text().splitlines() if line.startswith("    ")]
+    text = re.sub(r" \\\n +", " ", (ROOT / page).read_text())  # a command on several lines
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     programs = ("python ", "make ", "torchrun ", "scripts/launch/")
     return [line.split("  #")[0].strip() for line in lines if line.startswith(programs)]
 
@@ -63,29 +66,36 @@ def smaller(words: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The repository as a user has it, with a place of its own for what commands write."""
+def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a user has it, with a place of its own for what commands write; prepared data is shared."""
+    cache = tmp_path_factory.getbasetemp().parent / "cache_of_commands"
+    cache.mkdir(exist_ok=True)
+    (tmp_path / ".cache").symlink_to(cache)
     for name in ("train.py", "configs", "scripts", "docs", "src", "Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_run(page: str, checkout: Path) -> None:
+def test_commands_run(page: str, checkout: Path, run_python: Run) -> None:
     ran = 0
     for command in commands(page):
         program, *words = shlex.split(command)
-        # make: what its targets do is what this test is part of; that they exist is all that is left to check
-        cut = benched if page == "docs/benchmarks.md" else smaller
-        line = ["make", "-n", *words] if program == "make" else [sys.executable, *cut(words)]
-        if program == "torchrun":  # two processes, whatever the page says
-            two = ["--standalone", "--nproc_per_node=2", *(word for word in words if not word.startswith("--"))]
-            line = [sys.executable, "-m", "torch.distributed.run", *smaller([*two, "trainer.microbatch_size=2"])]
-        elif program.startswith("scripts/"):
-            line = [program, *smaller([*words, "trainer.microbatch_size=2"])]
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
-        done = subprocess.run(line, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+        environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
+        if program == "python":
+            cut = benched if page == "docs/benchmarks.md" else smaller
+            done = run_python(*cut(words), cwd=checkout, environment=environment)
+        elif program == "torchrun":  # two processes, whatever the page says
+            two = ["--standalone", "--nproc_per_node=2", *(word for word in words if not word.startswith("--"))]
+            line = ["-m", "torch.distributed.run", *smaller([*two, "trainer.microbatch_size=2"])]
+            done = run_python(*line, cwd=checkout, environment=environment)
+        else:
+            # make: what its targets do is what this test is part of; that they exist is all that is left to check
+            line = [program, *smaller([*words, "trainer.microbatch_size=2"])]
+            line = ["make", "-n", *words] if program == "make" else line
+            more = {**os.environ, **environment}
+            done = subprocess.run(line, cwd=checkout, env=more, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         ran += 1
     assert ran >= 5
