@@ -8,7 +8,7 @@ or from the checkpoint that the run resumes from.
 import json
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
-from trainer.checkpoint import Checkpointer, checkpoint_name, read, saved_shapes
+from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, saved_shapes
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
@@ -101,6 +101,7 @@ class Parts:
             last.callback(self.sinks.close, error)
             if self.config.health.dashboard and self.world.is_first:
                 last.callback(write_at_end, self.run.path, error)
+            last.enter_context(suppress(CheckpointError))  # it has been told, and what ended the run comes first
             last.callback(self.checkpointer.close)
             last.callback(self.power.close)
             self.profiler.close()
@@ -119,7 +120,22 @@ class Parts:
     def save(self, step: int) -> None:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
+        self.run.heal(step, self.sinks.event)
         self.checkpointer.save(step, self.state(), _identity(self.config), began)
+
+    def finish_saving(self, step: int) -> CheckpointError | None:
+        """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""
+        try:
+            self.checkpointer.wait()
+        except CheckpointError:
+            self.save(step)
+        else:
+            return None
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            return error
+        return None
 
     def restore(self, path: Path) -> None:
         """Take over a checkpoint of this run, which `RunDir` has verified: each rank reads its own part."""
@@ -197,6 +213,8 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         run.keep(data.tokenizer_path)
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         to, alone = config.health.alerts, world.size == 1
+        if data.left_out:
+            run.notes.append(_left_out(data, run.first_step))
         sinks = Sinks(config.logging, run, t.max_steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
         alerts = _alerts(config, run, world)
@@ -304,6 +322,15 @@ def build_model(
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)
     return plan, model
+
+
+def _left_out(data: Prepared, step: int) -> Note:
+    """Files of the source that are damaged: named, the first of them in the message."""
+    first, count = data.left_out[:5], len(data.left_out)
+    more = f" and {count - len(first)} more" if count > len(first) else ""
+    message = f"{count} damaged file{'s' * (count > 1)} of the data left out: {', '.join(map(str, first))}{more}"
+    paths = [damage.path for damage in data.left_out[:100]]
+    return Note("data", step, message, {"count": count, "paths": paths})
 
 
 def _identity(config: Config) -> dict:

@@ -137,7 +137,8 @@ def _judge(error: BaseException, main: Callable[[], None]) -> _End:
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
-    if isinstance(error, OSError) or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
+    told = isinstance(error, OSError) or hasattr(error, "exit_code")
+    if told or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
         code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
         return _End(_one_line(f"error: {error}"), code, orderly=hasattr(error, "exit_code"))
     return _End(None, FAILED)

@@ -105,6 +105,7 @@ class RunDir:
         self.path, checkpoint = _locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
         self.first_step = 0
+        self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
         with ExitStack() as on_error:
             self._lock: TextIO | None = _lock(self.path, self._note, patience)
             on_error.callback(self.close)
@@ -173,9 +174,30 @@ class RunDir:
 
     def keep(self, path: Path) -> None:
         """Copy a file that the run needs into its folder, under its own name. Only rank 0 does."""
-        target = self.path / path.name
-        if self._lock is not None and (not target.is_file() or target.read_bytes() != path.read_bytes()):
-            replace_file(target, path.read_bytes())
+        if self._lock is None:
+            return
+        target, content = self.path / path.name, path.read_bytes()
+        self._kept[path.name] = content
+        if not target.is_file() or target.read_bytes() != content:
+            replace_file(target, content)
+
+    def heal(self, step: int, on_event: OnEvent) -> None:
+        """If the folder was deleted under the run, make it again, so that the run can go on from what is saved next.
+
+        Whether that works or not is an alert. ValueError if another process has taken its place.
+        """
+        try:
+            if self._lock is None or (self.path / CONFIG).is_file():
+                return
+            lock = _lock(self.path, on_event, 0.0)
+            self._lock.close()
+            self._lock = lock
+            for name, content in self._kept.items():
+                replace_file(self.path / name, content)
+            what = "was deleted under the run, and is made again; what was in it is lost"
+        except OSError as error:
+            what = f"was deleted under the run, or cannot be seen ({error.strerror or error})"
+        on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
 
     def close(self) -> None:
         """Release the folder for other processes."""
@@ -397,14 +419,17 @@ def _belongs(line: bytes, last_step: int | None) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that there is the old one or the new one at any moment."""
+    """Write a file so that there is the old one or the new one at any moment. OSError names it."""
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def environment() -> dict[str, Any]:

@@ -109,6 +109,8 @@ class Trainer:
 
     def _step(self, tokens: Tensor) -> None:
         engine = self.parts.engine
+        if engine.injector is not None:
+            engine.injector.data(self.parts.loader.served)
         self.parts.health.before(self.step, tokens)
         result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
         self._latest = result
@@ -174,6 +176,7 @@ class Trainer:
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(p.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
+        tokens["data/skipped_shards"] = len(p.data.left_out)
         rates = self._throughput.read()
         rates |= p.power.read(self.step, *self._throughput.latest)
         memory = {"memory/peak_gib": peak_memory_gib(e.device), "memory/allocated_gib": allocated_memory_gib(e.device)}
@@ -194,12 +197,14 @@ class Trainer:
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""
         p = self.parts
-        p.checkpointer.wait()
+        lost = p.finish_saving(self.step)
         if stop.received:
-            p.sinks.event("signal", self.step, f"stopped by {stop.received} after step {self.step}; saved")
+            ending = f"stopped by {stop.received} after step {self.step}"
+            p.sinks.event("signal", self.step, f"{ending}; {'not ' if lost else ''}saved")
+            if lost:
+                raise TrainingStopped(f"{ending}, not saved: {lost}")
             raise TrainingStopped(
-                f"stopped by {stop.received} after step {self.step}, saved; "
-                f"go on with run.name={p.run.path.name} run.resume=auto",
+                f"{ending}, saved; go on with run.name={p.run.path.name} run.resume=auto",
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed
@@ -214,6 +219,8 @@ class Trainer:
             skipped_steps=int(p.engine.guard.skipped),
         )
         p.sinks.summary(summary)
+        if lost:
+            raise TrainingStopped(f"trained to the end, and the end is not saved: {lost}")
         return summary
 
 
@@ -224,9 +231,9 @@ class StepResult:
 
     verdict: Verdict
     metrics: dict[str, Tensor]
-
-
     load: Tensor
+
+
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)

@@ -11,12 +11,13 @@ threads agree over a gloo group of theirs, which the trainers do not use: rank 0
 sees that it is there, writes the manifest and renames. So a rank that dies or fails before that leaves no checkpoint of
 the step, and the ones before.
 
-A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is reported through
+A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is an alert through
 `on_event`, what was half written is removed, the ones before stay, and training goes on; `wait()` raises it for those
 who must know.
 """
 
 import json
+import os
 import shutil
 import time
 import warnings
@@ -122,7 +123,7 @@ class Checkpointer:
             if error is not None and not isinstance(error, CheckpointError):
                 raise error
             self._last = self._last if error is None else -1
-        if step == self._last or (self._group is None and (self.folder / checkpoint_name(step)).is_dir()):
+        if step == self._last or (self._group is None and os.path.isdir(self.folder / checkpoint_name(step))):
             return
         skeleton, tensors = split(state)
         text = json.dumps({"step": step, "meta": meta, "state": skeleton}, indent=1)
@@ -137,7 +138,11 @@ class Checkpointer:
         """Return when the last save is on the disk. Raises its error (CheckpointError), once, if it is not."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            try:
+                pending.result()
+            except CheckpointError:
+                self._last = -1  # it may be tried again
+                raise
 
     def settle(self) -> None:
         """Return when nothing is being written any more, whatever came of it."""
@@ -176,7 +181,7 @@ class Checkpointer:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                self._on_event("checkpoint", step, reason, path=str(path), failed=True)
+                self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error
@@ -188,7 +193,7 @@ class Checkpointer:
             delete_superseded(self.folder, step, self._keep)
         except OSError as error:
             message = f"old checkpoints in {self.folder} could not be deleted: {error}"
-            self._on_event("checkpoint", step, message, path=str(self.folder), failed=True)
+            self._on_event("alert", step, message, rule="disk", path=str(self.folder), failed=True)
         what = {"path": str(path), "bytes": size, "seconds": round(seconds, 3), "held_seconds": round(held, 4)}
         message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s; training waited {held:.2f} s)"
         self._on_event("checkpoint", step, message, **what)

@@ -121,7 +121,8 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert isinstance(failure.value, OSError) and "\n" not in str(failure.value)
-    assert events.heard[-1][3] == {"path": str(folder / "step_00000002"), "failed": True}
+    assert events.heard[-1][0] == "alert"
+    assert events.heard[-1][3] == {"rule": "checkpoint", "path": str(folder / "step_00000002"), "failed": True}
     assert [path.name for path in folder.iterdir()] == ["step_00000001"]
     checkpointer.wait()  # said once
     checkpointer.save(3, big, {})
@@ -136,11 +137,26 @@ def test_training_goes_on_after_a_failed_save(checkpointer: Checkpointer, folder
         checkpointer.save(step, {"t": torch.ones(3)}, {})
     with pytest.raises(CheckpointError, match=str(folder)):
         checkpointer.wait()
-    assert [(step, what["failed"]) for _, step, _, what in events.heard] == [(1, True), (2, True)]
+    assert [(kind, step, what["rule"]) for kind, step, _, what in events.heard] == [
+        ("alert", 1, "checkpoint"),
+        ("alert", 2, "checkpoint"),
+    ]
     folder.unlink()
     checkpointer.save(3, {"t": torch.ones(3)}, {})
     checkpointer.wait()
     assert [path.name for path in list_checkpoints(folder)] == ["step_00000003"]
+
+
+def test_a_step_whose_save_failed_can_be_saved_again(checkpointer: Checkpointer, folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")
+    checkpointer.save(1, {"t": torch.ones(3)}, {})
+    with pytest.raises(CheckpointError):
+        checkpointer.wait()
+    folder.unlink()
+    checkpointer.save(1, {"t": torch.ones(3)}, {})
+    checkpointer.wait()
+    assert [path.name for path in list_checkpoints(folder)] == ["step_00000001"]
 
 
 KILLS = """

@@ -1,0 +1,147 @@
+"""The world outside of a run: disks that fill up, folders that go, files of data that are damaged, signals."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.data import DamagedShard
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+Configs = Callable[..., Config]
+LIMIT = 300_000  # bytes of a file: fewer than a checkpoint has, more than anything else here
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def disk() -> Iterator[Callable[[bool], None]]:
+    """Fill the disk, or free it: files cannot grow beyond LIMIT."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(full: bool) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT if full else before[0], before[1]))
+
+    yield fill
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def at(trainer: Trainer, step: int, do: Callable[[], object]) -> None:
+    """Have something happen before a step."""
+    original = trainer._step
+
+    def stepped(tokens: Tensor) -> None:
+        if trainer.step == step:
+            do()
+        original(tokens)
+
+    trainer._step = stepped  # type: ignore[method-assign]
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(config: Configs, disk: Callable[[bool], None]) -> None:
+    trainer = Trainer(config("run.name=a", "checkpoint.every=1", "checkpoint.keep=0"))
+    at(trainer, 3, lambda: (trainer.parts.checkpointer.settle(), disk(True)))
+    at(trainer, 5, lambda: (trainer.parts.checkpointer.settle(), disk(False)))
+    run = trainer.train().folder
+    assert checkpoints(run) == [f"step_{step:08d}" for step in (1, 2, 5, 6)]
+    alerts = events(run, "alert")
+    assert [(alert["step"], alert["rule"]) for alert in alerts] == [(3, "checkpoint"), (4, "checkpoint")]
+    assert "File too large" in alerts[0]["message"] and "step_00000003" in alerts[0]["path"]
+    assert len(lines(run / "metrics.jsonl")) == 7
+
+
+def test_a_run_whose_end_cannot_be_saved_says_so_after_its_summary(
+    config: Configs, disk: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
+    at(trainer, 6, lambda: (trainer.parts.checkpointer.settle(), disk(True)))
+    with pytest.raises(
+        TrainingStopped, match=r"trained to the end, .* not saved: .*step 6 .*File too large.* earlier"
+    ) as end:
+        trainer.train()
+    assert end.value.exit_code == 1 and "validation loss" in capsys.readouterr().out
+    run = trainer.parts.run.path
+    assert len(events(run, "alert")) == 2  # tried twice
+    assert checkpoints(run)[-1] == "step_00000004"
+    disk(False)
+    assert Trainer(config("run.name=a", "checkpoint.every=2", "run.resume=auto")).train().step == 6
+    assert checkpoints(run)[-1] == "step_00000006"
+
+
+def test_told_to_stop_and_unable_to_save_is_not_called_saved(config: Configs, disk: Callable[[bool], None]) -> None:
+    trainer = Trainer(config("run.name=a"))
+    at(trainer, 2, lambda: (disk(True), signal.raise_signal(signal.SIGTERM)))
+    with pytest.raises(
+        TrainingStopped, match=r"stopped by SIGTERM after step 2, not saved: checkpoint of step 2"
+    ) as end:
+        trainer.train()
+    assert end.value.exit_code == 1
+    assert [event["message"] for event in events(trainer.parts.run.path, "signal")] == [
+        "stopped by SIGTERM after step 2; not saved"
+    ]
+
+
+def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config: Configs) -> None:
+    trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
+    run = trainer.parts.run.path
+    before = {name: (run / name).read_bytes() for name in ("config.yaml", "precision_plan.txt", "backends.json")}
+    at(trainer, 4, lambda: (trainer.parts.checkpointer.settle(), shutil.rmtree(run)))
+    trainer.train()
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert checkpoints(run) == ["step_00000004", "step_00000006"]
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [4, 5, 6, 6]
+    told = [(alert["rule"], alert["step"]) for alert in events(run, "alert")]
+    assert ("disk", 4) in told
+    with pytest.raises(ValueError, match="exists"):
+        Trainer(config("run.name=a"))
+    again = Trainer(config("run.name=a", "run.resume=auto", "trainer.max_steps=7"))
+    assert again.step == 6
+    again.train()
+
+
+def test_data_cut_off_under_a_run_end_it_in_one_line(config: Configs, tmp_path: Path) -> None:
+    trainer = Trainer(config("run.name=a", "checkpoint.every=1", f"data.cache_dir={tmp_path / 'cache'}"))
+    path = trainer.parts.data.train.path
+    at(trainer, 3, lambda: os.truncate(path, 100))
+    with pytest.raises(DamagedShard, match=r"train\.bin: ends at byte 100; .*: delete .* run\.resume=auto") as end:
+        trainer.train()
+    assert "\n" not in str(end.value)
+    more = ("run.resume=auto", f"data.cache_dir={tmp_path / 'cache'}")
+    with pytest.raises(ValueError, match=r"train\.bin: has 100 bytes, its sidecar says"):
+        Trainer(config("run.name=a", *more))
+    shutil.rmtree(path.parent)  # as the line says
+    assert Trainer(config("run.name=a", *more)).train().step == 6
+
+
+def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    (folder / "latin.txt").write_bytes("é a".encode("latin-1"))
+    words = (f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "trainer.max_steps=2")
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: below .*, latin\.txt \(not UTF-8 text\) cannot"):
+        Trainer(config("run.name=a", *words))
+    assert not (tmp_path / "runs").exists()
+    run = Trainer(config("run.name=a", "data.skip_damaged=true", *words)).train().folder
+    assert [line["data/skipped_shards"] for line in lines(run / "metrics.jsonl") if "loss/total" in line] == [1, 1]
+    (event,) = events(run, "data")
+    assert "latin.txt (not UTF-8 text)" in event["message"] and (event["count"], event["paths"]) == (1, ["latin.txt"])
+    clean = Trainer(config("run.name=b", "trainer.max_steps=2")).train().folder
+    assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
