@@ -252,7 +252,7 @@ class LinePanel extends Panel {
         if (!curve || !chip) continue;
         const i = view.hover === null ? curve.mean.length - 1 : valueAt(curve, view.hover);
         let text = i === null ? "–" : form(curve.mean[i]);
-        if (i !== null && view.hover !== null && curve.high[i] > curve.low[i]) text += ` (${form(curve.low[i])} … ${form(curve.high[i])})`;
+        if (i !== null && view.hover !== null && this.chips.size === 1 && curve.high[i] > curve.low[i]) text += ` (${form(curve.low[i])} … ${form(curve.high[i])})`;
         chip.textContent = text;
       }
     }

@@ -89,7 +89,7 @@ class MapPanel extends Panel {
     const words = this.filter.split(/\s+/).filter(Boolean);
     const rows = names.map((name, i) => i).filter((i) => words.every((word) => names[i].toLowerCase().includes(word)));
     const room = this.spec.size === "all" ? 340 : this.room(innerWidth < 560 ? 150 : 190, 340) - this.top - this.bottom;
-    const size = clamp(room / Math.max(rows.length, 1), 3, 26);
+    const size = clamp(room / Math.max(rows.length, 1), 3, 34);
     this.width = this.stage.clientWidth;
     const widest = Math.max(...names.map((name) => name.length)) * 5.6 + 12;
     this.left = innerWidth < 560 && widest > 100 ? 10 : size >= 6 ? Math.min(widest, this.width * 0.36, 230) : 64;

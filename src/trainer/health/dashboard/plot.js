@@ -208,7 +208,7 @@ class Panel {
     this.legend = el("div", { class: "legend" });
     this.canvas = el("canvas", { role: "img", "aria-label": spec.title });
     this.overlay = el("canvas", { class: "overlay" });
-    this.stage = el("div", { class: "stage" }, this.canvas, this.overlay);
+    this.stage = el("div", { class: "stage", style: { height: `${spec.size === "wide" && spec.keys ? 320 : 210}px` } }, this.canvas, this.overlay);
     const title = el("h3", {}, spec.title, spec.unit ? el("small", {}, ` ${spec.unit}`) : "");
     this.element = el("section", { class: `card ${spec.size || ""}` }, el("div", { class: "top" }, title, this.tools), this.legend, this.stage);
     if (spec.note) title.title = spec.note;
@@ -233,7 +233,6 @@ class Panel {
     if (this.roomAt !== innerWidth) {
       this.roomAt = innerWidth;
       this.stage.style.height = `${least}px`;
-      for (const canvas of [this.canvas, this.overlay]) canvas.style.height = `${least}px`;
       const content = [...this.element.children].reduce((sum, child) => sum + child.getBoundingClientRect().height, 0) + 26;
       this.spare = clamp(this.element.clientHeight - content, 0, most - least);
     }
@@ -247,7 +246,6 @@ class Panel {
     for (const canvas of [this.canvas, this.overlay]) {
       canvas.width = Math.round(this.width * ratio);
       canvas.height = Math.round(height * ratio);
-      canvas.style.height = `${height}px`;
       canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
     }
     this.stage.style.height = `${height}px`;

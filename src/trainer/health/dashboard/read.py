@@ -31,7 +31,7 @@ CONFIG, METRICS, TENSORS, EVENTS = (
     "tensors.jsonl",
     "events.jsonl",
 )  # as in trainer.rundir
-BUDGET = 96 * 2**20
+BUDGET = 48 * 2**20
 """Bytes of tensors.jsonl that are read of it at most when a run is opened: about two seconds."""
 OVERLAP = 64
 """Bytes before the end of what was read, by which a file is known again."""
@@ -40,11 +40,15 @@ LOOK = b'"saturated"', b'"blocks"', b'"cosine"'
 
 
 class Lines:
-    """Follows a file of JSON lines."""
+    """Follows a file of JSON lines. thin: whether lines may be left out of a file that is too long."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, thin: bool = False) -> None:
+        self.path, self._thin = path, thin
         self.stride = 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin at the beginning."""
         self._offset, self._tail, self._numbers = 0, b"", [0, 0]
 
     def read(self, replaced: Callable[[], None]) -> list[dict[str, Any]]:
@@ -58,10 +62,10 @@ class Lines:
                 size = file.seek(0, 2)
                 file.seek(max(self._offset - OVERLAP, 0))
                 if self._offset > size or (self._offset and file.read(min(OVERLAP, self._offset)) != self._tail):
-                    self._offset, self._tail, self._numbers = 0, b"", [0, 0]
+                    self.reset()
                     replaced()
                 file.seek(self._offset)
-                if self._offset == 0:
+                if self._offset == 0 and self._thin:
                     self.stride = max(1, -(-size // BUDGET))
                 return self._parse(file)
         except OSError:
@@ -159,7 +163,7 @@ class Run:
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.overrides: list[str] = []
-        self._files = {name: Lines(path / name) for name in (METRICS, TENSORS, EVENTS)}
+        self._files = {name: Lines(path / name, name == TENSORS) for name in (METRICS, TENSORS, EVENTS)}
         self._read_config: float | None = None
         self._clear()
 
@@ -179,15 +183,16 @@ class Run:
         self._read_about()
         for name, take in ((METRICS, self._metric), (TENSORS, self._tensor), (EVENTS, self._event)):
             entries = self._files[name].read(self._begin_anew)
+            if self._again:  # one file has been replaced: the others are read from their beginning, too
+                break
             for entry in entries:
                 try:
                     take(entry)
                 except (TypeError, ValueError, KeyError, AttributeError):
                     continue  # a line that is not what the page of formats says
-        if self._again:  # one file has been replaced: the others are read from their beginning, too
-            self._again = False
+        if self._again:
             for file in self._files.values():
-                file.__init__(file.path)
+                file.reset()
             self._clear()
             self.poll()
 
@@ -237,7 +242,10 @@ class Run:
         self._last["metrics"] = step
         for key, value in entry.items():
             if type(value) in (int, float) and key != "step" and math.isfinite(value):
-                self.series.setdefault(key, Series()).add(step, value)
+                series = self.series.get(key)
+                if series is None:
+                    series = self.series[key] = Series()
+                series.add(step, value)
 
     def _tensor(self, entry: dict[str, Any]) -> None:
         if "names" in entry:

@@ -81,7 +81,6 @@ class Handler(BaseHTTPRequestHandler):
     """One request."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
     timeout = 60
 
     def do_GET(self) -> None:

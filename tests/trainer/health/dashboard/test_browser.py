@@ -1,0 +1,337 @@
+"""The page in a browser, as a person has it: opened, looked at, hovered over, zoomed, on a phone, and live.
+
+Headless Chromium is driven over its debugging pipe, and nothing but the browser is needed. Messages of the DevTools protocol are JSON, ended by a zero byte; the browser reads them from descriptor 3 and writes
+answers and events to 4.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from trainer.health.dashboard.page import page, payload
+from trainer.health.dashboard.read import Run
+from trainer.health.dashboard.serve import Server
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+]
+LIMIT = 60.0
+DRAWN = "requestAnimationFrame(() => requestAnimationFrame(() => done(1)))"
+
+
+class Browser:
+    """One browser with one page. `problems` are what its console has said of errors and warnings since `open`."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        there, self._write = os.pipe()
+        self._read, back = os.pipe()
+        command = f'exec "$0" "$@" 3<&{there} 4>&{back}'
+        flags = [*FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, CHROMIUM, *flags],
+            pass_fds=(there, back),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(there)
+        os.close(back)
+        self._buffer, self._number, self._session = b"", 0, None
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        self._events: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            self._session = None
+            self._call("Browser.close")
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        for descriptor in (self._read, self._write):
+            os.close(descriptor)
+
+    def show(self, width: int, height: int, dark: bool = False, touch: bool = False) -> None:
+        """The size of the window in CSS pixels, and what kind of device it is."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
+        self._call("Emulation.setTouchEmulationEnabled", enabled=touch)
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self._call("Emulation.setEmulatedMedia", features=features)
+
+    def open(self, url: str) -> float:
+        """Go there; seconds until the page had loaded and had drawn what is on the screen."""
+        self.problems.clear()
+        self.requests.clear()
+        self._events.clear()
+        began = time.monotonic()
+        self._call("Page.navigate", url=url)
+        self._until(lambda: "Page.loadEventFired" in self._events)
+        self.run(f"new Promise((done) => {DRAWN})")
+        return time.monotonic() - began
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression; a promise is waited for."""
+        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"]["exception"].get("description"))
+        return answer["result"].get("value")
+
+    def until(self, script: str, seconds: float = 15.0) -> None:
+        """Wait for a JavaScript expression to be true."""
+        deadline = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < deadline, script
+            time.sleep(0.1)
+
+    def mouse(self, kind: str, x: float, y: float, count: int = 1) -> None:
+        """kind: mouseMoved, mousePressed, mouseReleased."""
+        button = "none" if kind == "mouseMoved" else "left"
+        held = 1 if kind != "mouseReleased" else 0
+        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=held, clickCount=count)
+
+    def picture(self, path: Path, whole: bool = False) -> Path:
+        """A screenshot as PNG, of the window or of the whole page."""
+        if whole:  # what is off the screen is not drawn: make the screen as high as the page
+            height = self.run("document.documentElement.scrollHeight")
+            width = self.run("innerWidth")
+            self._call(
+                "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            )
+            self.run(f"new Promise((done) => setTimeout(() => {DRAWN}, 300))")
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+        return path
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._write, data) :]
+        answers: list[dict[str, Any]] = []
+        wanted = self._number
+
+        def answered() -> bool:
+            return bool(answers)
+
+        self._until(answered, lambda got: answers.append(got) if got.get("id") == wanted else None)
+        if "error" in answers[0]:
+            raise AssertionError(f"{method}: {answers[0]['error']}")
+        return answers[0]["result"]
+
+    def _until(self, done: Any, see: Any = lambda got: None) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not done():
+            while b"\0" not in self._buffer:
+                ready, _, _ = select.select([self._read], [], [], max(deadline - time.monotonic(), 0))
+                assert ready, "the browser says nothing"
+                got = os.read(self._read, 2**20)
+                assert got, "the browser has ended"
+                self._buffer += got
+            text, _, self._buffer = self._buffer.partition(b"\0")
+            message = json.loads(text)
+            self._hear(message.get("method", ""), message.get("params", {}))
+            see(message)
+
+    def _hear(self, method: str, params: dict[str, Any]) -> None:
+        self._events.append(method)
+        if method == "Runtime.exceptionThrown":
+            details = params["exceptionDetails"]
+            self.problems.append(details.get("exception", {}).get("description") or details["text"])
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(params["entry"]["text"])
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(params["args"]))
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests: it takes a second to start."""
+    with Browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory, long_run: Run, made: Callable[..., Path]) -> Path:
+    """one.html, of a run of 4,000 steps; two.html, with a run in BF16 and an awkward name before it."""
+    folder = tmp_path_factory.mktemp("pages")
+    other = Run(made(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
+    other.poll()
+    (folder / "one.html").write_text(page(payload([long_run])))
+    (folder / "two.html").write_text(page(payload([other, long_run])))
+    return folder
+
+
+def titles(browser: Browser) -> list[str]:
+    """Of the charts that can be seen."""
+    return browser.run(
+        "[...document.querySelectorAll('section.card h3')].filter((one) => one.offsetParent).map((one) => one.firstChild.data)"
+    )
+
+
+def middle(browser: Browser, title: str, across: float = 0.5, down: float = 0.5) -> tuple[float, float]:
+    """A place in a chart, which is scrolled to and drawn."""
+    find = f"view.panels.find((one) => one.spec.title === {title!r})"
+    browser.run(
+        f"({find}.element.scrollIntoView({{block: 'center'}}), new Promise((done) => setTimeout(() => {DRAWN}, 100)))"
+    )
+    box = browser.run(
+        f"(({{left, top}}, one) => [left + one.left, top + one.top, one.plotWidth, one.plotHeight])({find}.overlay.getBoundingClientRect(), {find})"
+    )
+    return box[0] + across * box[2], box[1] + down * box[3]
+
+
+def drawn(browser: Browser) -> list[str]:
+    """Charts whose canvas is empty, of all."""
+    script = """view.panels.filter((one) => one.canvas.isConnected && (one.render(), one.canvas.width === 0 ||
+        !new Uint32Array(one.canvas.getContext("2d").getImageData(0, 0, one.canvas.width, one.canvas.height).data.buffer).some(Boolean)))
+        .map((one) => one.spec.title)"""
+    return browser.run(script)
+
+
+def test_a_run_of_thousands_of_steps_opens_at_once(browser: Browser, pages: Path, tmp_path: Path) -> None:
+    browser.show(1400, 900)
+    assert browser.open((pages / "one.html").as_uri()) < 2.0
+    assert browser.problems == [] and browser.requests == [(pages / "one.html").as_uri()]
+    there = titles(browser)
+    expected = {
+        "Loss",
+        "Gradient norm",
+        "Scales and casts",
+        "Kurtosis by block",
+        "Load by expert",
+        "Throughput",
+        "Power",
+    }
+    assert expected <= set(there) and len(there) >= 30
+    assert "Gap to the first run" not in there  # one run has none
+    assert "unheard/of" in browser.run(
+        "document.querySelector('details').textContent"
+    )  # a metric that the page does not know
+    assert drawn(browser) == []
+    assert browser.picture(tmp_path / "desktop.png", whole=True).stat().st_size > 100_000
+    assert browser.problems == []
+
+
+def test_cursor_and_zoom_of_all_charts_together(browser: Browser, pages: Path) -> None:
+    browser.show(1400, 900)
+    browser.open((pages / "one.html").as_uri())
+    value = "[...view.panels.find((one) => one.spec.title === 'Gradient norm').chips.values()][0].textContent"
+    at_rest = browser.run(value)
+    x, y = middle(browser, "Loss")
+    browser.mouse("mouseMoved", x, y)
+    assert abs(browser.run("view.hover") - 2000) < 20
+    assert browser.run(value) != at_rest and "step 2,0" in browser.run("document.querySelector('.range').textContent")
+
+    browser.mouse("mousePressed", x, y)
+    browser.mouse("mouseMoved", x + 50, y)
+    browser.mouse("mouseMoved", x + 100, y)
+    browser.mouse("mouseReleased", x + 100, y)
+    low, high = browser.run("shown()")
+    assert abs(low - 2000) < 20 and 2200 < high < 3000
+    for count in (1, 2):
+        browser.mouse("mousePressed", x, y, count)
+        browser.mouse("mouseReleased", x, y, count)
+    assert browser.run("view.range") is None
+
+    # the drop of the scales of three tensors at step 2000
+    x, y = middle(browser, "Scales and casts", 0.5, 41.5 / 162)
+    browser.mouse("mouseMoved", x, y)
+    said = browser.run("document.getElementById('tip').innerText")
+    assert browser.run("view.runs[0].rows.fp8[41]") in said and "scale" in said and "amax" in said
+    browser.run("view.panels.find((one) => one.spec.title === 'Scales and casts').narrow('mtp :grad')")
+    browser.until("view.panels.find((one) => one.spec.title === 'Scales and casts').rows.length === 6")
+    assert browser.problems == []
+
+
+def test_events_are_listed_filtered_and_marked(browser: Browser, pages: Path) -> None:
+    browser.show(1400, 900)
+    browser.open((pages / "one.html").as_uri())
+    count = "document.querySelectorAll('#main table.list tr.go').length"
+    assert browser.run(count) == 9  # without the checkpoints
+    browser.run(
+        "[...document.querySelectorAll('#bar .chip')].find((one) => one.textContent.includes('checkpoint')).click()"
+    )
+    assert browser.run(count) == 16
+    browser.run(
+        "((box) => (box.value = 'scale_drop', box.dispatchEvent(new Event('input'))))(document.querySelector('input[placeholder=\\'filter events\\']'))"
+    )
+    assert browser.run(count) == 1
+    browser.run("document.querySelector('#main tr.go').click()")
+    low, high = browser.run("shown()")
+    assert low < 2520 < high and high - low < 1000
+    assert "<img src=x" not in browser.run("document.body.innerHTML.replace(/<script[^]*?<.script>/g, '')")
+    assert browser.problems == []
+
+
+def test_a_phone_in_the_dark_with_two_runs(browser: Browser, pages: Path, tmp_path: Path) -> None:
+    browser.show(360, 740, dark=True, touch=True)
+    assert browser.open((pages / "two.html").as_uri()) < 2.0
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(17, 20, 24)"
+    assert "Gap to the first run" in titles(browser)
+    assert "<b onclick=alert(1)>&lt;" in browser.run("document.getElementById('head').innerText")
+    assert drawn(browser) == []
+    browser.run("[...document.querySelectorAll('#bar .chip')][0].click()")  # without the first run
+    assert browser.run("visibleRuns().length") == 1
+    browser.picture(tmp_path / "phone.png")
+    assert browser.problems == []
+
+
+def test_live(
+    browser: Browser, tmp_path: Path, made: Callable[..., Path], goes_on: Callable[[Path, int, int], None]
+) -> None:
+    first = made(tmp_path / "first", steps=400, goal=1000)
+    server = Server([first, tmp_path / "later"], 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        browser.show(1000, 800)
+        browser.open(server.url)
+        browser.run("zoom(100, 200)")
+        goes_on(first, 400, 100)
+        made(tmp_path / "later", steps=200, recipe="bf16")
+        browser.until("view.full[1] === 500 && view.runs[1].curves.size > 0")
+        assert browser.run("view.range.join()") == "100,200"  # the zoom stays
+        assert browser.run("view.runs[0].curves.get('loss/lm').mean.length") == 250
+        assert browser.run("view.runs[0].grids.get('fp8/scale').columns.length") == 250
+        assert drawn(browser) == [] and "500 of 1,000" in browser.run("document.getElementById('head').innerText")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    browser.until("document.querySelector('.live.lost')")
+    assert not [one for one in browser.problems if "ERR_CONNECTION_REFUSED" not in one]

@@ -1,0 +1,69 @@
+"""The live server: what is new, to this machine alone."""
+
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.health.dashboard.serve import Server
+
+
+@pytest.fixture
+def served(tmp_path: Path, made: Callable[..., Path]) -> Iterator[Server]:
+    """Serves a run of 60 steps and one that is not there yet."""
+    made(tmp_path / "first", steps=60, goal=100)
+    server = Server([tmp_path / "first", tmp_path / "later"], 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server: Server, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def data(server: Server, token: str = "") -> dict[str, Any]:
+    status, text = ask(server, f"/data?since={token}")
+    assert status == 200
+    return json.loads(text)
+
+
+def test_what_is_new(
+    served: Server, tmp_path: Path, made: Callable[..., Path], goes_on: Callable[[Path, int, int], None]
+) -> None:
+    assert served.server_address[0] == "127.0.0.1"
+    status, text = ask(served, "/")
+    assert status == 200 and 'data-live="true"' in text and "connect-src 'self'" in text
+    all_of_it = data(served)
+    assert [run["about"]["state"] for run in all_of_it["runs"]] == ["running", "waiting"]
+    assert not all_of_it["runs"][0]["more"]
+
+    goes_on(tmp_path / "first", 60, 4)
+    made(tmp_path / "later", steps=20, recipe="bf16")
+    new = data(served, all_of_it["token"])
+    assert new["runs"][0]["more"] and new["runs"][0]["about"]["step"] == 64
+    assert max(len(group["x"]) for group in new["runs"][0]["curves"]) == 2
+    assert new["runs"][1]["about"]["step"] == 20
+
+    quiet = data(served, new["token"])
+    assert all(run["more"] and not run["curves"] for run in quiet["runs"])
+    again = data(served, "unknown")
+    assert not again["runs"][0]["more"] and max(len(group["x"]) for group in again["runs"][0]["curves"]) == 32
+
+
+def test_who_is_not_answered(served: Server) -> None:
+    assert ask(served, "/data", host="evil.example:80")[0] == 403
+    assert ask(served, "/", host="localhost:1")[0] == 200
+    assert ask(served, "/../metrics.jsonl")[0] == 404
