@@ -92,13 +92,22 @@ class History:
 
     def add(self, step: int, value: float) -> None:
         """`value` at `step`."""
+        self.forget(step)
+        self._points.append((step, value))
+
+    def forget(self, step: int) -> None:
+        """What was at `step` and later."""
         while self._points and self._points[-1][0] >= step:
             self._points.pop()
-        self._points.append((step, value))
 
     def before(self, step: int) -> list[float]:
         """Values of the steps before `step`, oldest first."""
         return [value for at, value in self._points if at < step]
+
+    @property
+    def last(self) -> tuple[int, float] | None:
+        """The newest step and its value."""
+        return self._points[-1] if self._points else None
 
     @property
     def steps(self) -> list[int]:

@@ -41,9 +41,9 @@ class AlertsConfig:
     scale_rise: float | None
     """A tensor's scale rises by this factor within a few lines."""
     saturated: float | None
-    """Share of a tensor that its cast to FP8 clips."""
+    """Share of a tensor that its cast to FP8 clips, at two looks on end."""
     underflown: float | None
-    """Share of a tensor that its cast to FP8 makes zero."""
+    """Share of a tensor that its cast to FP8 makes zero, at two looks on end."""
     kurtosis_power: float | None
     """p, where kurtosis grows as step^p."""
     shadow_loss_gap: float | None
@@ -51,9 +51,9 @@ class AlertsConfig:
     shadow_cosine: float | None
     """Cosine of a module's gradient to BF16's: below this."""
     expert_load: float | None
-    """Tokens of the fullest expert over the mean, for ten lines on end."""
+    """Tokens of the fullest expert over the mean, for a hundred steps on end."""
     expert_entropy: float | None
-    """Entropy of the experts' load over that of an even one: below this, for ten lines on end."""
+    """Entropy of the experts' load over that of an even one: below this, for a hundred steps on end."""
     throughput_drop: float | None
     """Tokens per second: below this share of their median, for three lines on end and half a minute."""
     memory_growth: float | None

@@ -40,16 +40,18 @@ class GradNormSpike(Rule):
 class LossPlateau(Rule):
     """Over the last `steps`, the loss's later half is not below its earlier half, and the gradient norm's is neither.
 
-    Not below: by no more than the standard error of the difference of the means. A loss that falls as a power of the
+    Not below: by no more than the standard error of the difference of the medians. A loss that falls as a power of the
     steps falls the slower the longer it has, and fluctuates from batch to batch far more: so the window is a quarter of
     the run, where that is more than `steps`, and what is healthy stands out of the noise at any time.
     """
 
     name = "loss_plateau"
-    LINES, FEWEST, SHARE = 1000, 40, 0.25
+    LINES, FEWEST, SHARE, EACH = 1000, 40, 0.25, 10
 
     def __init__(self, steps: float):
         self._steps, self._losses, self._norms = steps, History(self.LINES), History(self.LINES)
+        self._kept = 0
+        self._errors = 1.0  # that it must have fallen by; more, once it has not: what it then does again is news
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         loss, norm = number(metrics, "loss/lm"), number(metrics, "optim/grad_norm")
@@ -60,14 +62,19 @@ class LossPlateau(Rule):
             return None
         self._losses.add(step, loss)
         self._norms.add(step, math.log(norm))
+        self._kept += 1
+        if self._kept % self.EACH:
+            return None
         steps = self._losses.steps
         inside = sum(at >= step - window for at in steps)
         if steps[0] > step - 0.98 * window or inside < self.FEWEST:
             return None
         loss_fell, loss_error = _fall(self._losses.values[-inside:])
         norm_fell, norm_error = _fall(self._norms.values[-inside:])
-        if loss_fell > loss_error or norm_fell > norm_error:
+        if loss_fell > self._errors * loss_error or norm_fell > self._errors * norm_error:
+            self._errors = 1.0
             return []
+        self._errors = 3.0
         message = (
             f"loss {loss:.4f} has not fallen in {window:.0f} steps (later half against earlier: {-loss_fell:+.4f}), "
             f"nor has the gradient norm ({100 * math.expm1(-norm_fell):+.1f} %): learning has stopped. "
@@ -77,8 +84,8 @@ class LossPlateau(Rule):
 
     def _is_due(self, step: int, window: float) -> bool:
         """Whether to keep this line: there is room for a window and more, if they are spread over it."""
-        steps = self._losses.steps
-        return not steps or step <= steps[-1] or step - steps[-1] >= window / (0.8 * self.LINES)
+        last = self._losses.last
+        return last is None or step <= last[0] or step - last[0] >= window / (0.8 * self.LINES)
 
 
 class LossRise(Rule):
@@ -99,7 +106,9 @@ class LossRise(Rule):
             return None
         self._losses.add(step, loss)
         last = self._losses.values
-        lowest = min([median(last), *self._lowest.before(step)[-1:]])
+        self._lowest.forget(step)
+        before = self._lowest.last
+        lowest = median(last) if before is None else min(median(last), before[1])
         self._lowest.add(step, lowest)
         if len(last) < self.LINES or min(last) <= lowest + self._nats:
             return []
@@ -181,8 +190,10 @@ class ShadowCosine(_Shadow):
 
 
 def _fall(values: Sequence[float]) -> tuple[float, float]:
-    """By how much the mean of the later half is below that of the earlier, and the standard error of that."""
-    half = len(values) // 2
-    early, late = np.array(values[:half]), np.array(values[half:])
-    error = math.sqrt(early.var(ddof=1) / len(early) + late.var(ddof=1) / len(late))
-    return float(early.mean() - late.mean()), error
+    """By how much the median of the later half is below that of the earlier, and the standard error of that."""
+    halves = np.array_split(np.array(values), 2)
+    middles = [np.median(half) for half in halves]
+    spreads = [1.4826 * np.median(np.abs(half - middle)) for half, middle in zip(halves, middles, strict=True)]
+    # a median's standard error is sqrt(pi / 2) of a mean's
+    error = math.sqrt(math.pi / 2 * sum(s * s / len(half) for s, half in zip(spreads, halves, strict=True)))
+    return float(middles[0] - middles[1]), error

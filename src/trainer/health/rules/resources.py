@@ -47,9 +47,11 @@ class ThroughputDrop(Rule):
 
 
 class MemoryGrowth(Rule):
-    """Memory at the end of a step is `share` above what it was, and has crept there: it rose in each third of the time.
+    """Memory at the end of a step is `share` above what it was, and has crept there.
 
-    A buffer that is made once, for a first evaluation or a look inside, is one step up, and no leak.
+    The time since the process began, its last half, quarter and eighth are looked at: a leak may begin late. It creeps
+    where it rises from each quarter of that time to the next. A buffer that is made once, for a first evaluation or a
+    look inside, is one step up, and no leak.
     """
 
     name, of_process = "memory_growth", True
@@ -75,21 +77,27 @@ class MemoryGrowth(Rule):
             self._past, self._every = self._past[::2], 2 * self._every
         if len(self._past) < self.FEWEST:
             return None
-        quarter = len(self._past) // 4
-        levels = [median(gib for _, gib in self._past[i * quarter : (i + 1) * quarter]) for i in range(3)]
-        levels.append(median(gib for _, gib in self._past[-quarter:]))
-        grew = levels[-1] - levels[0]
-        creeps = all(b - a >= grew / 6 for a, b in pairwise(levels))
-        if grew < max(self._share * levels[0], self.LEAST_GIB) or not creeps:
-            return []
-        per_step = grew / max(step - self._past[0][0], 1) * 4 / 3  # between the middles of the outer quarters
+        for part in (1, 2, 4, 8):
+            points = self._past[-(len(self._past) // part) :]
+            if len(points) < self.FEWEST:
+                break
+            quarter = len(points) // 4
+            levels = [median(gib for _, gib in points[i * quarter : (i + 1) * quarter]) for i in range(4)]
+            grew = levels[-1] - levels[0]
+            creeps = all(b - a >= grew / 6 for a, b in pairwise(levels))
+            if grew >= max(self._share * levels[0], self.LEAST_GIB) and creeps:
+                return [self._alert(step, held, levels[0], grew, points[0][0])]
+        return []
+
+    def _alert(self, step: int, held: float, before: float, grew: float, since: int) -> Alert:
+        per_step = grew / max(step - since, 1) * 4 / 3  # between the middles of the outer quarters
         left = f", full in about {(self._card - held) / per_step:,.0f} steps" if self._card is not None else ""
         message = (
-            f"memory held between steps grew from {levels[0]:.2f} to {held:.2f} GiB in {step - self._past[0][0]} steps"
+            f"memory held between steps grew from {before:.2f} to {held:.2f} GiB in {step - since} steps"
             f"{left}: something keeps tensors; save and go on in a new process (run.resume=auto), "
             "and look at a memory snapshot (profile.steps)"
         )
-        return [Alert(self.name, step, message, held, levels[0] * (1 + self._share))]
+        return Alert(self.name, step, message, held, before * (1 + self._share))
 
 
 class MemoryFull(Rule):

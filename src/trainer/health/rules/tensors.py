@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.health.alerts import Alert, Entry, History, Rule, number
+from trainer.health.alerts import Alert, Entry, Rule, number
 
 
 class _ScaleJump(Rule):
@@ -75,14 +75,17 @@ class ScaleRise(_ScaleJump):
 
 
 class _CastShare(Rule):
-    """A share of a tensor's elements that a cast loses, at looks inside."""
+    """A share of a tensor's elements that a cast loses, at two looks inside on end; not in a run's first steps, when
+    scales have no history and values move fast."""
 
+    SETTLED = 50
     key: str
     does: str
     advice: str
 
     def __init__(self, share: float):
         self._share = share
+        self._before: set[str] = set()
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, shares = _rows(tensors, "fp8", self.key)
@@ -91,8 +94,10 @@ class _CastShare(Rule):
             if worst is None:
                 return None
             names, shares = [""], [worst]
-        found = [(share, name) for name, share in zip(names, shares, strict=True) if share > self._share]
-        return [self._alert(step, name, share) for share, name in sorted(found, reverse=True)]
+        found = {name: share for name, share in zip(names, shares, strict=True) if share > self._share}
+        again = self._before & found.keys()
+        self._before = set(found) if step > self.SETTLED else set()
+        return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
 
     def _alert(self, step: int, name: str, share: float) -> Alert:
         which = f"of {name}" if name else "of a tensor in FP8"
@@ -124,20 +129,25 @@ class Kurtosis(Rule):
 
     A power law log k = p log step + c is fitted by least squares to the last 8, 16, 32, ... looks, within the later
     half of the run: the short fits see what has just begun, the long ones what is slow. Wrong: p is above the threshold
-    by three of its standard errors, k grew by half over the fit, and is far from that of a Gaussian, 3.
+    by three of its standard errors, k grew by half over the fit, and is far from that of a Gaussian, 3. The first looks
+    do not count: while a model learns its first things, its kurtosis rises fast.
     """
 
     name = "kurtosis_power"
     KINDS = ("kurtosis_qkv", "kurtosis_ffn", "kurtosis_block")
-    LOOKS, FEWEST, GREW, HIGH = 128, 8, 1.5, 6.0
+    LOOKS, FEWEST, FIRST, GREW, HIGH = 128, 8, 16, 1.5, 6.0
 
     def __init__(self, power: float):
         self._power = power
         self._past: list[tuple[int, list[float]]] = []
+        self._seen = 0
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         names, now = self._now(metrics, tensors)
         if not names:
+            return None
+        self._seen += 1
+        if self._seen <= self.FIRST:
             return None
         self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
         self._past.append((step, now))
@@ -200,23 +210,28 @@ class Kurtosis(Rule):
 
 
 class _Experts(Rule):
-    """Wrong for `LINES` lines on end, the first steps of a run apart: a router needs some to settle."""
+    """Wrong for `LINES` lines on end and `STEPS` steps at least; not in a run's first steps: a router has to settle."""
 
-    LINES, SETTLED = 10, 100
+    LINES, STEPS, SETTLED = 10, 100, 200
     key: str
     row: str
     above: bool
 
     def __init__(self, threshold: float):
-        self._threshold, self._past = threshold, History(self.LINES)
+        self._threshold = threshold
+        self._lines, self._since = 0, 0
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         value = number(metrics, self.key)
         if value is None or step <= self.SETTLED:
             return None
-        self._past.add(step, value)
-        bad = [v > self._threshold if self.above else v < self._threshold for v in self._past.values]
-        if len(bad) < self.LINES or not all(bad):
+        if not (value > self._threshold if self.above else value < self._threshold):
+            self._lines = 0
+            return []
+        if not self._lines or step < self._since:
+            self._lines, self._since = 0, step
+        self._lines += 1
+        if self._lines < self.LINES or step - self._since < self.STEPS:
             return []
         names, values = _rows(tensors, "moe", self.row)
         pick = max if self.above else min
@@ -224,7 +239,7 @@ class _Experts(Rule):
         block = pick(known)[1] if known else None
         where = f"of {block}" if block else "of the worst block"
         message = (
-            f"{self._words(value, where)} for {step - self._past.steps[0]} steps "
+            f"{self._words(value, where)} for {step - self._since} steps "
             f"(health.alerts.{self.name}={self._threshold:g}): few experts learn; raise the router bias's speed "
             "(model.router_bias_update_rate) or the balance loss (model.balance_loss_weight)"
         )

@@ -1,0 +1,196 @@
+"""Rules about training: each fires on its fault, once and in good words; none does on a healthy run."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainer.health.alerts import Alert
+
+Metrics = dict[str, Any]
+FROM = 4000
+"""The step at which things go wrong."""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_none_fires_on_a_long_healthy_run(a_run: Callable, told: Callable, seed: int) -> None:
+    assert told(a_run(20_000, seed=seed)) == []
+
+
+def test_none_fires_where_every_step_is_logged(a_run: Callable, told: Callable) -> None:
+    assert told(a_run(1500, every=1)) == []
+
+
+def spike(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step == FROM:
+        metrics["optim/grad_norm"] *= 12
+
+
+def plateau(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step > FROM:
+        metrics["loss/lm"] += 8 * FROM**-0.3 - 8 * (step + 10) ** -0.3
+        metrics["optim/grad_norm"] *= 1 + (step - FROM) / 5000
+
+
+def rise(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["loss/lm"] += 0.02 * (step - FROM)
+
+
+def scale(times_a_line: float) -> Callable:
+    def change(step: int, metrics: Metrics, inside: Metrics) -> None:
+        if step > FROM:
+            inside["fp8"]["scale"][2] *= times_a_line ** ((step - FROM) / 10)
+            inside["fp8"]["amax"][2] = 448 / inside["fp8"]["scale"][2]
+
+    return change
+
+
+def share(key: str, value: float) -> Callable:
+    def change(step: int, metrics: Metrics, inside: Metrics) -> None:
+        if step >= FROM and key in inside["fp8"]:
+            inside["fp8"][key][1] = value
+
+    return change
+
+
+def kurtosis(power: float) -> Callable:
+    """From FROM on the FFN's grows as a power of the steps."""
+
+    def change(step: int, metrics: Metrics, inside: Metrics) -> None:
+        if step >= FROM and "blocks" in inside:
+            inside["blocks"]["kurtosis_ffn"][1] *= (step / FROM) ** power
+
+    return change
+
+
+def gap(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM and "shadow/loss_gap" in metrics:
+        metrics["shadow/loss_gap"] = 0.05
+
+
+def cosine(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM and "shadow" in inside:
+        metrics["shadow/cosine_worst"] = inside["shadow"]["cosine"]["layers.3.attn.o"] = 0.5
+
+
+def load(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["moe/load_max_over_mean_worst"] = inside["moe"]["load_max_over_mean"][0] = 20.0
+
+
+def entropy(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["moe/entropy_worst"] = inside["moe"]["entropy"][0] = 0.4
+
+
+def slow(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["perf/tokens_per_second"] *= 0.5
+
+
+def leak(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["memory/allocated_gib"] += 40 * (step - FROM) / 20_000
+
+
+def full(step: int, metrics: Metrics, inside: Metrics) -> None:
+    if step >= FROM:
+        metrics["memory/peak_gib"] = 79.0
+
+
+CASES: list[tuple[str, Callable, int, str, str | None]] = [
+    ("grad_norm_spike", spike, 0, r"gradient norm .* times its median over the last 100 lines", None),
+    ("loss_plateau", plateau, 2000, r"has not fallen in 2\d\d\d steps .* nor has the gradient norm", None),
+    ("loss_rise", rise, 100, r"nats above its lowest.*lower optim\.lr", None),
+    ("scale_drop", scale(0.25), 40, r"fell \d+-fold in \d+ steps \(scale .*, amax .*\): NaN ahead", NAMED := "o:grad"),
+    ("scale_rise", scale(4.0), 40, r"rose \d+-fold in \d+ steps .*underflow ahead", NAMED),
+    ("saturated", share("saturated", 0.02), 0, r"2 % of layers\.3\.attn\.o is clipped .*fp8_jit", "attn.o"),
+    ("underflown", share("underflown", 0.9), 0, r"90 % of layers\.3\.attn\.o becomes zero .*fp8_block", "attn.o"),
+    ("kurtosis_power", kurtosis(6.0), 1000, r"FFN.* of layers\.3 is .* grew .*-fold since step", "layers.3:"),
+    ("shadow_loss_gap", gap, 100, r"0\.05 nats above BF16's .* 2(\.\d)? % of it", None),
+    ("shadow_cosine", cosine, 100, r"layers\.3\.attn\.o to BF16's is 0\.5", "attn.o"),
+    ("expert_load", load, 90, r"fullest expert of layers\.3 gets 20 times the mean", "layers.3"),
+    ("expert_entropy", entropy, 90, r"load of layers\.3 is 0\.4 of an even one's", "layers.3"),
+    ("throughput_drop", slow, 40, r"(49|5\d) % of the usual \d+,\d+, for \d+ seconds", None),
+    ("memory_growth", leak, 2700, r"grew from 4\d\.\d\d to 4\d\.\d\d GiB .* full in about [\d,]+ steps", None),
+    ("memory_full", full, 0, r"79\.0 of the GPU's 80\.0 GiB", None),
+]
+
+
+@pytest.mark.parametrize(("rule", "fault", "within", "says", "about"), CASES, ids=[case[0] for case in CASES])
+def test_each_fires_on_its_fault(
+    a_run: Callable, told: Callable, rule: str, fault: Callable, within: int, says: str, about: str | None
+) -> None:
+    said: list[Alert] = told(a_run(FROM + within + 100, fault))
+    assert [alert.rule for alert in said] == [rule]
+    (first,) = said
+    assert first.step >= FROM
+    assert "\n" not in first.message and len(first.message) < 400
+    assert re.search(says, first.message), first.message
+    assert (about or "") in (first.tensor or first.block or "")
+    assert first.what()["rule"] == rule and math.isfinite(first.value)
+
+
+@pytest.mark.parametrize(("rule", "fault", "within"), [case[:3] for case in CASES], ids=[case[0] for case in CASES])
+def test_each_is_off_without_a_threshold(
+    a_run: Callable, told: Callable, alerts_with: Callable, rule: str, fault: Callable, within: int
+) -> None:
+    lines = list(a_run(FROM + within + 100, fault))[-150:]
+    assert told(lines, alerts_with(**{rule: None})) == []
+
+
+def test_healthy_growth_of_kurtosis_is_sub_linear(a_run: Callable, told: Callable) -> None:
+    def grows(power: float) -> list[str]:
+        def change(step: int, metrics: Metrics, inside: Metrics) -> None:
+            for row in inside.get("blocks", {}).values():
+                row[:] = [3 + 10 * (step / 1000) ** power * (1 + 0.02 * math.sin(step)) for _ in row]
+
+        return [alert.rule for alert in told(a_run(10_000, change))]
+
+    assert grows(0.5) == grows(0.8) == []
+    assert set(grows(2.0)) == {"kurtosis_power"}
+
+
+def test_nothing_to_judge_by_is_no_alarm(told: Callable) -> None:
+    """Keys that are missing, and what is there instead of numbers."""
+    metrics = [
+        *("loss/lm", "optim/grad_norm", "moe/load_max_over_mean_worst", "moe/entropy_worst", "perf/step_seconds"),
+        *(
+            "perf/tokens_per_second",
+            "memory/peak_gib",
+            "memory/allocated_gib",
+            "shadow/loss_gap",
+            "fp8/saturated_worst",
+        ),
+        *("shadow/cosine_worst", "act/kurtosis_qkv", "act/kurtosis_ffn", "fp8/underflown_worst"),
+    ]
+    nothing = {"scale": [None, math.nan, 0.0, 1.0], "amax": None, "saturated": [None] * 4, "underflown": [math.nan] * 4}
+    for value in (None, math.nan, math.inf, "?"):
+        lines = [({"step": i, **dict.fromkeys(metrics, value)}, {"step": i, "fp8": nothing}) for i in range(1, 300)]
+        assert told(lines) == []
+    assert told(({"step": i}, {"step": i, "blocks": {"kurtosis_qkv": [None, 4.0]}}) for i in range(1, 300)) == []
+
+
+def test_without_tensors_the_worst_of_a_line_is_judged(alerts_with: Callable) -> None:
+    alerts = alerts_with()
+    (alert,) = [a for step in (100, 200, 300) for a in alerts.see({"step": step, "fp8/saturated_worst": 0.1})]
+    assert alert.rule == "saturated" and "of a tensor in FP8" in alert.message and alert.tensor is None
+
+
+def test_a_spike_that_is_seen_does_not_hide_the_next(a_run: Callable, told: Callable) -> None:
+    def twice(step: int, metrics: Metrics, inside: Metrics) -> None:
+        if step in (2000, 2200):
+            metrics["optim/grad_norm"] *= 12
+
+    assert [alert.step for alert in told(a_run(2500, twice))] == [2000, 2200]
+
+
+def test_a_rewind_forgets_what_was_later(a_run: Callable, told: Callable, alerts_with: Callable) -> None:
+    """The steps that are run again are judged by those before them, and what goes wrong again is news."""
+    alerts = alerts_with()
+    assert [a.rule for a in told(a_run(FROM + 150, rise), alerts)] == ["loss_rise"]
+    again = list(a_run(FROM + 150, rise, first=FROM - 500))
+    assert [a.rule for a in told(again, alerts)] == ["loss_rise"]
