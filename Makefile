@@ -1,5 +1,6 @@
 # make train    trains on this machine:  make train RECIPE=bf16 ARGS="trainer.max_steps=50 model.num_layers=6"
 # make test     runs every check
+# make soak     kills, stops, damages and resumes runs at random, 50 times:  make soak ARGS="--rounds 200 --seed 3 --ranks 2"
 # make setup    only makes .venv
 #
 # Each makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt have changed. torch comes first and alone, so
@@ -16,7 +17,7 @@ SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: train test setup
+.PHONY: train test soak setup
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -28,6 +29,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 setup: $(VENV)/.installed-test
 

@@ -47,7 +47,7 @@ import torch
 import trainer.agreement
 import trainer.parallel.fsdp
 import trainer.trainer  # noqa: F401
-from trainer.checkpoint import list_checkpoints, read
+from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, read, verify
 
 ROOT = Path(__file__).resolve().parents[1]
 BITWISE = ("loss/", "optim/", "moe/", "fp8/")
@@ -227,8 +227,8 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
 
 def damage(course: Course, chance: random.Random, target: int) -> str:
     what = kill(course, chance, target)
-    checkpoints = list_checkpoints(course.run / "checkpoints")
-    if len(checkpoints) < 2:
+    checkpoints = [path for path in list_checkpoints(course.run / "checkpoints") if is_whole(path)]
+    if len(checkpoints) < 2:  # one must be left to go on from
         return what
     path = chance.choice(sorted(checkpoints[-1].iterdir()))
     if chance.random() < 0.5:
@@ -238,6 +238,14 @@ def damage(course: Course, chance: random.Random, target: int) -> str:
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
     return f"{what}, then {checkpoints[-1].name}/{path.name} damaged"
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def fill_disk(course: Course, chance: random.Random, target: int) -> str:

@@ -69,8 +69,12 @@ class Crew:
         self._ending = threading.Lock()
 
     def board(self, environment: Mapping[str, str]) -> Launch:
-        """Read which process this is. ValueError if the launcher's variables do not go together."""
+        """Read which process this is. ValueError if the launcher's variables do not go together.
+
+        From here on SIGTERM ends this process as Ctrl-C does: what is half done is undone, and one line says so.
+        """
         self.launch = Launch.read(environment)
+        signal.signal(signal.SIGTERM, _terminate)
         return self.launch
 
     @property
@@ -297,7 +301,7 @@ class Crew:
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """torchrun ends the others when one is gone: then the watch has news, and is quicker than this."""
         time.sleep(2 * LOOK_SECONDS)
-        raise Terminated
+        _terminate(number, frame)
 
     def name(self, kind: str, which: object = None) -> str:
         """A key of this attempt's in the store."""
@@ -307,6 +311,10 @@ class Crew:
     def _key(self, kind: str, which: object, value: str) -> None:
         assert self._store is not None
         self._store.set(self.name(kind, which), value)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
 
 
 def _exit(code: int) -> NoReturn:

@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from trainer.recovery import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
+ROOT = Path(__file__).parents[2]
 LIMIT = 300_000  # bytes of a file: fewer than a checkpoint has, more than anything else here
 
 
@@ -145,3 +148,48 @@ def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpu
     assert "latin.txt (not UTF-8 text)" in event["message"] and (event["count"], event["paths"]) == (1, ["latin.txt"])
     clean = Trainer(config("run.name=b", "trainer.max_steps=2")).train().folder
     assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
+
+
+def test_told_to_stop_while_it_prepares_data_a_process_says_so_and_leaves_nothing_behind(
+    overrides: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    words = [word for word in overrides(f"data.cache_dir={tmp_path / 'cache'}", "run.name=a") if "console" not in word]
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and "training the tokenizer" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "octet: terminated\n")
+    assert not (tmp_path / "runs").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.suffix not in (".lock", ".partial")] == []
+
+
+def test_a_second_signal_does_not_wait_for_the_end_of_the_step(config: Configs) -> None:
+    trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
+    at(trainer, 4, lambda: (signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    run = trainer.parts.run.path
+    assert checkpoints(run) == ["step_00000002"] and lines(run / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config: Configs) -> None:
+    for name, trainer in {
+        "evaluates": Trainer(config("run.name=evaluates", "eval.every=2", "checkpoint.every=2")),
+        "saves": Trainer(config("run.name=saves", "checkpoint.every=2")),
+    }.items():
+        original = trainer.evaluate if name == "evaluates" else trainer.parts.save
+
+        def told(*arguments: Any, original: Any = original, **named: Any) -> Any:
+            if trainer.step == 2:  # noqa: B023
+                signal.raise_signal(signal.SIGTERM)
+            return original(*arguments, **named)
+
+        if name == "evaluates":
+            trainer.evaluate = told  # type: ignore[method-assign]
+        else:
+            trainer.parts.save = told  # type: ignore[method-assign]
+        with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 3, saved") as end:
+            trainer.train()
+        assert end.value.exit_code == 143
+        assert checkpoints(trainer.parts.run.path) == ["step_00000002", "step_00000003"]
