@@ -135,7 +135,7 @@ class RunQuantizer:
             scale = torch.zeros(())  # blocks have their own
             recipe = replace(recipe, scaling=replace(scaling, granularity=Granularity.block, method=Method.current))
         data, inverse = get_backend("reference").quantize_part(master, scale, torch.zeros(()), E4M3, recipe)
-        return data, inverse.expand(grid_shape(tuple(data.shape))).contiguous()
+        return data, inverse.new_empty(grid_shape((data.shape[0], data.shape[1]))).copy_(inverse)
 
     def _scale_of_tensor(self, matrix: Matrix) -> Tensor:
         """The one scale of a matrix: of its history, else of its own amax; 0-d."""

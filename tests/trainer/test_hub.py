@@ -1,0 +1,313 @@
+"""A trained run, exported, is in transformers what it is here: keys, logits, text, and the FP8 it computes with."""
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+from models import DeepSeek, ModelConfig
+from models.hf import matrices
+from precision import GroupedLinear, Linear, Plan, PrecisionConfig, bind, refresh_weights
+from precision.backends import get_backend
+from precision.formats import E4M3
+from trainer.checkpoint import read, read_meta
+from trainer.checkpoint.hf_export import Numbers, saved_model
+from trainer.checkpoint.hf_fp8 import dequantize
+from trainer.config import load
+from trainer.hub import export_run
+from trainer.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("model.vocab_size=320", "model.hidden_size=128", "model.num_layers=2", "model.num_heads=4"),
+    *("model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=32"),
+    *("model.intermediate_size=256", "model.moe_intermediate_size=128", "model.num_experts=4"),
+    *("trainer.global_batch_size=4", "trainer.microbatch_size=4", "trainer.sequence_length=48", "trainer.device=cpu"),
+    *("optim.warmup_steps=2", "eval.batches=1", "logging.console.enabled=false"),
+    *("checkpoint.every=0", "data=text", "data.validation_fraction=0.3"),
+]
+YARN = (
+    "model.rope_scaling={factor: 4.0, original_max_position_embeddings: 64, beta_fast: 32.0, beta_slow: 1.0, "
+    "mscale: 1.0, mscale_all_dim: 0.7}"
+)
+Precisions = Callable[..., PrecisionConfig]
+Script = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of three runs: fp8_block, which has learned something, with YaRN; fp8_delayed; bf16, with rules."""
+    folder = tmp_path_factory.mktemp("hub")
+    (folder / "text").mkdir()
+    for i in range(12):
+        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120))
+        (folder / "text" / f"file{i}.txt").write_text(words)
+    wanted = {
+        "fp8_block": [
+            YARN,
+            "trainer.max_steps=40",
+            "optim.lr=1e-2",
+        ],
+        "fp8_delayed": ["trainer.max_steps=3", "model.q_lora_rank=128", "precision.rules.last_blocks=1"],
+        "bf16": ["trainer.max_steps=1"],
+    }
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for name, overrides in wanted.items():
+            places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+            Trainer(
+                load(compose("train", [*SMALL, *places, f"+recipe={name}", f"run.name={name}", *overrides]))
+            ).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(runs: Path) -> dict[str, Path]:
+    """The fp8_block run in each format."""
+    made = {}
+    for numbers in Numbers:
+        made[numbers.value], _ = export_run(runs / "fp8_block", runs / f"hf_{numbers.value}", numbers)
+    assert made["fp8"].left == [] and 0.5 < made["fp8"].fp8_share < 1
+    return {name: export.folder for name, export in made.items()}
+
+
+def state_of(run: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """What the run's last checkpoint holds."""
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    return read(checkpoint)[0], saved_model(read_meta(checkpoint), checkpoint)
+
+
+def ours(run: Path, precision: PrecisionConfig) -> DeepSeek:
+    """The run's model, computing in `precision`, with the run's scales if it is its own."""
+    state, config = state_of(run)
+    plan = Plan(precision, config.num_layers)
+    model = DeepSeek(config, plan)
+    model.load_state_dict(state["model"])
+    arena = bind(model, plan, "cpu")
+    if plan.delayed:
+        arena.load_state_dict(state["arena"])
+    refresh_weights(model, force=True)
+    return model
+
+
+def theirs(folder: Path, **how: Any) -> Any:
+    """The folder as transformers loads it, every key accounted for."""
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, report = load(folder, output_loading_info=True, experts_implementation="eager", **how)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, and that its index tells where they are."""
+    found = {}
+    for name, file in json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].items():
+        with safe_open(folder / file, framework="pt") as opened:
+            found[name] = opened.get_tensor(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompt(runs: Path, exported: dict[str, Path]) -> Tensor:
+    """[8, 48] tokens of the text."""
+    tokenizer = Tokenizer.from_file(str(exported["fp32"] / "tokenizer.json"))
+    ids = tokenizer.encode((runs / "text" / "file3.txt").read_text()).ids
+    return torch.tensor(ids[: 8 * 48]).view(8, 48)
+
+
+def test_fp32_gives_our_logits_and_our_text(
+    runs: Path, exported: dict[str, Path], recipe: Precisions, prompt: Tensor
+) -> None:
+    model, twin = ours(runs / "fp8_block", recipe("fp32")), theirs(exported["fp32"], dtype=torch.float32)
+    assert twin.config.rope_parameters["rope_type"] == "yarn"
+    with torch.no_grad():
+        logits = model.logits(model.hidden(prompt))
+        assert logits.std() > 0.5, "large enough to compare"
+        torch.testing.assert_close(logits, twin(prompt).logits, rtol=0, atol=1e-4)
+        text = prompt[:1, :8]
+        for _ in range(64):
+            text = torch.cat([text, model.logits(model.hidden(text)[:, -1:]).argmax(-1)], 1)
+    assert len(set(text[0, 8:].tolist())) > 5, "not always the same token"
+    settings = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64}
+    assert torch.equal(text, twin.generate(prompt[:1, :8], **settings))
+
+
+class Served(TorchFunctionMode):
+    """What a server of FP8 does before its GEMMs: x in blocks of 1 x 128."""
+
+    def __init__(self, weights: list[Tensor], precision: PrecisionConfig) -> None:
+        super().__init__()
+        self.memory = {(w.untyped_storage().data_ptr()) for w in weights}
+        self.recipe = Plan(replace(precision), 1).gemm("layers.0.attn.o", "attn.o", 128, 128).recipe
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is F.linear and args[1].untyped_storage().data_ptr() in self.memory:
+            x, zero = args[0].reshape(-1, args[0].shape[-1]), torch.zeros(())
+            data, inverse = get_backend("reference").quantize(x, zero, zero.clone(), E4M3, self.recipe)
+            read_back = data.float() * inverse.repeat_interleave(128, 1)
+            args = (read_back.to(args[0].dtype).view(args[0].shape), *args[1:])
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_bf16_and_fp8_are_closer_to_ours_than_fp8_is_to_bf16(
+    runs: Path, exported: dict[str, Path], recipe: Precisions, prompt: Tensor
+) -> None:
+    bf16, fp8 = (ours(runs / "fp8_block", recipe(name)) for name in ("bf16", "fp8_block"))
+    names = tensors(exported["fp8"])
+    read_as = {name: theirs(exported[name], dtype=torch.bfloat16) for name in ("bf16", "fp8")}
+    stacks = [m for n, m in read_as["fp8"].named_parameters() if n.endswith(("gate_up_proj", "experts.down_proj"))]
+    plain = [m for n, m in read_as["fp8"].named_parameters() if f"{n}_scale_inv" in names]
+    assert len(stacks) == 2 and len(plain) == 2 * 2 + 3 + 3
+    with torch.no_grad():
+        logits = {"bf16": bf16.logits(bf16.hidden(prompt)), "fp8": fp8.logits(fp8.hidden(prompt))}
+        seen = {name: model(prompt).logits for name, model in read_as.items()}
+        with Served([*stacks, *plain], recipe("fp8_block")) as server:
+            seen["served"] = read_as["fp8"](prompt).logits
+    assert server.count >= len(plain) + 2 * 2
+
+    def distance(a: Tensor, b: Tensor) -> float:
+        return (a.float() - b.float()).square().mean().sqrt().item()
+
+    gap = distance(logits["fp8"], logits["bf16"])
+    apart = {name: distance(seen[name], logits["fp8" if name == "served" else name]) for name in seen}
+    assert apart["bf16"] < 0.5 * gap
+    assert apart["served"] < 0.8 * gap, "BF16's noise has FP8 round otherwise"
+    assert apart["fp8"] < gap, "its weights in FP8, but not what they meet"
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_delayed"])
+def test_the_exported_fp8_is_what_the_run_computes_with(name: str, runs: Path, recipe: Precisions) -> None:
+    out = runs / f"again_{name}"
+    made, remarks = export_run(runs / name, out, Numbers.fp8, mtp=True, max_file_bytes=200_000)
+    unfit = ["layers.0.attn.kv_b", "mtp.0.attn.kv_b"] if name == "fp8_delayed" else []  # 192 by 32 numbers
+    assert made.left == unfit
+    assert remarks == (
+        [f"in BF16, though trained in FP8, because loaders read it so only: {', '.join(unfit)}"] if unfit else []
+    )
+    assert made.files > 3 and (out / f"model-00003-of-{made.files:05d}.safetensors").is_file()
+    rules = {"rules__last_blocks": 1} if name == "fp8_delayed" else {}
+    model, found = ours(runs / name, recipe(name, **rules)), tensors(out)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear | GroupedLinear)}
+    checked = 0
+    for matrix in matrices(model.config):
+        layer = layers.get(matrix.ours.removesuffix(".weight"))
+        scaled = [name for name in matrix.theirs if f"{name}_scale_inv" in found]
+        row = matrix.ours.removesuffix(".weight")
+        fp8 = layer is not None and layer.recipe.is_fp8 and row not in made.left
+        assert scaled == (list(matrix.theirs) if fp8 else [])
+        if layer is None or not scaled:
+            continue
+        assert layer.operand is not None and layer.operand.scale_inv is not None
+        data, inverse = layer.operand.data, layer.operand.scale_inv
+        if matrix.expert is not None:
+            data, inverse = data[matrix.expert], inverse[matrix.expert]
+        for part, theirs_name in zip(data.chunk(len(matrix.theirs)), matrix.theirs, strict=True):
+            assert torch.equal(part.view(torch.uint8), found[theirs_name].view(torch.uint8)), theirs_name
+            checked += 1
+        scales = torch.cat([found[f"{name}_scale_inv"] for name in matrix.theirs])
+        assert torch.equal(scales, inverse.expand(scales.shape)), matrix.ours
+    assert checked > 20
+
+
+def test_loaders_of_fp8_find_scales_where_they_look_for_them(runs: Path) -> None:
+    """The model that transformers builds for FP8 GEMMs, on a GPU, has the exported tensors and no others."""
+    out = runs / "fp8_for_loaders"
+    export_run(runs / "fp8_delayed", out, Numbers.fp8)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert "scale_fmt" not in settings, "the scales of fp8_delayed are no powers of two"
+    assert "model.layers.1.mlp.experts" in settings["modules_to_not_convert"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+    replace_with_fp8_linear(model, settings["modules_to_not_convert"], FineGrainedFP8Config(**settings), True)
+    wanted = {name for name, _ in model.named_parameters() if name.endswith("scale_inv")}
+    assert wanted == {name for name in tensors(out) if name.endswith("scale_inv")}
+
+
+def test_the_tokenizer_is_the_runs(runs: Path, exported: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported["bf16"])
+    raw = Tokenizer.from_file(str(runs / "fp8_block" / "tokenizer.json"))
+    text = "def  f7(x):\n    return é + 'x'\n"
+    assert tokenizer(text)["input_ids"] == raw.encode(text).ids
+    assert tokenizer.decode(raw.encode(text).ids) == text
+    end = raw.token_to_id("<|endoftext|>")
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.bos_token_id) == ("<|endoftext|>", end, end)
+    twin = theirs(exported["bf16"])
+    assert twin.dtype is torch.bfloat16, "dtype of config.json"
+    assert twin.generation_config.eos_token_id == end == twin.config.eos_token_id
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+    """Run a script in this process: exit code, and what it said."""
+
+    def call(name: str, *arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        main = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
+        code = main()
+        said = capsys.readouterr()
+        return code, (said.out + said.err).strip()
+
+    return call
+
+
+def test_mtp_goes_along_when_asked_for(runs: Path, tmp_path: Path, script: Script) -> None:
+    code, said = script("export_hf", runs / "bf16", tmp_path / "out", "--mtp", "--dtype", "fp32", "--step", "1")
+    assert (code, said) == (0, f"{tmp_path / 'out'}: {len(tensors(tmp_path / 'out'))} tensors, 0.004 GB in 1 files")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    found, (state, _) = tensors(tmp_path / "out"), state_of(runs / "bf16")
+    assert torch.equal(found["model.layers.2.eh_proj.weight"], state["model"]["mtp.0.proj.weight"])
+    assert torch.equal(found["model.layers.2.shared_head.head.weight"], state["model"]["lm_head.weight"])
+    assert torch.equal(found["model.layers.2.embed_tokens.weight"], state["model"]["embed.weight"])
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Path, script: Script) -> None:
+    out = tmp_path / "out"
+    for arguments, why in {
+        (runs / "bf16", out, "--dtype", "fp8"): "trained as bf16: nothing ran in FP8; use --dtype bf16",
+        (runs / "none", out): "no such folder",
+        (runs / "bf16", out, "--step", 7): "step_00000007: no such folder",
+        (runs / "bf16", runs): f"{runs}: exists",
+        (runs / "bf16", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
+        (runs / "bf16", out, "--tokenizer", "no.json"): "no.json: no such file",
+        (runs, out): "no checkpoint there",
+    }.items():
+        code, said = script("export_hf", *arguments)
+        assert code == 2 and why in said and "\n" not in said, said
+    assert not list(tmp_path.iterdir())
+
+
+def test_fp8_needs_the_recipe_that_the_checkpoint_was_trained_with(runs: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    (copied / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "tokenizer.json"):
+        (copied / name).write_text((runs / "bf16" / name).read_text())
+    (checkpoint,) = (runs / "fp8_delayed" / "checkpoints").iterdir()
+    (copied / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
+    with pytest.raises(ValueError, match="was trained as fp8_delayed, since when the run is bf16"):
+        export_run(copied, tmp_path / "out", Numbers.fp8)
+    export_run(copied, tmp_path / "out", Numbers.bf16)
+
+
+def test_dequantised_fp8_is_what_transformers_reads(exported: dict[str, Path]) -> None:
+    found = tensors(exported["fp8"])
+    name = "model.layers.0.mlp.gate_proj.weight"
+    twin = theirs(exported["fp8"], dtype=torch.float32)
+    expected = dequantize(found[name], found[f"{name}_scale_inv"])
+    assert torch.equal(twin.model.layers[0].mlp.gate_proj.weight, expected)
