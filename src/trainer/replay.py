@@ -102,6 +102,7 @@ def find(run: Path, step: int, most: int) -> Course:
         earlier = sum(entry["kind"] == "rollback" and "to" in entry for entry in events[: dropped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
         newest = min([step - 1, *(rewind["to"] for rewind in later)])
+        metrics = [] if later else metrics
     else:
         newest = step - 1
     logged = next((entry for entry in reversed(metrics) if entry["step"] == step and "loss/total" in entry), None)
