@@ -327,6 +327,8 @@ def difference(ours: Any, theirs: Any, where: str) -> str | None:
             return f"{where} ({ours.keys() ^ theirs.keys()})"
         found = (difference(value, theirs[key], f"{where}/{key}") for key, value in ours.items())
         return next((place for place in found if place is not None), None)
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        return difference(dict(enumerate(ours)), dict(enumerate(theirs)), where)
     return None if ours == theirs else where
 
 

@@ -112,6 +112,7 @@ class Parts:
         return {
             **self.engine.state(),
             "loader": self.loader.state_dict(),
+            "validation": self.data.validation.sidecar.sha256,
             "ladder": self.ladder.state_dict(),
             "sinks": self.sinks.state_dict(),
             "rng": {"cpu": torch.get_rng_state()},
@@ -149,6 +150,9 @@ class Parts:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
         self.sinks.event("resume", self.run.first_step, message)
+        if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
+            changed = f"the text of {self.data.validation.path} is another one than before: loss/validation too"
+            self.sinks.event("data", self.run.first_step, changed, path=str(self.data.validation.path))
 
     def rewind(self, step: int) -> int:
         """Too many steps in a row were dropped, up to `step`: go back to a checkpoint, in place, and leave out what

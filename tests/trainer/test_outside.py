@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.data import DamagedShard
+from trainer.data.corpus import scan, split
 from trainer.recovery import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -119,6 +120,7 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config:
     again = Trainer(config("run.name=a", "run.resume=auto", "trainer.max_steps=7"))
     assert again.step == 6
     again.train()
+    assert events(run, "data") == []  # the same data: nothing to say
 
 
 def test_data_cut_off_under_a_run_end_it_in_one_line(config: Configs, tmp_path: Path) -> None:
@@ -133,6 +135,19 @@ def test_data_cut_off_under_a_run_end_it_in_one_line(config: Configs, tmp_path: 
         Trainer(config("run.name=a", *more))
     shutil.rmtree(path.parent)  # as the line says
     assert Trainer(config("run.name=a", *more)).train().step == 6
+
+
+def test_a_validation_text_that_has_changed_is_told_at_the_resume(
+    config: Configs, corpus: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    words = (f"data.path={folder}", "run.name=a", "run.resume=auto")
+    run = Trainer(config(*words, "trainer.max_steps=1")).train().folder
+    held_out = split(scan(config(*words).data).documents, 0.3)[1][0].path
+    (folder / held_out).write_text("something else " * 99)  # the training text is what it was
+    Trainer(config(*words, "trainer.max_steps=1")).train()
+    (event,) = events(run, "data")
+    assert event["message"].endswith("validation.bin is another one than before: loss/validation too")
 
 
 def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""The soak test soaks: a few rounds of it, and it sees what is wrong."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prlimit")
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_few_rounds_end_with_the_same_bits() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--rounds", "2", "--steps", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("round ") == 2 and "ended with the bits of the undisturbed one" in done.stdout
+
+
+def test_one_bit_is_seen(soak: ModuleType) -> None:
+    ours = {"a": [torch.zeros(3)], "b": 1.0}
+    assert soak.difference(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
+    assert soak.difference(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"
+    assert soak.difference(ours, {"a": [torch.zeros(3)], "b": 2.0}, "x") == "x/b"
+    assert soak.difference(ours, {"a": []}, "x") is not None
+
+
+def test_a_step_that_was_logged_twice_must_be_the_same(soak: ModuleType, tmp_path: Path) -> None:
+    def write(*values: float) -> None:
+        lines = [json.dumps({"step": 1, "loss/lm": value, "perf/x": i}) + "\n" for i, value in enumerate(values)]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
+    write(1.5, 1.5)
+    assert soak.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
+    write(1.5, 1.25)
+    with pytest.raises(soak.Wrong, match="step 1 has loss/lm twice"):
+        soak.metrics(tmp_path)
