@@ -2,7 +2,7 @@
 
 const KINDS = {
   nonfinite: ["✕", "--s1"], spike: ["▲", "--s4"], rollback: ["◀", "--s3"], alert: ["◆", "--s1"], checkpoint: ["●", "--s7"], resume: ["▶", "--s0"],
-  throttle: ["▼", "--s5"], signal: ["■", "--s6"], data: ["◇", "--s2"], failure: ["✖", "--bad"],
+  throttle: ["▼", "--s5"], power: ["▽", "--s5"], signal: ["■", "--s6"], data: ["◇", "--s2"], failure: ["✖", "--bad"],
 };
 const QUIET_KINDS = ["checkpoint", "profile"]; // at first not on the charts
 const kindOf = (kind) => {
@@ -19,7 +19,7 @@ const SECTIONS = [
     line("Parameter norm", "", [["optim/param_norm", "all parameters"]], { exact: true }),
     line("Update ratio", "update over parameters", [["optim/update_ratio", "norms"]], { log: true }),
     line("Learning rate", "", [["optim/lr", "learning rate"]], { exact: true, low: 0 }),
-    line("Steps that came to nothing", "so far", [["recovery/skipped_steps", "dropped"], ["recovery/spikes", "spikes"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards skipped"]], { exact: true, low: 0, unlessZero: true }),
+    line("Steps that came to nothing", "so far", [["recovery/skipped_steps", "dropped"], ["recovery/spikes", "of these spikes"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
   ]],
   ["FP8", [
     { title: "Scales and casts", unit: "one row a tensor", type: MapPanel, group: "fp8", size: "all", filters: [["inputs", ":input"], ["weights", ":weight"], ["gradients", ":grad"], ["all", ""]],
@@ -70,9 +70,10 @@ const SECTIONS = [
     line("Energy", "joules per token", [["gpu/joules_per_token", "per token"]]),
     line("Energy of a step", "joules", [["gpu/joules_per_step", "per step"]]),
     line("Temperature", "°C, hottest GPU", [["gpu/temperature_c", "core"], ["gpu/memory_temperature_c", "memory"]], { exact: true }),
-    line("Clock", "MHz, slowest GPU", [["gpu/clock_mhz", "clock"]], { exact: true }),
-    line("Throttled", "share of the time", [["gpu/throttled_share", "throttled"]], { form: "share", low: 0, exact: true }),
-    line("Tokens lost to throttling", "so far", [["gpu/tokens_lost", "tokens"]], { low: 0, exact: true, unlessZero: true }),
+    line("Clock", "MHz, slowest GPU", [["gpu/clock_mhz", "cores"], ["gpu/memory_clock_mhz", "memory"]], { exact: true }),
+    line("Throttled", "share of the time, worst GPU", [["gpu/throttled_share", "for any reason"], ["gpu/throttled_power_cap", "power limit"], ["gpu/throttled_thermal", "heat"], ["gpu/throttled_hardware", "hardware"]], { form: "share", low: 0, exact: true, primary: ["gpu/throttled_share"] }),
+    line("Tokens lost to lower clocks", "since the line before, at most", [["gpu/tokens_lost", "tokens"]], { low: 0, exact: true, unlessZero: true }),
+    line("Memory errors", "that ECC could not correct", [["gpu/ecc_errors", "errors"]], { low: 0, exact: true, unlessZero: true }),
   ]],
 ];
 
