@@ -25,12 +25,12 @@ from trainer.config import OptimConfig, Schedule
 from trainer.distributed import World
 from trainer.parallel.shards import copies, local, shared_like
 from trainer.parallel.totals import added_up
+from trainer.update import update_norms
 
 if TYPE_CHECKING:
     from precision.kernels.adamw import FusedAdamW
 
 # What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
-_AT_ONCE = 1 << 24  # numbers
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -132,30 +132,16 @@ class Optimizer:
         """L2 norm of all master weights, 0-d FP32."""
         return self._of_all_parts(torch.stack(foreach_norm(list(self._parts.values()))).detach()).norm()
 
-    @torch.no_grad()
     def update_norm(self, ok: Tensor) -> Tensor:
-        """L2 norm of what the last step added to the master weights, 0-d FP64; 0 unless it was `ok` (0-d bool).
-
-        Before the next one. From the moments: -lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr decay p, solved
-        for the p before, which is updated by now. A piece of a parameter at a time.
-        """
-        squares = []
+        """L2 norm of what the last step added to all master weights, 0-d FP64; 0 unless it was `ok` (0-d bool). Before
+        the next one."""
+        norm_of: dict[Tensor, Tensor] = {}
         for group in self._adamw.param_groups:
-            (b1, b2), decay, eps = group["betas"], group["weight_decay"], group["eps"]
-            for p in group["params"]:
-                state, total = self._adamw.state[p], self._copies.new_zeros(())
-                step = state["step"].to(total.device).double()
-                first, second = 1 - b1**step, 1 - b2**step
-                pieces = (t.detach().view(-1).split(_AT_ONCE) for t in (p, state["exp_avg"], state["exp_avg_sq"]))
-                for now, m, v in zip(*pieces, strict=True):
-                    change = (m.float() / first).div_((v.float() / second).sqrt_().add_(eps))
-                    if decay:  # with p the weight before: now = (1 - lr decay) p - lr change
-                        change.add_((now + self._lr * change).div_(1 - self._lr * decay), alpha=decay)
-                    total += torch.linalg.vector_norm(change).double().square()
-                squares.append((id(p), torch.where(step > 0, total, 0.0)))
-        of = dict(squares)
-        norms = torch.stack([of[id(p)] for p in self._parts.values()]).sqrt()
-        return self._of_all_parts(norms).norm() * self._lr * ok
+            parameters, betas = group["params"], group["betas"]
+            states = [self._adamw.state[p] for p in parameters]
+            norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
+            norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
+        return self._of_all_parts(torch.stack([norm_of[p] for p in self._parts.values()])).norm() * ok
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
         """Norms of this rank's parts [P] -> norms of the whole."""

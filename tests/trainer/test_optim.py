@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer import update
 from trainer.config import Moments, OptimConfig, Schedule
 from trainer.optim import LearningRate, Optimizer
 
@@ -163,7 +164,9 @@ def test_whoever_made_something_of_a_parameter_can_tell_that_it_changed() -> Non
     assert all(p._version > version for p, version in zip(model.parameters(), before, strict=True))
 
 
-def test_the_norm_of_an_update_is_that_of_what_changed() -> None:
+@pytest.mark.parametrize("at_once", [1 << 20, 5])
+def test_the_norm_of_an_update_is_that_of_what_changed(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(update, "_AT_ONCE", at_once)
     model, optimizer = model_and_optimizer(replace(CONFIG, warmup_steps=0))
     assert float(optimizer.update_norm(torch.tensor(True))) == 0, "nothing has happened yet"
     for committed in range(3):
