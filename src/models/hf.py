@@ -246,6 +246,9 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
         raise ValueError(
             f"config.json: rope_scaling={dict(rope)} of type {'/'.join(kind)}; only plain RoPE and YaRN can be read"
         )
+    for key in ("factor", "original_max_position_embeddings"):
+        if rope.get(key) is None:
+            raise ValueError(f"config.json: rope_scaling of type yarn lacks {key}; write it, as DeepSeek does")
     return theta, YarnConfig(**{"mscale": 0.0, "mscale_all_dim": 0.0, **rope})
 
 
