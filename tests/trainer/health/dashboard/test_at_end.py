@@ -31,9 +31,8 @@ def test_of_a_run_that_finishes(config: Callable[..., Config]) -> None:
 
 def test_of_a_run_that_is_stopped(config: Callable[..., Config], tmp_path: Path) -> None:
     broken = config(
-        "+recipe=bf16", "trainer.max_steps=4", "run.name=broken", "debug.inject={step: 1, steps: 9, where: loss, value: nan}",
-       
-        "recovery.max_consecutive_skips=1", "recovery.rewind.max=0",
+        "+recipe=bf16", "trainer.max_steps=4", "run.name=broken", "recovery.max_consecutive_skips=1",
+        "recovery.rewind.max=0", "debug.inject={step: 1, steps: 9, where: loss, value: nan}",
     )  # fmt: skip
     with pytest.raises(TrainingStopped) as stopped:
         Trainer(broken).train()
