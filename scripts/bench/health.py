@@ -1,0 +1,133 @@
+"""What watching a run's health costs: a logged line, a look inside, a BF16 shadow, against the step.
+
+    python scripts/bench/health.py                                    deepseek_tiny, fp8_delayed
+    python scripts/bench/health.py fp8_block --steps 20 model=deepseek_300m trainer.microbatch_size=2 logging.every=10
+    python scripts/bench/health.py fp8_delayed model=moonlight_16b model.num_layers=5 model.vocab_size=32768 \
+        trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
+
+Step, line, look, shadow, step, ...: each waited for, in one process, medians. Their share of the time of training
+follows from `logging.every`, `health.every` and `health.shadow_every`; a shadow that is off (0) is shown with its cost
+and not counted. The line is all that a logged step does more than another one: norms, update ratio, statistics of the
+arena and the experts, the copy, and writing the details.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import measure
+import torch
+
+from trainer.cli import compose, guarded
+
+if TYPE_CHECKING:
+    from trainer.health.health import Health
+    from trainer.trainer import StepResult
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WARM_UP = 3
+Result = TypeVar("Result")
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "words", nargs="*", metavar="RECIPE | KEY=VALUE", help="recipe (default: fp8_delayed), overrides"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="rounds that are timed (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    options = parser.parse_intermixed_args()
+    recipes = [word for word in options.words if "=" not in word] or ["fp8_delayed"]
+    if len(recipes) > 1:
+        raise ValueError(f"{' '.join(recipes)}: one recipe at a time; name one")
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps}: nothing would be timed; set 1 or more")
+    facts = measure.header()
+    times = rounds(recipes[0], [word for word in options.words if "=" in word], options.steps)
+    measure.write_json(options.json, facts, times)
+
+
+def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
+    """Time everything in turn, print the table; returns what was measured."""
+    from trainer.build import build_engine
+    from trainer.config import load
+    from trainer.health.health import Health
+    from trainer.host import pick_device
+    from trainer.preflight import check
+    from trainer.sinks.jsonl import JsonLines
+    from trainer.trainer import train_step
+
+    sys.argv[1:] = [f"+recipe={recipe}", *overrides]
+    (job,) = compose(CONFIGS)
+    config = load(job.tree)
+    plan = check(config)
+    t, watch = config.trainer, config.health
+    engine = build_engine(config, pick_device(t.device))
+    has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    every = {"line": config.logging.every, "look": watch.every}
+    every |= {"shadow": watch.shadow_every} if has_fp8 else {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = JsonLines(Path(folder) / "tensors.jsonl", measure.say)
+
+        def health(look: int, shadow: int) -> Health:
+            asked = replace(watch, every=look, shadow_every=shadow)
+            return Health(asked, engine, file.write, t.global_batch_size, t.microbatch_size)
+
+        looks, shadows = health(1, 0), health(0, 1)
+        seconds: dict[str, list[float]] = {name: [] for name in ("step", *every)}
+        torch.manual_seed(0)
+        for step in range(WARM_UP + steps):
+            tokens = torch.randint(config.model.vocab_size, (t.global_batch_size, t.sequence_length + 1))
+            took: dict[str, float] = {}
+            took["look"], _ = timed(partial(looks.before, step, tokens))
+            if has_fp8:
+                took["shadow"], _ = timed(partial(shadows.before, step, tokens))
+            took["step"], result = timed(partial(train_step, engine, step, tokens, t.microbatch_size))
+            took["line"], _ = timed(partial(line, looks, step, result))
+            if step >= WARM_UP:
+                for name in seconds:
+                    seconds[name].append(took[name])
+        file.close()
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    share = {name: medians[name] / n / medians["step"] if n else 0.0 for name, n in every.items()}
+    rows = [{"what": "step", "ms": f"{medians['step'] * 1e3:.1f}", "in steps": "1.00"}]
+    for name, n in every.items():
+        per_step = f"{medians[name] / medians['step']:.2f}"
+        row = {"what": name, "ms": f"{medians[name] * 1e3:.1f}", "in steps": per_step, "every": str(n) if n else "off"}
+        rows.append(row | {"share of training": f"{share[name]:.2%}"})
+    measure.say(measure.table(rows))
+    measure.say(f"{recipe}: health takes {sum(share.values()):.2%} of the time of its steps (target: below 1 %)")
+    return [{"name": name, "seconds": values, "every": every.get(name)} for name, values in seconds.items()]
+
+
+def line(health: "Health", step: int, result: "StepResult") -> None:
+    """What a logged step does more than another one."""
+    from trainer.metrics import copy_to_host
+
+    health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
+
+
+def timed(run: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds that a call takes, the GPU waited for, and what it returns."""
+    measure.synchronize()
+    began = time.perf_counter()
+    result = run()
+    measure.synchronize()
+    return time.perf_counter() - began, result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
