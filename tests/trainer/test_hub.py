@@ -50,26 +50,23 @@ Script = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of three runs: fp8_block, which has learned something, with YaRN; fp8_delayed; bf16, with rules."""
+    """Folder of three runs: fp32, which has learned something; fp8_block, which goes on from it; fp8_delayed."""
     folder = tmp_path_factory.mktemp("hub")
     (folder / "text").mkdir()
     for i in range(12):
         words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120))
         (folder / "text" / f"file{i}.txt").write_text(words)
+    learned = [YARN, f"run.init_from={folder / 'fp32'}"]
     wanted = {
-        "fp8_block": [
-            YARN,
-            "trainer.max_steps=40",
-            "optim.lr=1e-2",
-        ],
-        "fp8_delayed": ["trainer.max_steps=3", "model.q_lora_rank=128", "precision.rules.last_blocks=1"],
-        "bf16": ["trainer.max_steps=1"],
+        "fp32": [YARN, "trainer.max_steps=40", "optim.lr=1e-2"],
+        "fp8_block": [*learned, "trainer.max_steps=2"],
+        "fp8_delayed": ["trainer.max_steps=2", "model.q_lora_rank=128", "precision.rules.last_blocks=1"],
     }
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         for name, overrides in wanted.items():
             places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
             Trainer(
-                load(compose("train", [*SMALL, *places, f"+recipe={name}", f"run.name={name}", *overrides]))
+                load(compose("train", [*SMALL, *places, f"precision={name}", f"run.name={name}", *overrides]))
             ).train()
     return folder
 
@@ -268,10 +265,10 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mtp_goes_along_when_asked_for(runs: Path, tmp_path: Path, script: Script) -> None:
-    code, said = script("export_hf", runs / "bf16", tmp_path / "out", "--mtp", "--dtype", "fp32", "--step", "1")
+    code, said = script("export_hf", runs / "fp32", tmp_path / "out", "--mtp", "--dtype", "fp32", "--step", "40")
     assert (code, said) == (0, f"{tmp_path / 'out'}: {len(tensors(tmp_path / 'out'))} tensors, 0.004 GB in 1 files")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    found, (state, _) = tensors(tmp_path / "out"), state_of(runs / "bf16")
+    found, (state, _) = tensors(tmp_path / "out"), state_of(runs / "fp32")
     assert torch.equal(found["model.layers.2.eh_proj.weight"], state["model"]["mtp.0.proj.weight"])
     assert torch.equal(found["model.layers.2.shared_head.head.weight"], state["model"]["lm_head.weight"])
     assert torch.equal(found["model.layers.2.embed_tokens.weight"], state["model"]["embed.weight"])
@@ -280,12 +277,12 @@ def test_mtp_goes_along_when_asked_for(runs: Path, tmp_path: Path, script: Scrip
 def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Path, script: Script) -> None:
     out = tmp_path / "out"
     for arguments, why in {
-        (runs / "bf16", out, "--dtype", "fp8"): "trained as bf16: nothing ran in FP8; use --dtype bf16",
+        (runs / "fp32", out, "--dtype", "fp8"): "trained as fp32: nothing ran in FP8; use --dtype bf16",
         (runs / "none", out): "no such folder",
-        (runs / "bf16", out, "--step", 7): "step_00000007: no such folder",
-        (runs / "bf16", runs): f"{runs}: exists",
-        (runs / "bf16", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
-        (runs / "bf16", out, "--tokenizer", "no.json"): "no.json: no such file",
+        (runs / "fp32", out, "--step", 7): "step_00000007: no such folder",
+        (runs / "fp32", runs): f"{runs}: exists",
+        (runs / "fp32", out, "--max-shard-size", "5 apples"): "--max-shard-size 5 apples: not a size",
+        (runs / "fp32", out, "--tokenizer", "no.json"): "no.json: no such file",
         (runs, out): "no checkpoint there",
     }.items():
         code, said = script("export_hf", *arguments)
@@ -297,10 +294,10 @@ def test_fp8_needs_the_recipe_that_the_checkpoint_was_trained_with(runs: Path, t
     copied = tmp_path / "run"
     (copied / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "tokenizer.json"):
-        (copied / name).write_text((runs / "bf16" / name).read_text())
+        (copied / name).write_text((runs / "fp32" / name).read_text())
     (checkpoint,) = (runs / "fp8_delayed" / "checkpoints").iterdir()
     (copied / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
-    with pytest.raises(ValueError, match="was trained as fp8_delayed, since when the run is bf16"):
+    with pytest.raises(ValueError, match="was trained as fp8_delayed, since when the run is fp32"):
         export_run(copied, tmp_path / "out", Numbers.fp8)
     export_run(copied, tmp_path / "out", Numbers.bf16)
 
