@@ -107,7 +107,7 @@ class _Channel:
         self._queue: queue.Queue[Notice | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._failed = False
+        self._failed, self._closed = False, False
 
     def put(self, notice: Notice) -> None:
         with self._lock:
@@ -129,11 +129,12 @@ class _Channel:
             left = self._queue.unfinished_tasks
         if left:
             self._warn(f"{self._name}: {left} {'notice' if left == 1 else 'notices'} not delivered by the end")
+        self._closed = True
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def _work(self) -> None:
-        while (notice := self._queue.get()) is not None:
+        while (notice := self._queue.get()) is not None and not self._closed:
             try:
                 self._deliver(notice)
             except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:

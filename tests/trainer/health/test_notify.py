@@ -1,0 +1,181 @@
+"""Word goes out by webhook and command, and whatever those do, nobody waits for them."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import Config
+from trainer.health import notify
+from trainer.health.notify import Notifier, is_told
+from trainer.recovery import TrainingStopped
+from trainer.trainer import Trainer
+
+EVENT = {
+    "time": "2030-01-01T00:00:00.000+00:00", "step": 12, "kind": "alert", "message": "scale of x fell",
+    "rule": "scale_drop", "value": 64.0, "threshold": 32.0, "tensor": "x",
+}  # fmt: skip
+
+
+class Server:
+    """A webhook on loopback: keeps what it gets, and answers as told to."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        self.status, self.answers = 200, threading.Event()
+        self.answers.set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.headers["Content-Type"] == "application/json"
+                outer.answers.wait(10)
+                outer.got.append(json.loads(body))
+                self.send_response(outer.status)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/secret"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    made = Server()
+    yield made
+    made.close()
+
+
+def wrote(path: Path) -> str:
+    """A command that writes its input and its environment to `path`."""
+    script = path.with_suffix(".sh")
+    script.write_text(f'#!/bin/sh\n{{ cat; echo; env | grep ^OCTET_; }} >> "{path}"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_both_get_the_whole_event(server: Server, tmp_path: Path) -> None:
+    warned: list[str] = []
+    notifier = Notifier(server.url, wrote(tmp_path / "out"), Path("runs/first"), warned.append)
+    notifier.send(EVENT | {"loss": float("nan")})
+    notifier.close()
+    (got,) = server.got
+    assert got.items() >= (EVENT | {"run": "first", "folder": "runs/first", "loss": None}).items()
+    assert got["text"] == "octet first, step 12: alert: scale of x fell"
+    first, *rest = (tmp_path / "out").read_text().splitlines()
+    assert json.loads(first) == got
+    variables = dict(line.split("=", 1) for line in rest)
+    assert variables["OCTET_ALERT_RULE"] == "scale_drop" and variables["OCTET_ALERT_STEP"] == "12"
+    assert variables["OCTET_ALERT_MESSAGE"] == "scale of x fell" and variables["OCTET_ALERT_RUN"] == "first"
+    assert warned == []
+
+
+@pytest.mark.parametrize("trouble", ["status", "nobody", "slow"])
+def test_a_webhook_that_does_not_work_is_told_of_once(
+    server: Server, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "WEBHOOK_SECONDS", 0.2)
+    warned: list[str] = []
+    url = server.url
+    if trouble == "status":
+        server.status = 500
+    elif trouble == "slow":
+        server.answers.clear()
+    else:
+        url = "http://127.0.0.1:9/secret"
+    notifier = Notifier(url, None, Path("runs/first"), warned.append)
+    for _ in range(3):
+        notifier.send(EVENT)
+    assert trouble != "slow" or server.got == []  # `send` is back, and no answer has come
+    notifier.close()
+    server.answers.set()
+    (warning,) = warned
+    assert warning.startswith("health.alerts.webhook (127.0.0.1) failed: ") and "secret" not in warning
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("sh -c 'echo no mail today >&2; exit 3'", r"\(sh\) failed: exit code 3: no mail today"),
+        ("sh -c 'sleep 60 & sleep 60'", r"\(sh\) failed: not done after 2 seconds, and ended"),
+    ],
+)
+def test_a_command_that_fails_or_hangs_is_told_of_once(
+    command: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 2.0)
+    warned: list[str] = []
+    notifier = Notifier(None, command, Path("runs/first"), warned.append)
+    notifier.send(EVENT)
+    notifier.send(EVENT)
+    notifier.close()
+    (warning,) = warned
+    assert re.search(says, warning), warning
+
+
+def test_the_end_waits_for_what_is_on_its_way_but_not_long() -> None:
+    warned: list[str] = []
+    notifier = Notifier(None, "sleep 5", Path("runs/first"), warned.append)
+    for _ in range(notify.WAITING + 5):
+        notifier.send(EVENT)
+    began = time.monotonic()
+    notifier.close(0.2)
+    assert time.monotonic() - began < 4.0
+    assert len(warned) == 2 and "wait already" in warned[0] and "not delivered by the end" in warned[1]
+
+
+def test_what_is_worth_waking_somebody_for() -> None:
+    told = [
+        ("alert", {}),
+        ("rollback", {}),
+        ("failure", {}),
+        ("checkpoint", {"failed": True}),
+        ("throttle", {"rule": "x"}),
+    ]
+    assert all(is_told(kind, what) for kind, what in told)
+    assert not any(is_told(kind, {}) for kind in ("nonfinite", "spike", "checkpoint", "resume", "signal", "profile"))
+
+
+def test_a_run_tells_of_its_alerts_and_of_its_end(
+    server: Server, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """One that diverges and is stopped: the webhook and the command hear of both, with the run's name."""
+    out = tmp_path / "told"
+    wild = config(
+        f"health.alerts.webhook={server.url}",
+        f"health.alerts.command={wrote(out)}",
+        "run.name=wild",
+        "optim.lr=10",
+        "trainer.max_steps=12",
+        "debug.inject={step: 6, where: loss, value: nan}",
+        "recovery.max_consecutive_skips=0",
+        "recovery.rewind.max=0",
+    )
+    with pytest.raises(TrainingStopped):
+        Trainer(wild).train()
+    kinds = [(notice["kind"], notice.get("rule")) for notice in server.got]
+    assert ("alert", "loss_rise") in kinds and kinds[-1] == ("failure", None)
+    assert {notice["run"] for notice in server.got} == {"wild"}
+    assert out.read_text().count('"run": "wild"') == len(server.got)
+
+
+def test_a_run_that_is_told_to_stop_needs_no_word(server: Server, config: Callable[..., Config]) -> None:
+    trainer = Trainer(config(f"health.alerts.webhook={server.url}", "trainer.max_steps=2"))
+    trainer.parts.close(TrainingStopped("stopped by SIGTERM", exit_code=143))
+    assert server.got == []
