@@ -49,7 +49,7 @@ function drawEvents() {
       const { sign, paint } = kindOf(event.kind), span = Math.max((view.full[1] - view.full[0]) * 0.04, 20);
       return el("tr", { class: "go", title: "show these steps", onclick: () => { zoom(event.step - span, event.step + span); hover(event.step); } },
         el("td", { class: "number" }, grouped(event.step)),
-        el("td", {}, el("span", { style: { color: paint } }, sign), ` ${event.kind}`, several ? el("small", {}, ` ${run.name}`) : ""),
+        el("td", {}, el("span", { class: "label" }, el("span", { style: { color: paint } }, sign), ` ${event.kind}`), several ? el("small", {}, ` ${run.name}`) : ""),
         el("td", {}, event.text, event.named ? el("small", {}, ` ${event.named}`) : ""),
         el("td", { class: "hide-small" }, el("small", {}, event.time.replace("T", " ").slice(0, 19))));
     }));
