@@ -184,7 +184,7 @@ class ShadowCosine(_Shadow):
         message = (
             f"cosine of the gradient of {module or 'a module'} to BF16's is {value:.3g} "
             f"(health.alerts.{self.name}={self._threshold:g}): FP8 bends the way down; "
-            "keep that module in BF16 (precision.rules)"
+            "keep that module in BF16 (precision.rules.exceptions)"
         )
         return Alert(self.name, step, message, value, self._threshold, block=module)
 

@@ -58,7 +58,7 @@ class ScaleDrop(_ScaleJump):
     def _words(self, name: str, times: float, steps: int, now: str) -> str:
         return (
             f"scale of {name} fell {times:.3g}-fold in {steps} steps ({now}): NaN ahead; "
-            "lower optim.lr, or keep this tensor in BF16 (precision.rules)"
+            "lower optim.lr, or keep this tensor in BF16 (precision.rules.exceptions)"
         )
 
 
@@ -70,7 +70,7 @@ class ScaleRise(_ScaleJump):
     def _words(self, name: str, times: float, steps: int, now: str) -> str:
         return (
             f"scale of {name} rose {times:.3g}-fold in {steps} steps ({now}): its values collapse, underflow ahead; "
-            "look at its block's gradients, or keep this tensor in BF16 (precision.rules)"
+            "look at its block's gradients, or keep this tensor in BF16 (precision.rules.exceptions)"
         )
 
 
@@ -103,7 +103,7 @@ class _CastShare(Rule):
         which = f"of {name}" if name else "of a tensor in FP8"
         message = (
             f"{100 * share:.3g} % {which} {self.does} (health.alerts.{self.name}={self._share:g}); {self.advice}, "
-            "or keep this tensor in BF16 (precision.rules)"
+            "or keep this tensor in BF16 (precision.rules.exceptions)"
         )
         return Alert(self.name, step, message, share, self._share, tensor=name or None)
 
