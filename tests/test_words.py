@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 Run = Callable[..., subprocess.CompletedProcess[str]]
-PAGES = ["README.md", "docs/precision.md", "docs/benchmarks.md", "docs/parallelism.md", "docs/recovery.md"]
+PAGES = [
+    "README.md",
+    "docs/precision.md",
+    "docs/benchmarks.md",
+    "docs/parallelism.md",
+    "docs/recovery.md",
+    "docs/export.md",
+]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
@@ -71,6 +78,15 @@ def on_docs(words: list[str]) -> list[str]:
     return smaller([*words, *data] if words[0] == "train.py" else words)
 
 
+def exported(words: list[str]) -> list[str]:
+    """A command of docs/export.md, on the text of docs/, in widths that FP8 can be exported in."""
+    if words[0] != "train.py" or "model=imported" in words:
+        return words
+    return on_docs(
+        [*words, *(f"model.{key}=128" for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"))]
+    )
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a user has it, with a place of its own for what commands write; prepared data is shared."""
@@ -90,7 +106,9 @@ def test_commands_run(page: str, checkout: Path, run_python: Run) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
-            cut = {"docs/benchmarks.md": benched, "docs/recovery.md": on_docs}.get(page, smaller)
+            cut = {"docs/benchmarks.md": benched, "docs/recovery.md": on_docs, "docs/export.md": exported}.get(
+                page, smaller
+            )
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2", *(word for word in words if not word.startswith("--"))]
