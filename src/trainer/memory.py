@@ -10,6 +10,8 @@
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
     communication     buffers that weights and gradients pass through, and tokens on their way to experts
+    BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
+                      as it runs
 
 Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
 """
@@ -45,6 +47,8 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
         "activations": _activations(config, plan) * tokens,
         "head": head_gradient_bytes(plan),
     }
+    if config.health.shadow_every:
+        memory["BF16 shadow"] = _shadow(config, plan, degrees)
     if degrees.world == 1:
         return memory
     wholes = _wholes(config, plan, degrees)  # bytes in FP32 of what a rank gathers, by part
@@ -77,6 +81,7 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
         "activations": "lower trainer.microbatch_size, or set recompute=selective (less) or full (least)",
         "head": "lower trainer.microbatch_size, or model.vocab_size",
         "compute weights": "set parallel.reshard_after_forward=true, or raise parallel.shard or parallel.expert",
+        "BF16 shadow": "set health.shadow_every=0",
         "communication": "raise parallel.expert, or lower trainer.microbatch_size",
         "optimizer": "spread it over more GPUs (parallel.shard), or train a smaller model",
     }
@@ -151,6 +156,19 @@ def _gathered(config: Config, plan: Plan, degrees: Degrees) -> float:
     if config.parallel.reshard_after_forward is Switch.false:
         return beside + sum(copies.values())
     return beside + sum(sorted(copies.values())[-3:])
+
+
+def _shadow(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """BF16 of the weights that are FP8, as many as are there at a time: see `_gathered`."""
+    sizes: dict[str, float] = defaultdict(float)
+    for name, row in plan.gemms.items():
+        if row.recipe.is_fp8:
+            groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
+            sizes[_block_of(name)] += 2.0 * row.in_features * row.out_features * groups
+    beside = sizes.pop("", 0.0)
+    if degrees.world == 1 or config.parallel.reshard_after_forward is Switch.false:
+        return beside + sum(sizes.values())
+    return beside + sum(sorted(sizes.values())[-3:])
 
 
 def _activations(config: Config, plan: Plan) -> float:

@@ -8,8 +8,8 @@ The same tokens run twice aside, from the same masters: in the run's precision, 
 A router that is near a tie may choose other experts in BF16: that is part of the answer.
 
 Gradients of the first pass are put aside; in the second one each is compared as soon as it is complete and both are let
-go of, so that there is one set of gradients at any time, and a little more. Where ranks share weights, each compares
-its parts, and the three sums (both squares and the product) are added up.
+go of, so that there is one set of gradients at any time, as in a step, and a little more. Where ranks share weights,
+each compares its parts, and the three sums (both squares and the product) are added up.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from trainer.build import Engine, build_engine
 from trainer.config import Config
 from trainer.health import shadow
 from trainer.health.health import Health, load_statistics
+from trainer.memory import forecast_memory
 from trainer.parallel import parallelize
+from trainer.parallel.mesh import Degrees
 from trainer.preflight import check
 from trainer.trainer import Trainer, train_step
 
@@ -187,3 +189,14 @@ def test_what_cannot_be_is_refused(config: Configs, keys: list[str], why: str) -
     with pytest.raises(ValueError, match=why):
         check(config(*keys))
     check(config("+recipe=fp8_jit", "health.shadow_every=10", "health.every=0"))
+
+
+def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:
+    plain, shadowed = (config("+recipe=fp8_delayed", f"health.shadow_every={every}") for every in (0, 10))
+    plan = check(shadowed)
+    without, with_it = forecast_memory(plain, plan), forecast_memory(shadowed, plan)
+    fp8 = [row for row in plan.gemms.values() if row.recipe.is_fp8]
+    size = 2 * sum(row.in_features * row.out_features * row.groups for row in fp8)
+    assert with_it == without | {"BF16 shadow": size}
+    ranks = forecast_memory(shadowed, plan, Degrees(shard=2))
+    assert 0 < ranks["BF16 shadow"] <= size
