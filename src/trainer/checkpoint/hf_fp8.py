@@ -98,7 +98,7 @@ class RunQuantizer:
         self._layers = {name: m for name, m in net.named_modules() if isinstance(m, Linear | GroupedLinear)}
         slots = [slot for layer in self._layers.values() for slot in layer.slots()]
         arena = ScalingArena(slots, precision.scaling, plan.delayed, "cpu")
-        if plan.delayed:
+        if plan.delayed and plan.fp8_share:
             names = json.loads((path / STATE).read_text())["state"]["arena"]["names"]
             arena.load_state_dict({"names": names, "history": saved.read("arena/history")})
         self.power_of_two = precision.scaling.power_of_two
