@@ -17,6 +17,7 @@ from precision.backends import get_backend
 from trainer.build import Engine, build_engine
 from trainer.config import Config
 from trainer.health import shadow
+from trainer.health.config import check_looks
 from trainer.health.health import Health, load_statistics
 from trainer.memory import forecast_memory
 from trainer.parallel import parallelize
@@ -200,3 +201,16 @@ def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:
     assert with_it == without | {"BF16 shadow": size}
     ranks = forecast_memory(shadowed, plan, Degrees(shard=2))
     assert 0 < ranks["BF16 shadow"] <= size
+
+
+def test_transformer_engine_is_not_looked_into(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config("+recipe=fp8_delayed")
+    with pytest.raises(ValueError, match="health.shadow_every=5: Transformer Engine's modules"):
+        check_looks(replace(made.health, shadow_every=5), fp8=True, transformer_engine=True)
+    check_looks(made.health, fp8=True, transformer_engine=True)
+    engine = build_engine(made, CPU)
+    quiet = Health(made.health, engine, lambda entry: None, 4, 2)
+    assert quiet.note is None and quiet.due(made.health.every)
+    monkeypatch.setattr(engine.plan, "served_by", lambda backend: backend == "transformer_engine")
+    health = Health(made.health, engine, lambda entry: None, 4, 2)
+    assert health.note is not None and "Transformer Engine" in health.note and not health.due(made.health.every)
