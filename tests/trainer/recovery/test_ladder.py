@@ -1,0 +1,64 @@
+"""The ladder's bookkeeping: what is left out, what survives in recovery.json, and what damage to it means."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.recovery.config import RecoveryConfig, RewindConfig, SpikesConfig
+from trainer.recovery.ladder import Dropped, Ladder, Rewind
+
+
+def ladder(folder: Path, margin: int = 0) -> Ladder:
+    made = RecoveryConfig(2, SpikesConfig(False, 128, 64, 6.0), RewindConfig(2, margin, 0.5, 10))
+    return Ladder(made, folder, batch=4)
+
+
+REWIND = Rewind(step=10, first=8, to=6, attempt=1, windows=[[28, 40]], lr_factor=0.5, lr_until=17)
+
+
+@pytest.mark.parametrize(
+    ("margin", "windows"), [(0, [[4, 8], [20, 28]]), (1, [[0, 12], [16, 32]]), (2, [[0, 36]]), (9, [[0, 64]])]
+)
+def test_the_margin_is_left_out_on_both_sides(tmp_path: Path, margin: int, windows: list[list[int]]) -> None:
+    ours = ladder(tmp_path, margin)
+    for step, begin in ((2, 4), (6, 20), (7, 24)):
+        ours.note(Dropped(step, begin, begin + 4, "loss (forward)"))
+    assert ours.exhausted and ours._left_out() == windows
+
+
+def test_a_committed_step_ends_a_row(tmp_path: Path) -> None:
+    ours = ladder(tmp_path)
+    for step in range(1, 10):
+        ours.note(None if step % 3 == 0 else Dropped(step, 0, 4, "loss (forward)"))
+        assert not ours.exhausted
+    assert ours.row == []
+
+
+def test_rewinds_and_the_row_survive(tmp_path: Path) -> None:
+    ours, events = ladder(tmp_path), []
+    ours.write(REWIND, lambda *event, **what: events.append(event))
+    ours.note(Dropped(12, 48, 52, "loss (forward)"))
+    other = ladder(tmp_path)
+    other.load_state_dict(ours.state_dict(), other.read())
+    assert other.row == ours.row and other.rewinds == [REWIND] and not events
+    assert other.left_out == [[28, 40]] and other.lowered == (0.5, 17)
+    assert ladder(tmp_path / "other").read() == [] and ladder(tmp_path / "other").lowered == (1.0, 0)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rewinds": [{"step": 3}]}', '{"rewinds": 3}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recovery.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"recovery\.json: it is damaged .*; remove it, and what was left out"
+    ) as refusal:
+        ladder(tmp_path).read()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path: Path) -> None:
+    events: list[tuple[Any, ...]] = []
+    ladder(tmp_path / "not there").write(REWIND, lambda *event, **what: events.append((*event, what)))
+    ((kind, step, message, what),) = events
+    assert (kind, step, what) == ("rollback", 10, {"failed": True})
+    assert "recovery.json cannot be written (No such file or directory)" in message
