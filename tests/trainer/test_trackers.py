@@ -183,6 +183,22 @@ def test_wandb_takes_steps_that_go_back(run: RunDir, screen: Screen) -> None:
 
 
 @pytest.mark.usefixtures("no_key")
+def test_alerts_go_to_wandb_and_the_address_of_the_webhook_does_not(run: RunDir, screen: Screen) -> None:
+    (run.path / "config.yaml").write_text("health: {every: 77, alerts: {webhook: 'http://127.0.0.1:9/se-cr-et'}}\n")
+    sent: list[Any] = []
+    with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        assert sinks._wandb is not None
+        sinks._wandb._put(lambda ours: sent.append(ours.config["health"]))
+        sinks._wandb._put(lambda ours: setattr(ours, "alert", lambda **alert: sent.append(alert)))
+        sinks.event("alert", 20, "kurtosis grows", rule="kurtosis_power")
+        sinks.event("checkpoint", 20, "step 20 saved")
+    config, alert = sent
+    assert config == {"every": 77, "alerts": {"webhook": None, "command": None}}
+    assert alert == {"title": "kurtosis_power", "text": "kurtosis grows", "level": "WARN"}
+
+
+@pytest.mark.usefixtures("no_key")
 def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunDir, screen: Screen) -> None:
     def lost(run: Any) -> None:
         run.finish()
