@@ -1,0 +1,50 @@
+"""A rank that does not come to an operation between GPUs: the others say which one, though their hosts wait for a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import os, sys, time
+import torch, torch.distributed as dist
+from trainer import watch
+from trainer.cli import guarded
+from trainer.crew import Crew
+from trainer.distributed import init
+from trainer.signals import StopSignals
+
+watch.PULSE_SECONDS, watch.PATIENCE = 0.5, 2.0
+crew = Crew()
+
+def run():
+    crew.board(os.environ)
+    world = init(torch.device("cuda"), crew, 8)
+    with StopSignals(world) as stop:
+        for step in range(1, 6):
+            if step == 3 and world.rank == 1:
+                time.sleep(1000)
+            x = torch.ones(16, 64, device=world.device)
+            dist.all_reduce(x)
+            print(float(x.sum()))
+            stop.agree(step)
+    crew.leave()
+
+sys.exit(guarded(run, crew))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_operation_that_gpus_wait_in_is_named(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, str(ROOT / "scripts" / "launch" / "torchrun.py"), "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+    )
+    print(done.stderr)
+    assert done.returncode == 1
+    assert "the others waited in vain for rank 1" in done.stderr
+    assert "they waited in nccl all_reduce of [16, 64]" in done.stderr
