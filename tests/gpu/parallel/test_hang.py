@@ -1,4 +1,4 @@
-"""A rank that does not come to an operation between GPUs: the others say which one, though their hosts wait for a GPU."""
+"""A rank that does not come to an operation between GPUs: the others name it, though their hosts wait for a GPU."""
 
 import subprocess
 import sys
