@@ -120,7 +120,7 @@ class _Channel:
             self._fail(f"{WAITING} notices wait already; more are given up")
 
     def close(self, deadline: float) -> None:
-        if self._thread is None:
+        if self._thread is None or self._closed:
             return
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(

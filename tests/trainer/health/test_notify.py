@@ -15,7 +15,10 @@ from trainer.config import Config
 from trainer.health import notify
 from trainer.health.notify import Notifier, is_told
 from trainer.recovery import TrainingStopped
+from trainer.rundir import RunDir
+from trainer.sinks import Sinks
 from trainer.trainer import Trainer
+from trainer.watch import News
 
 EVENT = {
     "time": "2030-01-01T00:00:00.000+00:00", "step": 12, "kind": "alert", "message": "scale of x fell",
@@ -179,3 +182,19 @@ def test_a_run_that_is_told_to_stop_needs_no_word(server: Server, config: Callab
     trainer = Trainer(config(f"health.alerts.webhook={server.url}", "trainer.max_steps=2"))
     trainer.parts.close(TrainingStopped("stopped by SIGTERM", exit_code=143))
     assert server.got == []
+
+
+def test_the_end_of_a_job_of_many_ranks_is_told_once(
+    server: Server, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """By whichever rank tells the news; not by what the failure of others makes of each rank's own end."""
+    logging = config("run.name=many").logging
+    run = RunDir(tmp_path, "many", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+    for rank in (0, 1):
+        sinks = Sinks(logging, run, 10, None, rank, server.url, None, alone=False)
+        if rank == 1:
+            sinks.ended(News("error: rank 0 was killed", 1, 0, 1, 7))
+        sinks.close(RuntimeError("a collective failed"))
+    run.close()
+    (got,) = server.got
+    assert (got["kind"], got["step"], got["message"]) == ("failure", 7, "error: rank 0 was killed")
