@@ -40,7 +40,7 @@ from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
 from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.hf_export import PARTIAL, check_new, plain_model
 from trainer.checkpoint.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
-from trainer.checkpoint.hf_tokenizer import TOKENIZER, copy_files
+from trainer.checkpoint.hf_tokenizer import FILES, TOKENIZER, copy_files
 from trainer.checkpoint.manifest import seal, sync_folder, write_file
 from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.storage import SafetensorsWriter
@@ -86,6 +86,7 @@ def import_hf(source: Path, out: Path) -> Imported:
     model = _model(folder, remarks)
     _check_fp8(folder)
     wanted = _check(folder, model)
+    end = _end_of_text(folder)
     partial_out = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial_out, ignore_errors=True)
     checkpoint = partial_out / "checkpoints" / checkpoint_name(0)
@@ -104,7 +105,6 @@ def import_hf(source: Path, out: Path) -> Imported:
     except BaseException:
         shutil.rmtree(partial_out, ignore_errors=True)
         raise
-    end = _end_of_text(source) if has_tokenizer else None
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
 
 
@@ -258,10 +258,9 @@ def _scales(folder: HfFolder, name: str) -> Tensor:
     return folder.rows(scale, slice(0, folder.shape(scale)[0])).float()
 
 
-def _end_of_text(source: Path) -> str | None:
-    """The token that ends a text, by tokenizer_config.json."""
-    path = source / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    token = json.loads(path.read_text()).get("eos_token")
+def _end_of_text(folder: HfFolder) -> str | None:
+    """The token that ends a text, by tokenizer_config.json; None where there is no tokenizer."""
+    there = [name for name in FILES if (folder.folder / name).is_file()]
+    settings = {name: folder.json(name) for name in there}
+    token = settings.get(FILES[1], {}).get("eos_token") if TOKENIZER in there else None
     return token.get("content") if isinstance(token, dict) else token

@@ -91,7 +91,7 @@ class HfFolder:
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder; give one with config.json and *.safetensors")
         self.folder = folder
-        self.config = self._json("config.json")
+        self.config = self.json("config.json")
         self._file = self._files()
         self._entry: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name in sorted(set(self._file.values())):
@@ -115,7 +115,8 @@ class HfFolder:
             del found
         return copy
 
-    def _json(self, name: str) -> Mapping[str, Any]:
+    def json(self, name: str) -> Mapping[str, Any]:
+        """A JSON file of the folder."""
         path = self.folder / name
         try:
             content = json.loads(path.read_text())
@@ -130,7 +131,7 @@ class HfFolder:
     def _files(self) -> dict[str, str]:
         """Name of each tensor -> name of its file."""
         if (self.folder / HF_INDEX).is_file():
-            found = self._json(HF_INDEX).get("weight_map")
+            found = self.json(HF_INDEX).get("weight_map")
             if not isinstance(found, dict):
                 raise ValueError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
             return found

@@ -285,6 +285,9 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
     refused("gone.safetensors is missing", folder)
     refused("exists", good[0], folder)
+    whole = shutil.copytree(good[0], tmp_path / "whole")
+    (whole / "tokenizer_config.json").write_text("no")
+    refused("tokenizer_config.json: not JSON", whole)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak since a moment")
