@@ -163,6 +163,8 @@ def train(path: str) -> NoReturn:
     code: int = 1
     try:
         code = program.main()
+    except KeyboardInterrupt:  # before the first line
+        code = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -215,7 +217,8 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
         course.wait(lambda: False, chance.uniform(0, 0.1))
         course.signal(number)
     codes, said = course.end()
-    if not set(codes) <= {128 + number, 0, 128 + signal.SIGTERM}:
+    too_early = {-signal.SIGTERM} if not said else set()  # before the first line of train.py
+    if not set(codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
         raise Wrong(f"told to stop by {number.name}, and exit codes {codes}: {said}")
     if "saved; go on" in said:
         step = int(said.partition("after step ")[2].split(",")[0])
