@@ -5,7 +5,8 @@
 
 A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance
 loss, expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends
-on which block it is, so that all blocks of a kind share one compiled graph.
+on which block it is, so that all blocks of a kind share one compiled graph. With a cache (`mla.LatentCache`) a block
+continues the positions in it.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, E experts, P pairs of rotary dimensions.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import FFN, RMSNorm
-from models.mla import MLA
+from models.mla import MLA, LatentCache
 from models.moe import MoE
 from precision import Plan, Watch
 
@@ -33,8 +34,10 @@ class Block(nn.Module):
         self.ffn_watch: Watch
         self.around_attention: Callable[..., Tensor] | None = None  # (function, *args) -> function(*args), recomputed
 
-    def attend(self, h_BSD: Tensor, rope_2SP: Tensor) -> Tensor:
+    def attend(self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None) -> Tensor:
         """The first sublayer with its residual, called through `around_attention` where that is set."""
+        if cache is not None:
+            return h_BSD + self.attn.cached(self.attn_norm(h_BSD, self.attn.feed), rope_2SP, cache)
         if self.around_attention is None:
             return self._attend(h_BSD, rope_2SP)
         return self.around_attention(self._attend, h_BSD, rope_2SP)
@@ -51,9 +54,11 @@ class DenseBlock(Block):
         self.ffn = ffn
         self.ffn_watch = plan.watch(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
 
-    def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
-        h_BSD = self.attend(h_BSD, rope_2SP)
+        h_BSD = self.attend(h_BSD, rope_2SP, cache)
         h_BSD = h_BSD + self.ffn_watch(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
         no_loss = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         return h_BSD, no_loss, torch.zeros(0, dtype=torch.int64, device=h_BSD.device)
@@ -67,9 +72,11 @@ class MoEBlock(Block):
         self.moe = moe
         self.ffn_watch = plan.watch(f"{name}.moe")
 
-    def forward(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
-        h_BSD = self.attend(h_BSD, rope_2SP)
+        h_BSD = self.attend(h_BSD, rope_2SP, cache)
         B, S, _ = h_BSD.shape
         y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_BSD.flatten(0, 1), self.moe.feed), B)
         return h_BSD + self.ffn_watch(y_TD).unflatten(0, (B, S)), balance_loss, load_E  # no view: FSDP warns of one

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.block import MoEBlock
 from models.layers import RMSNorm
-from models.mla import MLA
+from models.mla import MLA, LatentCache
 from models.moe import MoE
 from precision import Linear, Plan
 
@@ -37,13 +37,15 @@ class MTPBlock(MoEBlock):
         self.proj = Linear(plan.gemm(f"{name}.proj", "mtp.proj", 2 * hidden_size, hidden_size))
         self.norm = RMSNorm(plan, f"{name}.norm", hidden_size, eps)
 
-    def forward(self, h_BSD: Tensor, rope_2SP: Tensor, embedded_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, h_BSD: Tensor, rope_2SP: Tensor, embedded_BSD: Tensor, cache: LatentCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D]: state of the depth before. embedded [B, S, D]: tokens k places on.
 
         Returns this depth's state [B, S, D], the weighted balance loss (0-d FP32) and the load [E] int64.
         """
         both = torch.cat([self.enorm(embedded_BSD), self.hnorm(h_BSD)], -1)
-        h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP)
+        h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP, cache)
         return self.norm(h_BSD), balance_loss, load_E
 
 

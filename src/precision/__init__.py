@@ -1,6 +1,6 @@
 """Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
 
-from precision.attention import attention_core
+from precision.attention import attention_core, latent_attention
 from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
@@ -33,6 +33,7 @@ __all__ = [
     "gated_ffn",
     "gather_rows",
     "gemm_layers",
+    "latent_attention",
     "linear_cross_entropy",
     "refresh_weights",
     "rms_norm",

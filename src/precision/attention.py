@@ -34,6 +34,23 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
+def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tensor:
+    """Attention of all heads to one shared key and value a position: softmax(scale q latent^T) latent, cut to `rank`.
+
+    q [B, H, T, C], latent [B, L, C], one dtype -> [B, H, T, rank]; the T queries are the last of the L positions, and
+    each sees the positions up to its own. Softmax in FP32. The heads are queries of one head, so that nothing is
+    repeated for them; what is cut off is cheaper than values in memory of their own.
+    """
+    B, H, T, _ = q.shape
+    mask = None
+    if T > 1:
+        L = latent.shape[1]
+        mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T).repeat(H, 1)
+    shared = latent[:, None]
+    out = F.scaled_dot_product_attention(q.reshape(B, 1, H * T, -1), shared, shared, mask, scale=scale)
+    return out[..., :rank].view(B, H, T, rank)
+
+
 def _cudnn_takes(q: Tensor, v: Tensor) -> bool:
     sizes = q.shape[-1], v.shape[-1]
     return (

@@ -56,6 +56,15 @@ def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     return scaled.to(fmt.dtype)
 
 
+def read_back(data: Tensor, scale_inv: Tensor) -> Tensor:
+    """The numbers that FP8 data [..., R, C] stand for, FP32. scale_inv: [], or one for each number, row, or block of
+    128 along a dimension, as `Operand` and `WeightOperand` have it."""
+    for dim in (-2, -1) if scale_inv.dim() else ():
+        if scale_inv.shape[dim] not in (1, data.shape[dim]):
+            scale_inv = scale_inv.repeat_interleave(128, dim).narrow(dim, 0, data.shape[dim])
+    return data.float().mul_(scale_inv)
+
+
 def fp8_values(data: Tensor) -> Tensor:
     """The FP8 numbers as BF16, exactly (BF16 holds every E4M3 and E5M2 value), NaN and infinities included.
 

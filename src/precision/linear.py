@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
+from precision.formats import read_back
 from precision.observe import report
 from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe, GemmRow
@@ -216,6 +217,13 @@ class Linear(_GemmLayer):
     def forward(self, x: Tensor | Operand) -> Tensor:
         """x [..., in_features] -> [..., out_features] in the row's output format."""
         return self._gemms(x, None)
+
+    @torch.no_grad()
+    def plain_weight(self) -> Tensor:
+        """What multiplies, as plain numbers [out_features, in_features]: of FP8 what it stands for, in FP32."""
+        assert self.operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
+        data, scale_inv = self.operand.data, self.operand.scale_inv
+        return data if scale_inv is None else read_back(data, scale_inv)
 
 
 class GroupedLinear(_GemmLayer):

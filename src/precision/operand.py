@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from precision.formats import read_back
 from precision.scaling import Slot
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class Operand:
             "this Operand carries FP8 only: its Feed was made without tensor=True and without a BF16 consumer"
         )
         return self.carrier
+
+    def read(self) -> Tensor:
+        """The numbers that the FP8 data stand for, FP32."""
+        return read_back(self.data, self.scale_inv)
 
     @property
     def shape(self) -> torch.Size:
