@@ -88,7 +88,7 @@ def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
         command = [*launcher, str(Path(__file__).resolve()), *sys.argv[1:]]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
-            said = [line for line in done.stderr.splitlines() if line.startswith("octet: ")]
+            said = re.findall(r"^(?:octet: |\w+(?:Error|Exception): ).*", done.stderr, re.MULTILINE)
             raise RuntimeError(said[0] if said else done.stderr[-500:])
         return json.loads(result.read_text())
 

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from precision.rates import load_rates
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ["--rounds", "1", "--repeat", "1"]
 SMALL_STEP = [
     *("model.vocab_size=320", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2"),
@@ -28,12 +30,14 @@ SMALL_STEP = [
 ]
 
 
-def bench(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a bench in a folder, without a GPU."""
-    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
-    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(BENCH / f"{name}.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def bench(run_python: Run) -> Run:
+    """bench(name, folder, *arguments): run a bench in a folder, without a GPU."""
+
+    def run(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_python(BENCH / f"{name}.py", *arguments, cwd=folder, environment={"CUDA_VISIBLE_DEVICES": ""})
+
+    return run
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -87,7 +91,7 @@ def test_ratios_and_joules(measure: ModuleType) -> None:
     assert measure.columns(fast, 4e12)["sust. TF/s"] == "2"
 
 
-def test_linear(tmp_path: Path) -> None:
+def test_linear(tmp_path: Path, bench: Run) -> None:
     shapes = ["--shape", "33x32x48", "--shape", "16x16x16"]
     done = bench("linear", tmp_path, *shapes, *QUICK, "--hold", "0.001", "--json", "out.json")
     assert done.returncode == 0, done.stderr
@@ -101,7 +105,7 @@ def test_linear(tmp_path: Path) -> None:
     assert all(result["short"] > 0 for result in found["results"])
 
 
-def test_linear_of_a_model(tmp_path: Path) -> None:
+def test_linear_of_a_model(tmp_path: Path, bench: Run) -> None:
     few = ["--variants", "torch", "fp8_jit", "--hold", "0", *QUICK]
     done = bench("linear", tmp_path, "--model", "deepseek_tiny", "--tokens", "32", *few)
     assert done.returncode == 0, done.stderr
@@ -132,7 +136,7 @@ def test_mistakes_are_one_line(
     assert said.startswith("octet: error: ") and message in said and said.count("\n") == 1
 
 
-def test_experts(tmp_path: Path) -> None:
+def test_experts(tmp_path: Path, bench: Run) -> None:
     size = ["--tokens", "24", "--hidden", "32", "--width", "16", "--experts", "4", "--chosen", "2"]
     done = bench("experts", tmp_path, *size, *QUICK, "--hold", "0.001", "--json", "out.json")
     assert done.returncode == 0, done.stderr
@@ -144,7 +148,7 @@ def test_experts(tmp_path: Path) -> None:
     assert kept["fp8_delayed"] < kept["bf16"] < kept["a2"]
 
 
-def test_attention(tmp_path: Path) -> None:
+def test_attention(tmp_path: Path, bench: Run) -> None:
     shape = ["--shape", "2x2x24x24x16", "--variants", "core", "math", "cudnn", "te"]
     done = bench("attention", tmp_path, *shape, *QUICK, "--hold", "0.001")
     assert done.returncode == 0, done.stderr
@@ -154,7 +158,7 @@ def test_attention(tmp_path: Path) -> None:
         assert [line.split()[1] for line in lines if line.startswith(f"{name} ")] == ["forward", "backward", "both"]
 
 
-def test_step(tmp_path: Path) -> None:
+def test_step(tmp_path: Path, bench: Run) -> None:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"some text of file {i}, and more of it\n" * 40)
     flags = ["--steps", "2", "--hold", "0.01", "--rounds", "1", "--json", "out.json"]
@@ -211,17 +215,10 @@ print("\\n".join(linear.entries((64, 32, 16), timings)))
     assert len(table) == 3
 
 
-def ranks(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A bench in two processes."""
-    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
-    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*start, str(BENCH / f"{name}.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_collectives(tmp_path: Path) -> None:
-    done = ranks(tmp_path, "allreduce", "--sizes", "4K", "256K", "--repeat", "2", "--json", "links.json")
+def test_collectives(tmp_path: Path, run_python: Run) -> None:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", BENCH / "allreduce.py"]
+    what = ["--sizes", "4K", "256K", "--repeat", "2", "--json", "links.json"]
+    done = run_python(*start, *what, cwd=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "2 ranks, gloo" in done.stdout and done.stdout.count("all_to_all") == 2
     results = json.loads((tmp_path / "links.json").read_text())["results"]
@@ -232,13 +229,13 @@ def test_collectives(tmp_path: Path) -> None:
         assert one["bus"] == pytest.approx(share * one["algorithm"])
 
 
-def test_collectives_of_one_process_are_refused(tmp_path: Path) -> None:
+def test_collectives_of_one_process_are_refused(tmp_path: Path, bench: Run) -> None:
     done = bench("allreduce", tmp_path)
     assert done.returncode == 2 and "one process sends nothing" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_scaling(tmp_path: Path) -> None:
+def test_scaling(tmp_path: Path, bench: Run) -> None:
     (tmp_path / "a.txt").write_text("a few words\n" * 50)
     quick = ["--gpus", "1,2", "--steps", "2", "--rounds", "1", "--json", "scaling.json"]
     done = bench("scaling", tmp_path, *quick, "+recipe=fp8_delayed", "parallel=fsdp", *SMALL_STEP)
@@ -251,6 +248,6 @@ def test_scaling(tmp_path: Path) -> None:
     assert both["forecast"] > 0
 
 
-def test_scaling_says_what_a_run_refused(tmp_path: Path) -> None:
+def test_scaling_says_what_a_run_refused(tmp_path: Path, bench: Run) -> None:
     done = bench("scaling", tmp_path, "--gpus", "1", "parallel=fsdp", "model.heads=3")
     assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr

@@ -1,10 +1,10 @@
 """scripts/compare_runs.py on runs that really trained: the table, the pictures, and what it refuses."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from trainer.config import load
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
     *("model.vocab_size=320", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2"),
     *("model.kv_lora_rank=16", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"),
@@ -47,11 +48,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *arguments]
-    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
-    environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.run(command, cwd=runs, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def compare(run_python: Run) -> Run:
+    """compare(folder of runs, *arguments)"""
+    return lambda runs, *arguments: run_python(ROOT / "scripts" / "compare_runs.py", *arguments, cwd=runs)
 
 
 def last_validation(run: Path) -> float:
@@ -63,7 +63,7 @@ def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def test_the_table_and_the_pictures(runs: Path, tmp_path: Path) -> None:
+def test_the_table_and_the_pictures(runs: Path, tmp_path: Path, compare: Run) -> None:
     out = tmp_path / "out"
     done = compare(runs, "bf16", "bf16_seed2", "fp8", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def test_the_table_and_the_pictures(runs: Path, tmp_path: Path) -> None:
     assert is_png(out / "loss.png") and is_png(out / "difference.png")
 
 
-def test_markdown_of_a_run_that_has_not_finished(runs: Path, tmp_path: Path) -> None:
+def test_markdown_of_a_run_that_has_not_finished(runs: Path, tmp_path: Path, compare: Run) -> None:
     unfinished = tmp_path / "unfinished"
     shutil.copytree(runs / "fp8", unfinished)
     metrics = unfinished / "metrics.jsonl"
@@ -103,7 +103,7 @@ def metered(runs: Path, folder: Path, name: str, joules: list[float], **more: fl
     return folder / name
 
 
-def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path) -> None:
+def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path, compare: Run) -> None:
     base = metered(runs, tmp_path, "bf16", [90.0, 0.25, 0.2, 0.3])  # the first line holds compilation
     fp8 = metered(runs, tmp_path, "fp8", [80.0, 0.2, 0.2, 0.2], throttled_thermal=0.2, throttled_hardware=0.1)
     done = compare(runs, str(base), str(fp8), "bf16_seed2", "--markdown", "--no-plots")
@@ -128,14 +128,14 @@ def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path) -> None:
         (["bf16", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_compared_is_one_line(runs: Path, arguments: list[str], message: str, compare: Run) -> None:
     done = compare(runs, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("octet: error: ") and message in done.stderr and done.stderr.count("\n") == 1
     assert done.stdout == ""
 
 
-def test_another_model_is_refused(runs: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> None:
     other = tmp_path / "wider"
     shutil.copytree(runs / "bf16", other)
     config = (other / "config.yaml").read_text()

@@ -1,7 +1,7 @@
 """Which layout: the arithmetic by hand, what does not fit left out, and the script that prints the command."""
 
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from trainer.cost import SPARE, Machine, cost, layouts
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 H200S = Machine(gpus=8, per_node=8, memory=139 * 2**30, flops=500e12, node_link=350e9, network=45e9)
 EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 1408
 
@@ -81,12 +82,13 @@ def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> N
     assert not layouts(*moonlight, replace(H200S, gpus=2), 8)
 
 
-def plan_parallelism(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "plan_parallelism.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def plan_parallelism(run_python: Run) -> Run:
+    """plan_parallelism(*arguments)"""
+    return lambda *arguments: run_python(ROOT / "scripts" / "plan_parallelism.py", *arguments)
 
 
-def test_the_script_prints_a_table_and_the_command() -> None:
+def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> None:
     done = plan_parallelism(
         "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4"
     )
@@ -107,6 +109,6 @@ def test_the_script_prints_a_table_and_the_command() -> None:
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(arguments: list[str], says: str) -> None:
+def test_what_cannot_be_planned_is_one_line(arguments: list[str], says: str, plan_parallelism: Run) -> None:
     done = plan_parallelism(*arguments)
     assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1

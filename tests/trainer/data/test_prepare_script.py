@@ -1,23 +1,17 @@
 """scripts/prepare_data.py prepares what the command line names, and says in one line what is wrong with it."""
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
+def test_it_prepares_a_folder_of_text(own_corpus: Path, tmp_path: Path, run_python: Run) -> None:
+    result = run_python(
+        SCRIPT, "data=text", f"data.path={own_corpus}", "data.glob=**/*.py", "model.vocab_size=300", cwd=tmp_path
     )
-
-
-def test_it_prepares_a_folder_of_text(own_corpus: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, "data=text", f"data.path={own_corpus}", "data.glob=**/*.py", "model.vocab_size=300")
     assert result.returncode == 0, result.stderr
     assert "prepared in" in result.stdout
     assert "tokenizer: 300 entries" in result.stdout
@@ -25,8 +19,8 @@ def test_it_prepares_a_folder_of_text(own_corpus: Path, tmp_path: Path) -> None:
     assert (folder / "train.bin").is_file()
 
 
-def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path: Path) -> None:
-    result = run(tmp_path, "data=text", "data.path=nowhere")
+def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path: Path, run_python: Run) -> None:
+    result = run_python(SCRIPT, "data=text", "data.path=nowhere", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr == ("octet: error: data.path=nowhere: there is no such folder: give an existing one\n")
     assert not list(tmp_path.iterdir())
