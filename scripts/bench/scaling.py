@@ -18,6 +18,7 @@ count runs in processes of its own, all steps on random tokens. In the table, of
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
