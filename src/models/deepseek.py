@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from models.block import Block, DenseBlock, MoEBlock
 from models.config import ModelConfig
+from models.documents import beyond, bounds_of, documents_of
 from models.layers import FFN, Embedding, RMSNorm, rope_table, softmax_scale
 from models.loss import Losses, targets_ahead
 from models.mla import MLA
 from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
-from precision import Linear, Plan, linear_cross_entropy, refresh_weights
+from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
 
 
 class DeepSeek(nn.Module):
@@ -53,6 +54,9 @@ class DeepSeek(nn.Module):
         self.mtp = nn.ModuleList(depths)
         self._blocks = [(f"layers.{i}", block) for i, block in enumerate(blocks)]
         self._blocks += [(f"mtp.{k}", block) for k, block in enumerate(depths)]
+        self.end_of_text: int | None = None
+        """The token that documents begin with, if attention is to stay within them (`models.documents`); None: it goes
+        over whole sequences."""
         plan.finish()
 
     def forward(self, tokens: Tensor) -> Losses:
@@ -65,21 +69,27 @@ class DeepSeek(nn.Module):
         refresh_weights(self)
         embedded = self.embed(tokens)
         rope_2SP = self._rope(S, tokens.device)
-        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, S), rope_2SP)
+        documents = None if self.end_of_text is None else documents_of(tokens, self.end_of_text)
+        masked = () if documents is None else self._mask(documents[:, :S])
+        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, S), rope_2SP, masked)
         lm = self.loss(h_BSD, targets_ahead(tokens, 1))
         mtp = torch.zeros_like(lm)
         for k, block in enumerate(self.mtp, start=1):
-            h_BSD, loss, load_E = block(h_BSD, rope_2SP, tokens_ahead(embedded, k, S))
+            ahead, targets = tokens_ahead(embedded, k, S), targets_ahead(tokens, k + 1)
+            if documents is not None:
+                ahead, targets = self._within(documents, k, ahead, targets)
+            h_BSD, loss, load_E = block(h_BSD, rope_2SP, ahead, *masked)
             balance = balance + loss
             loads.append(load_E)
-            mtp = mtp + self.loss(h_BSD, targets_ahead(tokens, k + 1)) / len(self.mtp)
+            mtp = mtp + self.loss(h_BSD, targets) / len(self.mtp)
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype."""
         refresh_weights(self)
-        return self._main(self.embed(tokens), self._rope(tokens.shape[1], tokens.device))[0]
+        masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
+        return self._main(self.embed(tokens), self._rope(tokens.shape[1], tokens.device), masked)[0]
 
     def logits(self, h_BSD: Tensor) -> Tensor:
         """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
@@ -143,12 +153,25 @@ class DeepSeek(nn.Module):
         config = self.config
         return rope_table(length, config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, device)
 
-    def _main(self, h_BSD: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _mask(self, documents_BS: Tensor) -> tuple[None, Tensor]:
+        """The last arguments of blocks: no cache, and what attention needs of documents, made once for all blocks."""
+        attn = self._blocks[0][1].attn
+        return None, document_mask(bounds_of(documents_BS), attn.core_dtype, sum(attn.q_widths), attn.kv_widths[1])
+
+    def _within(self, documents: Tensor, k: int, ahead_BSD: Tensor, target_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """What depth k is given and has to predict, without what belongs to other documents."""
+        out_BS = beyond(documents, k, target_BS.shape[1])
+        if k > 1:  # one place on, the other document begins with that end-of-text token anyway
+            end_1D = self.embed(documents.new_full((1,), self.end_of_text or 0, dtype=torch.int64))
+            ahead_BSD = torch.where(out_BS[..., None], end_1D, ahead_BSD)
+        return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
+
+    def _main(self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
         """State after the final norm, summed balance losses, loads of the blocks with experts."""
         balance = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         loads = []
         for block in self.layers:
-            h_BSD, loss, load_E = block(h_BSD, rope_2SP)
+            h_BSD, loss, load_E = block(h_BSD, rope_2SP, *masked)
             if isinstance(block, MoEBlock):
                 balance = balance + loss
                 loads.append(load_E)

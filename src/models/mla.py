@@ -79,9 +79,10 @@ class MLA(nn.Module):
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
 
-    def forward(self, x: Operand | Tensor, rope_2SP: Tensor) -> Tensor:
-        """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table` -> [B, S, D]."""
-        return self._expanded(*self._project(x, rope_2SP))
+    def forward(self, x: Operand | Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table`; mask as from `document_mask`, or
+        None: every position sees all before it -> [B, S, D]."""
+        return self._expanded(*self._project(x, rope_2SP), mask)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
@@ -105,14 +106,16 @@ class MLA(nn.Module):
         k_rope_BS1R = apply_rope(k_rope_BSR[:, :, None], rope_2SP)
         return q_nope_BSHN, apply_rope(q_rope_BSHR, rope_2SP), latent_BSC, k_rope_BS1R
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Operand | Tensor, k_rope: Tensor) -> Tensor:
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Operand | Tensor, k_rope: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Attention among these positions, with keys and values of each head; see `_project` -> [B, S, D]."""
         kv_BSHx = self.kv_b(latent).unflatten(-1, (self.num_heads, -1))
         k_nope_BSHN, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
         q = torch.cat([q_nope, q_rope], -1)
         k = torch.cat([k_nope_BSHN, k_rope.expand(-1, -1, self.num_heads, -1)], -1)
         q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q, k, v_BSHV))
-        out_BHSV = attention_core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale)
+        out_BHSV = attention_core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
         return self.o(out_BHSV.transpose(1, 2).flatten(2))
 
     def _queries(self, x: Operand | Tensor) -> Tensor:

@@ -38,14 +38,19 @@ class MTPBlock(MoEBlock):
         self.norm = RMSNorm(plan, f"{name}.norm", hidden_size, eps)
 
     def forward(
-        self, h_BSD: Tensor, rope_2SP: Tensor, embedded_BSD: Tensor, cache: LatentCache | None = None
+        self,
+        h_BSD: Tensor,
+        rope_2SP: Tensor,
+        embedded_BSD: Tensor,
+        cache: LatentCache | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D]: state of the depth before. embedded [B, S, D]: tokens k places on.
 
         Returns this depth's state [B, S, D], the weighted balance loss (0-d FP32) and the load [E] int64.
         """
         both = torch.cat([self.enorm(embedded_BSD), self.hnorm(h_BSD)], -1)
-        h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP, cache)
+        h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP, cache, mask)
         return self.norm(h_BSD), balance_loss, load_E
 
 

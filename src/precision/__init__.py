@@ -1,6 +1,6 @@
 """Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
 
-from precision.attention import attention_core, latent_attention
+from precision.attention import attention_core, document_mask, latent_attention
 from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
@@ -29,6 +29,7 @@ __all__ = [
     "begin_step",
     "bind",
     "combine_rows",
+    "document_mask",
     "expert_ffn",
     "gated_ffn",
     "gather_rows",

@@ -10,6 +10,13 @@ is called directly: a choice made by a context manager is lost where a compiled 
 pass.
 
 MLA's head sizes differ, but PyTorch's fused CPU kernel wants one, so there v is padded with zeros and the result cut.
+
+Within documents: a position i sees positions j with start(i) <= j <= i. On a GPU our own kernel does that
+(`kernels.document_attention`), which skips whatever is not seen; elsewhere, and in FP32, PyTorch with a boolean mask,
+which is also the definition that the kernel is tested against. Neither cuDNN way serves: a mask is what it has made
+NaNs with, and its variable-length backward pass in PyTorch 2.11 takes d_qk for the longest document and writes outside
+its memory (pytorch pull request 186142). Flash attention wants one head size and a list of documents whose length the
+host knows. flex_attention rounds 192 up to 256, and outside a compiled graph fills memory with scores.
 """
 
 import torch
@@ -19,8 +26,11 @@ from torch import Tensor
 HOPPER = 9  # major compute capability
 
 
-def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i."""
+def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i, with a
+    mask (`document_mask`, for this dtype and these head sizes) only those of its document."""
+    if mask is not None:
+        return _within_documents(q, k, v, scale, mask)
     if q.is_cuda:
         if _cudnn_takes(q, v):
             # no bias, keep the log-sum-exp, no dropout, causal, no debug mask
@@ -49,6 +59,24 @@ def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tens
     shared = latent[:, None]
     out = F.scaled_dot_product_attention(q.reshape(B, 1, H * T, -1), shared, shared, mask, scale=scale)
     return out[..., :rank].view(B, H, T, rank)
+
+
+def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -> Tensor:
+    """What `attention_core` needs to stay within documents, to be made once for all blocks.
+
+    bounds [2, B, S] int32: the first position of each position's document, and the one behind its last. Returns them
+    where the kernel will serve q, k and v of this dtype and these head sizes, else who sees whom [B, 1, S, S] bool.
+    """
+    start_BS = bounds_2BS[0]
+    place_S = torch.arange(start_BS.shape[1], device=start_BS.device)
+    return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]
+
+
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    narrow = q.shape[-1] - v.shape[-1]
+    if narrow <= 0 or q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return F.scaled_dot_product_attention(q, k, F.pad(v, (0, narrow)), mask, scale=scale)[..., :-narrow]
 
 
 def _cudnn_takes(q: Tensor, v: Tensor) -> bool:
