@@ -18,6 +18,7 @@ PAGES = [
     "docs/benchmarks.md",
     "docs/parallelism.md",
     "docs/recovery.md",
+    "docs/health.md",
     "docs/export.md",
 ]
 SMALL = {
