@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from trainer.build import Engine, build_engine
@@ -32,9 +30,9 @@ from trainer.preflight import check
 from trainer.recovery.ladder import Ladder
 from trainer.recovery.sightings import Sightings, run_again
 from trainer.rundir import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_backends
+from trainer.saved import ALONE, config_at, with_overrides
 from trainer.trainer import StepResult, train_step
 
-ALONE = {"replicate": 1, "shard": 1, "expert": 1}
 DROPPED = "nonfinite", "spike"
 
 
@@ -97,7 +95,7 @@ def find(run: Path, step: int, most: int) -> Course:
         raise ValueError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
     dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry["kind"] in DROPPED]
     event = events[dropped[-1]] if dropped else None
-    rewinds = Ladder(load(_config_of(run, step)).recovery, run, 1).read()
+    rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
     if dropped:  # those that came after it are of a later course
         earlier = sum(entry["kind"] == "rollback" and "to" in entry for entry in events[: dropped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
@@ -108,7 +106,7 @@ def find(run: Path, step: int, most: int) -> Course:
     logged = next((entry for entry in reversed(metrics) if entry["step"] == step and "loss/total" in entry), None)
     checkpoint = next((path for path in reversed(checkpoints) if _usable(path, newest)), None)
     first = 0 if checkpoint is None else checkpoint_step(checkpoint) or 0
-    if checkpoint is None and _config_of(run, step)["run"]["init_from"] is not None:
+    if checkpoint is None and config_at(run, step)["run"]["init_from"] is not None:
         raise ValueError(
             f"step {step}: {run} has no checkpoint before it, and began with the weights of another run; "
             "give a step after its first checkpoint"
@@ -124,21 +122,12 @@ def find(run: Path, step: int, most: int) -> Course:
 
 def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, Any]:
     """The tree of the run's config as of that step, for one process; `overrides`: KEY=VALUE."""
-    tree = _config_of(course.run, course.step)
-    try:
-        given = OmegaConf.to_container(OmegaConf.from_dotlist(overrides))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
-    for override in overrides:
-        if "=" not in override:
-            raise ValueError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
-    tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(tree), OmegaConf.create(given)))
-    assert isinstance(tree, dict)
+    tree = with_overrides(config_at(course.run, course.step), overrides)
     tree["parallel"] |= ALONE
     tree["profile"]["steps"] = None
     if not faults:
         tree["debug"]["inject"] = None
-    return {str(key): value for key, value in tree.items()}
+    return tree
 
 
 def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
@@ -215,17 +204,6 @@ def _likely(course: Course, served: np.ndarray, microbatch_size: int) -> int:
     if not windows or "microbatch" not in (course.event or {}) or windows[0] not in served:
         return 0
     return int(np.flatnonzero(served == windows[0])[0]) // microbatch_size
-
-
-def _config_of(run: Path, step: int) -> dict[str, Any]:
-    """The config that was in force at a step: a run that goes on with another one keeps those before."""
-    before = {int(path.stem.split("_")[2].partition("-")[0]): path for path in sorted(run.glob("config.before_step_*"))}
-    ends = [end for end in sorted(before) if end >= step]
-    path = before[ends[0]] if ends else run / CONFIG
-    tree = yaml.safe_load(path.read_text())
-    if not isinstance(tree, dict) or "run" not in tree:
-        raise ValueError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
-    return tree
 
 
 def _usable(path: Path, newest: int) -> bool:

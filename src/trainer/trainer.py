@@ -23,16 +23,17 @@ from torch import Tensor
 
 from models import Losses
 from models.flops import flops_per_token
-from precision import IGNORED, begin_step
+from precision import begin_step
 from trainer.build import Engine, Parts, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
 from trainer.distributed import World
+from trainer.evaluation import mean_loss
 from trainer.host import pick_device
 from trainer.memory import forecast_memory, what_grew
 from trainer.metrics import Throughput, allocated_memory_gib, copy_to_host, load_metrics, peak_memory_gib
 from trainer.parallel.mesh import resolve
-from trainer.parallel.totals import added_up, averaged, in_groups, largest, share_of
+from trainer.parallel.totals import added_up, averaged, largest, share_of
 from trainer.preflight import reduces_each_microbatch
 from trainer.recovery import TrainingStopped, Verdict
 from trainer.recovery.ladder import Dropped
@@ -128,22 +129,9 @@ class Trainer:
         """
         p, e, config = self.parts, self.parts.engine, self.config
         size, most = config.trainer.microbatch_size, None if whole else config.eval.batches or None
-        e.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=e.device)  # of losses, of sequences
         batches = validation_batches(p.data.validation, config.trainer.sequence_length, size, most)
-        for group in in_groups(batches, e.world.size):  # a batch for each rank
-            tokens = group[min(e.world.rank, len(group) - 1)]
-            count = len(tokens) if e.world.rank < len(group) else 0
-            # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
-            tokens = tokens[torch.arange(size) % len(tokens)].to(e.device)
-            targets = tokens[:, 1:].clone()
-            targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
-            loss = e.model.loss(e.model.hidden(tokens[:, :-1]), targets)
-            sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        loss = mean_loss(e.model, batches, size, e.world)
         e.microbatch.release()
-        e.model.train()
-        total, weight = added_up([sums], e.world)[0].tolist()
-        loss = total / weight
         p.sinks.metrics({"step": self.step, "loss/validation": loss})
         return loss
 

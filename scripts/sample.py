@@ -1,0 +1,134 @@
+"""Text from a checkpoint of a run, as it comes.
+
+    python scripts/sample.py runs/mine --prompt "def "                          the likeliest text, 128 tokens
+    python scripts/sample.py runs/mine --prompt "def " --speculative            the same text, with drafts of MTP's
+    python scripts/sample.py runs/mine --temperature 0.8 --top-p 0.95 --seed 1  drawn; without a prompt, a new document
+
+RUN is a run folder, or one of its checkpoints; it is only read. The prompt and what follows it go to stdout, what there
+is to tell about it to stderr. The text ends at the end-of-text token, after --tokens, or where the model's positions
+end. It is computed in the run's own precision unless --precision says otherwise; KEY=VALUE changes keys of the run's
+config. More: docs/export.md.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli import guarded
+
+if TYPE_CHECKING:
+    from models.generate import Tally
+
+PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, generate, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (nothing: a document)")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="how many at most (128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (0)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest of this share (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (0)")
+    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")
+    parser.add_argument("--precision", choices=["run", "bf16", "fp32"], default="run", help="to compute in (the run's)")
+    parser.add_argument("--speculative", action="store_true", help="draft with multi-token prediction (temperature 0)")
+    given = parser.parse_intermixed_args()
+    check(given)
+    import yaml
+
+    from models.generate import Sampling, Tally, generate
+    from trainer.saved import open_run
+    from trainer.text_stream import TextStream
+
+    other = None if given.precision == "run" else yaml.safe_load((PRECISIONS / f"{given.precision}.yaml").read_text())
+    saved = open_run(given.run, given.step, given.overrides, other)
+    if given.speculative and not saved.config.model.num_mtp_layers:
+        raise ValueError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
+    tokenizer, end = saved.tokenizer()
+    prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids or [end]
+    positions, trained = saved.config.model.max_position_embeddings, saved.config.trainer.sequence_length
+    if len(prompt) >= positions:
+        raise ValueError(
+            f"--prompt: it has {len(prompt):,} tokens and the model {positions:,} positions "
+            f"(model.max_position_embeddings); give a shorter one"
+        )
+    count = min(given.tokens, positions - len(prompt))
+    tell(*saved.remarks, f"{saved.checkpoint}, {saved.config.precision.name} on {saved.device}")
+    if count < given.tokens:
+        tell(f"{count:,} tokens at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
+    if len(prompt) + count > trained:
+        tell(f"the run was trained on {trained:,} tokens at a time: expect worse text after so many")
+
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    sampling, tally, stream = (
+        Sampling(given.temperature, given.top_p, given.seed),
+        Tally(),
+        TextStream(tokenizer, prompt),
+    )
+    show(given.prompt)
+    made, began, first = 0, time.perf_counter(), None
+    for token in generate(
+        saved.model, prompt, count, end=end, sampling=sampling, speculative=given.speculative, tally=tally
+    ):
+        first = first or time.perf_counter()
+        made += 1
+        show(stream.put(token))
+    show(stream.end() + "\n")
+    now = time.perf_counter()
+    tell(*summary(len(prompt), made, (first or now) - began, now - (first or now), tally))
+
+
+def check(given: argparse.Namespace) -> None:
+    """ValueError for numbers that mean nothing, or nothing together."""
+    if given.tokens < 1:
+        raise ValueError(f"--tokens {given.tokens}: out of range; give 1 or more")
+    if not 0 <= given.temperature < float("inf"):
+        raise ValueError(f"--temperature {given.temperature}: out of range; give 0, or a number above it")
+    if not 0 < given.top_p <= 1:
+        raise ValueError(f"--top-p {given.top_p}: it is a share; give a number above 0, at most 1")
+    if given.top_p < 1 and given.temperature == 0:
+        raise ValueError(f"--top-p {given.top_p}: with temperature 0 nothing is drawn; give --temperature, as 0.8")
+    if not 0 <= given.seed < 1 << 63:
+        raise ValueError(f"--seed {given.seed}: out of range; give 0 to 2^63 - 1")
+    if given.speculative and given.temperature > 0:
+        raise ValueError("--speculative: it keeps the greedy text; leave out --temperature, or --speculative")
+
+
+def summary(prompt: int, made: int, before: float, after: float, tally: "Tally") -> list[str]:
+    """How fast it was. before, after: seconds up to the first token, and from there on."""
+    rate = f", then {(made - 1) / after:,.1f} tokens/s" if made > 1 and after > 0 else ""
+    lines = [f"{made:,} tokens after {prompt:,}: the first in {before:.2f} s{rate}"]
+    if tally.drafted:
+        share = tally.accepted / tally.drafted
+        lines.append(f"{tally.passes:,} passes of the main model; {share:.0%} of {tally.drafted:,} drafts were right")
+    return lines
+
+
+def show(text: str) -> None:
+    """To stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def tell(*lines: str) -> None:
+    """To stderr."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
