@@ -27,16 +27,13 @@ import json
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
 from omegaconf import OmegaConf
 
 from trainer.checkpoint import (
@@ -47,9 +44,10 @@ from trainer.checkpoint import (
     newest_checkpoint,
     read_meta,
     set_aside_after,
-    sync_folder,
     verify,
 )
+from trainer.environment import environment
+from trainer.files import replace_file, trim
 
 if TYPE_CHECKING:
     from trainer.config import Config, RunConfig
@@ -397,69 +395,3 @@ def _try_lock(file: TextIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def trim(path: Path, last_step: int | None) -> int:
-    """Drop the lines of a JSON-lines file that are later than `last_step`, or not whole. Returns how many; atomic."""
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _belongs(line, last_step)]
-    if len(kept) < len(lines):
-        replace_file(path, b"".join(kept))
-    return len(lines) - len(kept)
-
-
-def _belongs(line: bytes, last_step: int | None) -> bool:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that there is the old one or the new one at any moment. OSError names it."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def environment() -> dict[str, Any]:
-    """What this process runs on and with: versions, machine, and the commit of this source if it is in a repository."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "host": platform.node(),
-        "cpus": os.cpu_count(),
-        "git": _git_state(),
-        "packages": {dist.name: dist.version for dist in sorted(distributions(), key=lambda dist: dist.name.lower())},
-    }
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit of the repository this file is in, and whether tracked files differ from it; None without one or git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-
-    try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
 from trainer.distributed import World
-from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, environment, find_checkpoint, saved_backends
+from trainer.environment import environment
+from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -25,9 +25,10 @@ from typing import Any
 
 from trainer.checkpoint import OnEvent, checkpoint_name, checkpoint_step, newest_checkpoint
 from trainer.data.loader import put_together
+from trainer.files import replace_file
 from trainer.recovery.config import RecoveryConfig
 from trainer.recovery.guard import TrainingStopped
-from trainer.rundir import RECOVERY, replace_file
+from trainer.rundir import RECOVERY
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.rundir import trim
+from trainer.files import trim
 
 
 class JsonLines:

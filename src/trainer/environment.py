@@ -1,0 +1,43 @@
+"""What a run runs on and with: versions, machine, commit. It is kept in the run folder."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """What this process runs on and with: versions, machine, and the commit of this source if it is in a repository."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "git": _git_state(),
+        "packages": {dist.name: dist.version for dist in sorted(distributions(), key=lambda dist: dist.name.lower())},
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the repository this file is in, and whether tracked files differ from it; None without one or git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
