@@ -1,14 +1,23 @@
-"""The loss on text that was held out."""
+"""The loss on text that was held out: while a run trains, and of one of its checkpoints afterwards.
 
+In FP8 and in BF16 it is the same model with the same weights (`precision.plain`); the difference is what the casts
+cost. On one process, on the device that the run had, the loss in the run's recipe is the one that it logged.
+"""
+
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from models import DeepSeek
 from precision import IGNORED
+from precision.plain import in_bf16
+from trainer.data import Bins, Prepared, validation_batches
 from trainer.distributed import World
 from trainer.parallel.totals import added_up, in_groups
+from trainer.saved import TOKENIZER, Saved
 
 
 @torch.no_grad()
@@ -31,3 +40,61 @@ def mean_loss(model: DeepSeek, batches: Iterable[Tensor], size: int, world: Worl
     model.train()
     total, weight = added_up([sums], world)[0].tolist()
     return total / weight
+
+
+@dataclass
+class Scores:
+    """Of one source's held-out text. Losses in nats per token; bf16: None if the run computes no GEMM in FP8."""
+
+    source: str
+    windows: int
+    own: float
+    bf16: float | None
+
+    @property
+    def gap(self) -> float | None:
+        """How much the casts cost, nats per token."""
+        return None if self.bf16 is None else self.own - self.bf16
+
+
+def held_out(data: Prepared) -> list[tuple[str, Bins]]:
+    """Validation text by the name of its source."""
+    return [(data.folder.name.rpartition("-")[0], data.validation)]
+
+
+def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
+    """The model on each source's held-out text. most: microbatches of each, spread evenly; None for all windows.
+
+    ValueError if the text is in other tokens than the model's, or Transformer Engine serves the model.
+    """
+    if data.tokenizer_path.read_bytes() != (own := saved.run / TOKENIZER).read_bytes():
+        raise ValueError(
+            f"data.tokenizer={saved.config.data.tokenizer}: not the one of the run; set data.tokenizer={own}"
+        )
+    if saved.plan.served_by("transformer_engine"):
+        raise ValueError(
+            "precision.backend=auto: it chose Transformer Engine, whose modules cannot leave FP8 for a while; "
+            "set precision.backend=reference"
+        )
+    t, world = saved.config.trainer, World(saved.device)
+    has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
+    scores = []
+    for source, bins in held_out(data):
+
+        def loss(bins: Bins = bins) -> float:
+            batches = validation_batches(bins, t.sequence_length, t.microbatch_size, most)
+            return mean_loss(saved.model, batches, t.microbatch_size, world)
+
+        windows = bins.num_windows(t.sequence_length)
+        mine, plain = loss(), None
+        if has_fp8:
+            with in_bf16(saved.model):
+                plain = loss()
+        windows = windows if most is None else min(windows, most * t.microbatch_size)
+        scores.append(Scores(source, windows, mine, plain))
+    return scores
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss): of how many tokens, all equally likely, a model with this loss would be as sure."""
+    return math.exp(min(loss, 700.0))

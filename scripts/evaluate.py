@@ -1,0 +1,111 @@
+"""Validation loss and perplexity of a run's checkpoint, in the run's own recipe and in BF16, side by side.
+
+    python scripts/evaluate.py runs/mine                           all held-out text, the newest checkpoint
+    python scripts/evaluate.py runs/mine --step 200 --batches 16   16 microbatches, spread over it, as `eval.batches`
+    python scripts/evaluate.py runs/mine --lm-eval hellaswag,piqa  also the tasks of lm-eval, on the BF16 export
+
+RUN is a run folder, or one of its checkpoints; it is only read. Same model, same weights: the gap is what the casts to
+FP8 cost. KEY=VALUE changes keys of the run's config. --lm-eval needs `pip install "lm-eval[hf]"`, which is no part of
+this project. More: docs/export.md.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli import guarded
+
+if TYPE_CHECKING:
+    from trainer.evaluation import Scores
+    from trainer.saved import Saved
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, evaluate, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")
+    parser.add_argument("--batches", type=int, metavar="N", help="microbatches of each source (all)")
+    parser.add_argument("--lm-eval", metavar="TASKS", help="also tasks of lm-eval, as hellaswag,piqa")
+    given = parser.parse_intermixed_args()
+    if given.batches is not None and given.batches < 1:
+        raise ValueError(f"--batches {given.batches}: out of range; give 1 or more, or leave it out for all text")
+    if given.lm_eval is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(f'--lm-eval {given.lm_eval}: it is not installed; run pip install "lm-eval[hf]"')
+    from trainer.data import prepare
+    from trainer.evaluation import evaluate
+    from trainer.saved import open_run
+
+    saved = open_run(given.run, given.step, given.overrides)
+    data = prepare(saved.config.data, saved.config.model.vocab_size)
+    for remark in saved.remarks:
+        print(remark)
+    if saved.text is not None and saved.text != data.validation.sidecar.sha256:
+        print("the held-out text is another one than the run's")
+    print(f"{saved.checkpoint}, on {saved.device}, sequences of {saved.config.trainer.sequence_length:,} tokens")
+    print("\n".join(["", *table(evaluate(saved, data, given.batches), saved.config.precision.name)]))
+    logged = logged_loss(saved)
+    if logged is not None:
+        print(f"\nthe run logged loss/validation {logged:.4f} at this step", flush=True)
+    if given.lm_eval is not None:
+        run_lm_eval(saved, given.lm_eval)
+
+
+def table(scores: "list[Scores]", recipe: str) -> list[str]:
+    """A row a source."""
+    from trainer.evaluation import perplexity
+
+    both = any(score.bf16 is not None for score in scores)
+    titles = ["", "", recipe, "", *(["bf16", "", "gap"] if both else [])]
+    units = ["source", "sequences", "loss", "perplexity", *(["loss", "perplexity", "nats"] if both else [])]
+    rows = [titles, units]
+    for score in scores:
+        row = [score.source, f"{score.windows:,}", f"{score.own:.4f}", f"{perplexity(score.own):.2f}"]
+        if score.bf16 is not None:
+            row += [f"{score.bf16:.4f}", f"{perplexity(score.bf16):.2f}", f"{score.gap:+.4f}"]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *right]))
+    return lines
+
+
+def logged_loss(saved: "Saved") -> float | None:
+    """What the run itself said of the checkpoint's step."""
+    from trainer.rundir import METRICS
+
+    path = saved.run / METRICS
+    for line in reversed(path.read_text().splitlines()) if path.is_file() else []:
+        if '"loss/validation"' in line and (entry := json.loads(line))["step"] == saved.step:
+            return entry["loss/validation"]
+    return None
+
+
+def run_lm_eval(saved: "Saved", tasks: str) -> None:
+    """lm-eval's own program on the export, which is deleted afterwards; what it prints goes to the terminal."""
+    from trainer.checkpoint.hf_export import Numbers
+    from trainer.hub import export_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_run(saved.checkpoint, out := Path(folder) / "hf", Numbers.bf16)
+        where = ["--model", "hf", "--model_args", f"pretrained={out},dtype=bfloat16", "--device", saved.device.type]
+        done = subprocess.run([sys.executable, "-m", "lm_eval", *where, "--tasks", tasks], check=False)
+    if done.returncode:
+        raise RuntimeError(f"--lm-eval {tasks}: it ended with exit code {done.returncode}; what it said is above")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
