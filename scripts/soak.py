@@ -93,6 +93,8 @@ class Course:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        for path in self.folder.glob("said*.txt"):
+            path.write_text("")
         for rank in range(self.ranks):
             launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
             launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -151,17 +153,17 @@ def fork(words: list[str], environment: dict[str, Any], output: Path) -> int:
         sys.argv = [str(ROOT / "train.py"), *words]
         train(sys.argv[0])
     finally:
-        os._exit(99)
+        os._exit(128 + signal.SIGINT)  # interrupted before it had begun
 
 
 def train(path: str) -> NoReturn:
     """What `python train.py` does."""
-    spec = importlib.util.spec_from_file_location("train", path)
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     code: int = 1
     try:
+        spec = importlib.util.spec_from_file_location("train", path)
+        assert spec is not None and spec.loader is not None
+        program = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(program)
         code = program.main()
     except KeyboardInterrupt:  # before the first line
         code = 128 + signal.SIGINT
@@ -383,6 +385,9 @@ def soak(folder: Path, rounds: int, seed: int, steps: int, ranks: int) -> None:
             raise Wrong(f"course {course.number}: the reference ended with {codes}: {said}")
         here = min(rounds - done, chance.randint(4, 9))
         for left in range(here, 0, -1):
+            if any(path.name == f"step_{steps:08d}" for path in list_checkpoints(course.run / "checkpoints")):
+                here -= left
+                break  # it is done already
             began, at = time.monotonic(), course.step()
             target = min(steps - 1, at + chance.randint(1, max(1, 2 * (steps - at) // (left + 1))))
             course.start("run")

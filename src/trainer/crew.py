@@ -53,7 +53,8 @@ class Terminated(KeyboardInterrupt):
 class Crew:
     """This process's part in the job.
 
-    step: the last one it has begun; 0: none yet. on_end: called with the news, in the process that tells them.
+    step: the last one it has begun; 0: none yet. told: number of the signal that told it to stop before it trained; 0:
+    none. on_end: called with the news, in the process that tells them.
     on_leave: called when all have done their work. overdue: says whether the others should have come to where this rank
     has been; it is asked while main waits for the GPU, say, and can tell nobody.
     """
@@ -61,6 +62,7 @@ class Crew:
     def __init__(self) -> None:
         self.launch = Launch()
         self.step = 0
+        self.told = 0
         self.overdue: Callable[[], bool] = lambda: False
         self.on_end: list[Callable[[News], None]] = []
         self.on_leave: list[Callable[[], None]] = []
@@ -74,7 +76,8 @@ class Crew:
         From here on SIGTERM ends this process as Ctrl-C does: what is half done is undone, and one line says so.
         """
         self.launch = Launch.read(environment)
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGINT, self._told)
+        signal.signal(signal.SIGTERM, self._told)
         return self.launch
 
     @property
@@ -301,7 +304,12 @@ class Crew:
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """torchrun ends the others when one is gone: then the watch has news, and is quicker than this."""
         time.sleep(2 * LOOK_SECONDS)
-        _terminate(number, frame)
+        self._told(number, frame)
+
+    def _told(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Raise, and remember: libraries under way may swallow what is raised."""
+        self.told = number
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def name(self, kind: str, which: object = None) -> str:
         """A key of this attempt's in the store."""
@@ -311,10 +319,6 @@ class Crew:
     def _key(self, kind: str, which: object, value: str) -> None:
         assert self._store is not None
         self._store.set(self.name(kind, which), value)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
 
 
 def _exit(code: int) -> NoReturn:

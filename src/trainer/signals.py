@@ -33,7 +33,7 @@ class StopSignals:
     def __init__(self, world: World | None = None) -> None:
         self.received: str | None = None
         self._world = world if world is not None and world.many else None
-        self._noted = 0
+        self._noted = world.crew.told if world is not None else 0  # before training, and something has swallowed it
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
 
