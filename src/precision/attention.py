@@ -67,16 +67,30 @@ def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -
     bounds [2, B, S] int32: the first position of each position's document, and the one behind its last. Returns them
     where the kernel will serve q, k and v of this dtype and these head sizes, else who sees whom [B, 1, S, S] bool.
     """
+    if _kernel_takes(bounds_2BS.device, dtype, d_qk, d_v):
+        return bounds_2BS.contiguous()
     start_BS = bounds_2BS[0]
     place_S = torch.arange(start_BS.shape[1], device=start_BS.device)
     return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]
 
 
 def _within_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    if mask.dtype is torch.int32:
+        return torch.ops.octet.document_attention(q, k, v, mask, scale)[0]
     narrow = q.shape[-1] - v.shape[-1]
     if narrow <= 0 or q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return F.scaled_dot_product_attention(q, k, F.pad(v, (0, narrow)), mask, scale=scale)[..., :-narrow]
+
+
+def _kernel_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> bool:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    import precision.kernels.attention_ops  # noqa: F401  (makes torch.ops.octet.document_attention)
+    from precision.kernels.document_attention import LARGEST, SHARED_MEMORY
+
+    gpu = torch.cuda.get_device_properties(device)
+    return max(d_qk, d_v) <= LARGEST and gpu.shared_memory_per_block_optin >= SHARED_MEMORY
 
 
 def _cudnn_takes(q: Tensor, v: Tensor) -> bool:

@@ -32,6 +32,8 @@ _ATTENTION = {
     for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 }
 
+_WITHIN_DOCUMENTS = "octet.document_attention.default"  # by name: it exists where it is used
+
 
 def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor") -> None:
     """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's."""
@@ -69,7 +71,8 @@ def _keep_core() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    is_core = op in _ATTENTION or str(op) == _WITHIN_DOCUMENTS
+    return CheckpointPolicy.MUST_SAVE if is_core else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _not_about_in_place(record: logging.LogRecord) -> bool:

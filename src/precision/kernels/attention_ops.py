@@ -1,0 +1,57 @@
+"""Attention within documents as a custom operator of PyTorch with its backward pass: see `document_attention`.
+
+Recomputation knows it by name, and keeps what it returns (`trainer.parallel.blocks`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precision.kernels import document_attention as _kernels
+
+
+@torch.library.custom_op("octet::document_attention", mutates_args=())
+def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `document_attention.forward`: the result and the log-sum-exp, which backward needs."""
+    return _kernels.forward(*map(_readable, (q, k, v)), bounds, scale)
+
+
+@document_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _kernels.by_position(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("octet::document_attention_backward", mutates_args=())
+def document_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `document_attention.backward`."""
+    dout, q, k, v = map(_readable, (dout, q, k, v))
+    return _kernels.backward(dout, q, k, v, bounds, _readable(out), lse.contiguous(), scale)
+
+
+@document_attention_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    D, V = q.shape[-1], v.shape[-1]
+    return _kernels.by_position(q, D), _kernels.by_position(q, D), _kernels.by_position(q, V)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, bounds, *output)
+
+
+def _backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, bounds, out, lse = ctx.saved_tensors
+    dq, dk, dv = document_attention_backward(dout, q, k, v, bounds, out, lse, ctx.scale)
+    return dq, dk, dv, None, None
+
+
+document_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
