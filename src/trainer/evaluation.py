@@ -67,10 +67,10 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
 
     ValueError if the text is in other tokens than the model's, or Transformer Engine serves the model.
     """
-    if data.tokenizer_path.read_bytes() != (own := saved.run / TOKENIZER).read_bytes():
-        raise ValueError(
-            f"data.tokenizer={saved.config.data.tokenizer}: not the one of the run; set data.tokenizer={own}"
-        )
+    own = saved.run / TOKENIZER
+    if data.tokenizer_path.read_bytes() != own.read_bytes():
+        given = saved.config.data.tokenizer or "null"
+        raise ValueError(f"data.tokenizer={given}: the text is not in the tokens of the run; set data.tokenizer={own}")
     if saved.plan.served_by("transformer_engine"):
         raise ValueError(
             "precision.backend=auto: it chose Transformer Engine, whose modules cannot leave FP8 for a while; "

@@ -1,0 +1,112 @@
+"""A checkpoint's validation loss is what the run logged; BF16 stands beside it; the run's folder is only read."""
+
+import importlib.util
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from trainer.config import load
+from trainer.data import prepare
+from trainer.evaluation import Scores, evaluate
+from trainer.saved import open_run
+from trainer.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+EVALUATE = ROOT / "scripts" / "evaluate.py"
+SMALL = [
+    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
+    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
+    "model.moe_intermediate_size=32", "model.num_experts=4", "model.num_mtp_layers=0", "trainer.device=cpu",
+    "trainer.global_batch_size=4", "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2",
+    "eval.every=3", "eval.batches=2", "logging.every=1", "logging.console.enabled=false", "data=text",
+    "data.validation_fraction=0.3", "health.every=0", "checkpoint.keep=0", "checkpoint.every=3", "trainer.max_steps=6",
+]  # fmt: skip
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of two runs: fp8_delayed and fp32."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "text").mkdir()
+    for i in range(12):
+        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(20))
+        (folder / "text" / f"file{i}.txt").write_text(words)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for name in ("fp8_delayed", "fp32"):
+            places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+            Trainer(load(compose("train", [*SMALL, *places, f"precision={name}", f"run.name={name}"]))).train()
+    return folder
+
+
+def logged(run: Path, step: int) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line["loss/validation"] for line in lines if line["step"] == step and "loss/validation" in line)
+
+
+def scores(run: Path, step: int, most: int | None) -> Scores:
+    saved = open_run(run, step)
+    (found,) = evaluate(saved, prepare(saved.config.data, saved.config.model.vocab_size), most)
+    return found
+
+
+def test_the_loss_is_what_the_run_logged(runs: Path) -> None:
+    run = runs / "fp8_delayed"
+    half, whole = scores(run, 3, 2), scores(run, 6, None)
+    assert (half.own, half.windows) == (logged(run, 3), 8), "the same bits"
+    assert whole.own == logged(run, 6) and whole.windows > 8, "at its end, a run looks at all text"
+    assert whole.bf16 is not None and whole.gap == whole.own - whole.bf16 != 0
+    assert abs(whole.own - whole.bf16) < 0.02
+    plain = scores(runs / "fp32", 6, None)
+    assert plain.own == logged(runs / "fp32", 6) and plain.gap is plain.bf16 is None
+
+
+def test_what_is_printed(runs: Path, run_python: Run) -> None:
+    run = runs / "fp8_delayed"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = run_python(EVALUATE, run, "--step", "3", "--batches", "2")
+    assert done.returncode == 0, done.stderr
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    head, row, said = done.stdout.splitlines()[2], done.stdout.splitlines()[4].split(), done.stdout.splitlines()[-1]
+    assert head.split() == ["fp8_delayed", "bf16", "gap"]
+    loss = logged(run, 3)
+    assert row[:4] == ["text", "8", f"{loss:.4f}", f"{math.exp(loss):.2f}"] and len(row) == 7
+    assert float(row[6]) == pytest.approx(float(row[2]) - float(row[4]), abs=2e-4)
+    assert said == f"the run logged loss/validation {loss:.4f} at this step"
+    done = run_python(EVALUATE, runs / "fp32")
+    assert "bf16" not in done.stdout and "step_00000006" in done.stdout and "another one" not in done.stdout
+
+
+def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("other words " * 200)
+    (tmp_path / "b.txt").write_text("and some more " * 200)
+    other = [f"data.path={tmp_path}", "data.validation_fraction=0.5"]
+    wanted = {
+        "--batches 0: out of range": ["--batches", "0"],
+        f"set data.tokenizer={runs / 'fp32' / 'tokenizer.json'}": other,
+        "no such checkpoint": ["--step", "5"],
+    }
+    if importlib.util.find_spec("lm_eval") is None:
+        wanted['--lm-eval piqa: it is not installed; run pip install "lm-eval[hf]"'] = ["--lm-eval", "piqa"]
+    for says, words in wanted.items():
+        done = run_python(EVALUATE, runs / "fp32", *words)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("octet:")]
+        assert done.returncode == 2 and "Traceback" not in done.stderr and says in lines[0], done.stderr
+
+
+def test_other_text_in_the_runs_tokens(runs: Path, run_python: Run, tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"other words, {i} of them. " * 40)
+    words = [
+        f"data.path={tmp_path}",
+        f"data.tokenizer={runs / 'fp32' / 'tokenizer.json'}",
+        "data.validation_fraction=0.5",
+    ]
+    done = run_python(EVALUATE, runs / "fp32", *words)
+    assert done.returncode == 0, done.stderr
+    assert "the held-out text is another one than the run's" in done.stdout
