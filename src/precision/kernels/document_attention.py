@@ -40,7 +40,6 @@ LARGEST = 256  # head size
 SHARED_MEMORY = 200 * 1024  # bytes that a block of threads takes at most
 
 
-# ruff: noqa: E501  (signatures of kernels)
 @triton.jit
 def _rows(base, row, stride, S, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """Rows `row` of a matrix [S, WIDTH], columns from FIRST on; zeros outside."""
