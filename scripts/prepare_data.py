@@ -38,18 +38,24 @@ def run() -> None:
 
 def summary(prepared: Prepared, seconds: float) -> str:
     """What was prepared, one line a fact."""
-    sides = [("train", prepared.train), ("validation", prepared.validation)]
+    sides = [("train", prepared.train)]
+    several = len(prepared.validations) > 1
+    sides += [(f"validation of {name}" if several else "validation", bins) for name, bins in prepared.validations]
     lines = [f"{'prepared' if prepared.built else 'found in the cache'} in {seconds:.1f} s: {prepared.folder}"]
     for name, bins in sides:
         facts = bins.sidecar
+        shards = f" in {len(bins.shards)} shards" if len(bins.shards) > 1 else ""
         lines.append(
-            f"{name}: {facts.num_documents:,} files, {facts.num_text_bytes:,} bytes, {facts.num_tokens:,} tokens "
-            f"({facts.num_text_bytes / facts.num_tokens:.2f} bytes a token)"
+            f"{name}: {facts.num_documents:,} documents, {facts.num_text_bytes:,} bytes, {facts.num_tokens:,} tokens "
+            f"({facts.num_text_bytes / facts.num_tokens:.2f} bytes a token, {facts.dtype}){shards}"
         )
-    if prepared.left_out:
-        lines.append(
-            f"left out: {len(prepared.left_out):,} damaged files: {', '.join(map(str, prepared.left_out[:9]))}"
-        )
+    total = sum(size for _, size in prepared.documents.values())
+    if len(prepared.documents) > 1:
+        shares = (f"{name} {size / total:.1%}" for name, (_, size) in prepared.documents.items())
+        lines.append(f"of the training text: {', '.join(shares)}")
+    lines += [f"left out: {skipped}" for skipped in prepared.skipped[:20]]
+    if len(prepared.skipped) > 20:
+        lines.append(f"left out: the same or else in {len(prepared.skipped) - 20:,} more places, see prepared.json")
     lines.append(f"tokenizer: {prepared.train.sidecar.vocab_size:,} entries, {prepared.tokenizer_path}")
     return "\n".join(lines)
 

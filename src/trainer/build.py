@@ -217,8 +217,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         run.keep(data.tokenizer_path)
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         to, alone = config.health.alerts, world.size == 1
-        if data.left_out:
-            run.notes.append(_left_out(data, run.first_step))
+        run.notes.extend(_left_out(data, run.first_step))
         sinks = Sinks(config.logging, run, t.max_steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
         alerts = _alerts(config, run, world)
@@ -328,13 +327,18 @@ def build_model(
     return plan, model
 
 
-def _left_out(data: Prepared, step: int) -> Note:
-    """Files of the source that are damaged: named, the first of them in the message."""
-    first, count = data.left_out[:5], len(data.left_out)
-    more = f" and {count - len(first)} more" if count > len(first) else ""
-    message = f"{count} damaged file{'s' * (count > 1)} of the data left out: {', '.join(map(str, first))}{more}"
-    paths = [damage.path for damage in data.left_out[:100]]
-    return Note("data", step, message, {"count": count, "paths": paths})
+def _left_out(data: Prepared, step: int) -> list[Note]:
+    """What of the sources is not in the bins: files, and documents of others; the first of them in the message."""
+    notes = []
+    documents = [each for each in data.skipped if each.count]
+    for found, what in ((data.left_out, "damaged file{s} of the data left out"), (documents, "document{s} left out")):
+        if not found:
+            continue
+        first, count = found[:5], sum(each.count or 1 for each in found)
+        more = f" and {len(found) - len(first)} more" if len(found) > len(first) else ""
+        message = f"{count:,} {what.format(s='s' * (count > 1))}: {', '.join(map(str, first))}{more}"
+        notes.append(Note("data", step, message, {"count": count, "paths": [each.path for each in found[:100]]}))
+    return notes
 
 
 def _identity(config: Config) -> dict:

@@ -1,18 +1,23 @@
-"""Text to batches: corpus -> tokenizer -> bins -> loader.
+"""Text to batches: sources -> tokenizer -> bins -> loader.
 
-    files (corpus)  ->  byte-level BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
-    |___________ prepare(): once, cached by the source's fingerprint ____________|
+    documents (sources)  ->  BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
+    |_____ prepare(): once, by several processes, cached by the sources' state ______|
 
 `prepare` is the only entry that writes; everything after it reads the files window by window. `bigram_loss` is the bar
-that a trained model has to clear on the same bins.
+that a trained model has to clear on the same bins. The processes that prepare import this package and have no use for
+torch, which takes seconds: the loader, which does, is imported when it is asked for.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
 from trainer.data.config import DataConfig, Source, check_data
-from trainer.data.loader import Loader, validation_batches
 from trainer.data.prepare import Prepared, Progress, prepare
 from trainer.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from trainer.data.loader import Loader, validation_batches
 
 __all__ = [
     "Bins",
@@ -28,3 +33,11 @@ __all__ = [
     "prepare",
     "validation_batches",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Loader", "validation_batches"):
+        from trainer.data import loader
+
+        return getattr(loader, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

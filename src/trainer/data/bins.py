@@ -1,13 +1,15 @@
-"""Bins: all tokens of a split in one file, with a JSON sidecar that says what they are.
+"""Bins: all tokens of a split in files (shards), each with a JSON sidecar that says what it is.
 
     train.bin    ids, little-endian uint16 (uint32 above 65536 entries):  E d d d d E d d E d d d E   (E: end of text)
-    train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, fingerprint of the source
+    train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, name and fingerprint of the source
 
-The leading end-of-text makes the first token of the first document a target too. `Bins.open` checks size and SHA-256
-(about a second a gigabyte), so that a truncated or altered file, or one of another tokenizer, is refused instead of
-trained on.
+A shard begins and ends with end-of-text, so that it is whole by itself and the first token of its first document is a
+target too. `Bins` is one shard or several, read as one stream: the end of a shard and the beginning of the next are the
+same token, counted once. Windows go over such a seam as over any other end of a document: no token is lost or read
+twice, whatever the number of shards. `Bins.open` checks size and SHA-256 (about a second a gigabyte, several shards at
+once), so that a truncated or altered file, or one of another tokenizer, is refused instead of trained on.
 
-Windows are read from the open file (one `pread` each, some microseconds) and not from a memory map: what a disk cannot
+Windows are read from the open files (one `pread` each, some microseconds) and not from a memory map: what a disk cannot
 deliver, or what was cut off under a run, is an error that names the file here, and a SIGBUS without a word there. A
 file that is deleted under a run stays readable until the run ends.
 """
@@ -17,17 +19,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import weakref
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from itertools import chain
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from trainer.data.tokenizer import file_hash
 
-FORMAT = 1  # of bin and sidecar; raised when either changes meaning
+FORMAT = 2  # of bin and sidecar; raised when either changes meaning
+SPARE_FILES = 256  # that a process may need open beside the shards
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,12 @@ class Sidecar:
     """What the ids of a bin are; field for field the JSON beside it."""
 
     format: int
+    source: str
+    """Name of the source, or of those that are mixed."""
     num_tokens: int
     num_documents: int
     num_text_bytes: int
     """UTF-8 bytes of the documents: with num_tokens, the compression."""
-    num_skipped_files: int
-    """Files of the whole source that are damaged and were left out."""
     dtype: str
     sha256: str
     vocab_size: int
@@ -54,8 +58,8 @@ class DamagedShard(OSError):
     """A file of the data can no longer be read as it was when it was checked; the message names it and says why."""
 
 
-class Bins:
-    """One split, open for reading, and its `sidecar`."""
+class Shard:
+    """One file of tokens, open for reading, and its `sidecar`."""
 
     def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
         """tokens [num_tokens], uint16 or uint32: to be used instead of what is in the file `path`."""
@@ -68,21 +72,16 @@ class Bins:
             weakref.finalize(self, os.close, self._file)
 
     @classmethod
-    def open(cls, path: str | Path, tokenizer_hash: str) -> Bins:
-        """Map `path` (NAME.bin, with NAME.json beside it) and check it.
-
-        ValueError, naming the file, if it is missing, truncated or altered, or made with another tokenizer.
-        """
-        path = Path(path)
+    def open(cls, path: Path, tokenizer_hash: str) -> Shard:
+        """ValueError, naming the file, if it is missing, truncated or altered, or made with another tokenizer."""
         fix = f"delete {path.parent} and prepare the data again"
-        sidecar = _read_sidecar(path.with_suffix(".json"), fix)
+        sidecar = read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:
             raise ValueError(
                 f"bins {path}: packed with tokenizer {sidecar.tokenizer_hash[:12]}, "
                 f"not with {tokenizer_hash[:12]}: {fix}"
             )
-        dtype = _stored(sidecar.dtype)
-        expected = sidecar.num_tokens * dtype.itemsize
+        expected = sidecar.num_tokens * stored(sidecar.dtype).itemsize
         if not path.is_file():
             raise ValueError(f"bins {path}: the file is missing: {fix}")
         if path.stat().st_size != expected:
@@ -91,10 +90,91 @@ class Bins:
             raise ValueError(f"bins {path}: the contents are not those that its sidecar describes (SHA-256): {fix}")
         return cls(path, sidecar)
 
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from number `start` on, uint16 or uint32.
+
+        DamagedShard if they cannot be read, are cut off, or are not of the vocabulary.
+        """
+        if self._tokens is not None:
+            return self._tokens[start : start + count]
+        dtype = stored(self.sidecar.dtype)
+        position, missing, blocks = start * dtype.itemsize, count * dtype.itemsize, []
+        while missing:
+            try:
+                block = os.pread(self._file, missing, position)
+            except OSError as error:
+                raise self.damaged(f"cannot be read at byte {position} ({error.strerror})") from error
+            if not block:
+                raise self.damaged(f"ends at byte {os.fstat(self._file).st_size}")
+            blocks.append(block)
+            position, missing = position + len(block), missing - len(block)
+        tokens = np.frombuffer(b"".join(blocks), dtype)
+        if count and (largest := int(tokens.max())) >= self.sidecar.vocab_size:
+            raise self.damaged(f"has the token {largest} and a vocabulary of {self.sidecar.vocab_size} entries")
+        return tokens
+
+    def damaged(self, why: str) -> DamagedShard:
+        """The error that says so."""
+        fix = f"delete {self.path.parent}, which is then prepared again, and go on with run.resume=auto"
+        return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
+
+
+class Bins:
+    """One split, open for reading, and the `sidecar` of all of it."""
+
+    def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
+        """One shard; tokens as `Shard`'s. For several: `open` and `join`."""
+        self._hold([Shard(path, sidecar, tokens)])
+
+    def _hold(self, shards: Sequence[Shard]) -> None:
+        self.shards = tuple(shards)
+        first = self.shards[0]
+        # the first token of a later shard is the last of the one before
+        sizes = [shard.sidecar.num_tokens - (shard is not first) for shard in self.shards]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.path = first.path
+        """The file, or a pattern that stands for all of them."""
+        self.sidecar = first.sidecar
+        if len(self.shards) > 1:
+            self.path = first.path.with_name(f"{first.path.stem.split('-')[0]}-*.bin")
+            sides = [shard.sidecar for shard in self.shards]
+            self.sidecar = replace(
+                first.sidecar,
+                source="+".join(dict.fromkeys(name for side in sides for name in side.source.split("+"))),
+                num_tokens=int(self._starts[-1]),
+                num_documents=sum(side.num_documents for side in sides),
+                num_text_bytes=sum(side.num_text_bytes for side in sides),
+                dtype="uint32" if any(side.dtype == "uint32" for side in sides) else "uint16",
+                sha256=hashlib.sha256("\n".join(side.sha256 for side in sides).encode()).hexdigest(),
+            )
+
+    @classmethod
+    def open(cls, paths: str | Path | Sequence[Path], tokenizer_hash: str) -> Bins:
+        """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order) and check them.
+
+        ValueError, naming the file, if one is missing, truncated or altered, or made with another tokenizer.
+        """
+        files = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
+        _allow_open_files(len(files))
+        with ThreadPoolExecutor(min(8, len(files))) as pool:
+            shards = list(pool.map(lambda path: Shard.open(path, tokenizer_hash), files))
+        return cls._of(shards)
+
+    @classmethod
+    def join(cls, bins: Sequence[Bins]) -> Bins:
+        """All shards of several, one after the other. One: itself."""
+        return bins[0] if len(bins) == 1 else cls._of([shard for part in bins for shard in part.shards])
+
+    @classmethod
+    def _of(cls, shards: Sequence[Shard]) -> Bins:
+        made = cls.__new__(cls)
+        made._hold(shards)
+        return made
+
     @property
     def tokens(self) -> np.ndarray:
         """All tokens [num_tokens], uint16 or uint32, read at each call. DamagedShard as `gather`."""
-        return self._read(0, self.num_tokens) if self._tokens is None else self._tokens
+        return self.read(0, self.num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -109,101 +189,59 @@ class Bins:
 
         DamagedShard, naming the file, if they cannot be read, are cut off, or are not of the vocabulary.
         """
-        if self._tokens is not None:
-            index = windows.astype(np.int64)[:, None] * sequence_length + np.arange(sequence_length + 1)
-            return self._tokens[index].astype(np.int64)
-        rows = [self._read(int(window) * sequence_length, sequence_length + 1) for window in windows]
-        tokens = np.stack(rows).astype(np.int64)
-        if tokens.max() >= self.sidecar.vocab_size:
-            raise self._damaged(f"has the token {tokens.max()} and a vocabulary of {self.sidecar.vocab_size} entries")
-        return tokens
+        rows = [self.read(int(window) * sequence_length, sequence_length + 1) for window in windows]
+        return np.stack(rows).astype(np.int64)
 
-    def _read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from number `start` on."""
-        dtype = _stored(self.sidecar.dtype)
-        position, missing, blocks = start * dtype.itemsize, count * dtype.itemsize, []
-        while missing:
-            try:
-                block = os.pread(self._file, missing, position)
-            except OSError as error:
-                raise self._damaged(f"cannot be read at byte {position} ({error.strerror})") from error
-            if not block:
-                raise self._damaged(f"ends at byte {os.fstat(self._file).st_size}")
-            blocks.append(block)
-            position, missing = position + len(block), missing - len(block)
-        return np.frombuffer(b"".join(blocks), dtype)
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens of the stream from number `start` on, uint16 or uint32."""
+        pieces = []
+        while count:
+            number, place = self._place(start)
+            shard = self.shards[number]
+            here = min(count, shard.sidecar.num_tokens - place)
+            pieces.append(shard.read(place, here))
+            start, count = start + here, count - here
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _damaged(self, why: str) -> DamagedShard:
-        fix = f"delete {self.path.parent}, which is then prepared again, and go on with run.resume=auto"
-        return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
+    def _place(self, position: int) -> tuple[int, int]:
+        """Which shard a token of the stream is in, and where."""
+        number = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return number, position - int(self._starts[number]) + (number > 0)
 
 
-def write_bins(
-    path: Path,
-    pieces: Iterable[tuple[np.ndarray, bool]],
-    *,
-    vocab_size: int,
-    end_of_text: int,
-    num_text_bytes: int,
-    num_skipped_files: int,
-    tokenizer_hash: str,
-    source_fingerprint: str,
-) -> Sidecar:
-    """Write NAME.bin and NAME.json, and have the disk hold both before returning.
-
-    A piece is (ids, whether they end a document): the end-of-text token goes between documents and before the first.
-    """
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    end = np.array([end_of_text])
-    digest = hashlib.sha256()
-    num_tokens = num_documents = 0
-    with path.open("wb") as file:
-        for ids, ends_document in chain([(end, False)], pieces):
-            for part in (ids, end) if ends_document else (ids,):
-                block = part.astype(_stored(dtype)).tobytes()
-                file.write(block)
-                digest.update(block)
-                num_tokens += len(part)
-            num_documents += ends_document
-        file.flush()
-        os.fsync(file.fileno())
-    sidecar = Sidecar(
-        format=FORMAT,
-        num_tokens=num_tokens,
-        num_documents=num_documents,
-        num_text_bytes=num_text_bytes,
-        num_skipped_files=num_skipped_files,
-        dtype=dtype,
-        sha256=digest.hexdigest(),
-        vocab_size=vocab_size,
-        end_of_text=end_of_text,
-        tokenizer_hash=tokenizer_hash,
-        source_fingerprint=source_fingerprint,
-    )
-    with path.with_suffix(".json").open("w") as file:
-        file.write(json.dumps(asdict(sidecar), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return sidecar
-
-
-def _stored(dtype: str) -> np.dtype:
+def stored(dtype: str) -> np.dtype:
+    """How ids of a dtype lie in the file."""
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _read_sidecar(path: Path, fix: str) -> Sidecar:
+def read_sidecar(path: Path, fix: str) -> Sidecar:
     """ValueError, naming the file, unless it is a sidecar of this format, field for field."""
     if not path.is_file():
         raise ValueError(f"bins sidecar {path}: the file is missing: {fix}")
     try:
         values = json.loads(path.read_text())
-        sidecar = Sidecar(**values)
-    except (ValueError, TypeError):
+        version = values.get("format")
+        sidecar = Sidecar(**values) if version == FORMAT else None
+    except (ValueError, TypeError, AttributeError):
         raise ValueError(f"bins sidecar {path}: cannot be read: {fix}") from None
+    if sidecar is None:
+        raise ValueError(f"bins sidecar {path}: has format {version}, this version reads {FORMAT}: {fix}")
     types = {"int": int, "str": str}
     good = all(type(values[field.name]) is types[str(field.type)] for field in fields(Sidecar))
     if not good or sidecar.dtype not in ("uint16", "uint32") or sidecar.num_tokens < 1:
         raise ValueError(f"bins sidecar {path}: has a value that makes no sense: {fix}")
-    if sidecar.format != FORMAT:
-        raise ValueError(f"bins sidecar {path}: has format {sidecar.format}, this version reads {FORMAT}: {fix}")
     return sidecar
+
+
+def _allow_open_files(count: int) -> None:
+    """Let this process hold so many more files open. ValueError if the system does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ValueError(
+            f"data.shard_mb: the data has {count} shards, and a process may hold {hard} files open (ulimit -Hn): "
+            "prepare it in larger shards"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,7 +1,8 @@
-"""What text to train on. The dataclass is the schema of the `data` section; `check_data` holds what it cannot say."""
+"""What text to train on. Dataclasses are the schema of the `data` section; `check_data` holds what they cannot say."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,6 +15,53 @@ class Source(Enum):
 
     stdlib = "stdlib"
     text = "text"
+    files = "files"
+    hf = "hf"
+    bins = "bins"
+
+
+class Format(Enum):
+    """What a file of `files` is."""
+
+    auto = "auto"
+    jsonl = "jsonl"
+    parquet = "parquet"
+    text = "text"
+
+
+class Stop(Enum):
+    """When a mixture with weights has been read."""
+
+    first_exhausted = "first_exhausted"
+    all_exhausted = "all_exhausted"
+
+
+@dataclass
+class MixEntry:
+    """One source of several. Null: what the `data` section itself says."""
+
+    name: str
+    """What it is called in summaries and in evaluation: letters, digits, _ and -."""
+    weight: float | None = None
+    """Its share of the text, relative to the others' weights. Null for all: everything, once."""
+    source: Source | None = None
+    """stdlib, text, files, hf or bins."""
+    path: str | None = None
+    """As data.path."""
+    glob: str | None = None
+    """As data.glob."""
+    format: Format | None = None
+    """As data.format."""
+    text_column: str | None = None
+    """As data.text_column."""
+    subset: str | None = None
+    """As data.subset."""
+    split: str | None = None
+    """As data.split."""
+    revision: str | None = None
+    """As data.revision."""
+    streaming: bool | None = None
+    """As data.streaming."""
 
 
 @dataclass
@@ -21,41 +69,96 @@ class DataConfig:
     """The corpus, its split, its tokenizer and the cache of what is made of them."""
 
     source: Source = Source.stdlib
-    """stdlib: the source text of Python's own standard library, found on this machine; text: the folder `path`."""
+    """stdlib: the source text of Python's own standard library, found on this machine; text: a folder of text files;
+    files: jsonl, parquet and text, compressed or not; hf: a Hugging Face dataset; bins: what was prepared before."""
     path: str | None = None
-    """Folder of UTF-8 text files, one document a file (source: text). Null with source: stdlib."""
+    """text, files: the folder (files: or one file); hf: name on the hub, or a folder; bins: the folder that
+    prepare_data.py made. Null with stdlib, and where `mix` names the sources."""
     glob: str = "**/*.py"
-    """Files below the folder that are documents, matched on their path inside it; ** stands for any number of folders.
-    Names that begin with a dot and links to folders are left out."""
+    """Files below the folder that are read, matched on their path inside it; ** stands for any number of folders, and
+    | stands between alternatives. Names that begin with a dot and links to folders are left out."""
     exclude: list[str] = field(
         default_factory=lambda: ["site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"]
     )
     """Folders of these names (* and ? allowed), at any depth, are left out."""
+    format: Format = Format.auto
+    """files: what they are. auto: by name, .jsonl .ndjson .json (an object a line), .parquet, .txt .text .md (one
+    document a file), each also with .gz or .zst, parquet excepted."""
+    text_column: str = "text"
+    """files, hf: the key or column that holds the text."""
+    subset: str | None = None
+    """hf: the dataset's configuration. Null: its default."""
+    split: str = "train"
+    """hf: which split is read. What is held out for validation is taken from it."""
+    revision: str | None = None
+    """hf: commit, tag or branch on the hub. Null: the newest when the data is prepared."""
+    streaming: bool = False
+    """hf: read while it is downloaded, without a copy on the disk."""
+    mix: list[MixEntry] = field(default_factory=list)
+    """Several sources, each with a validation set of its own. Empty: the one above."""
+    stop: Stop = Stop.first_exhausted
+    """With weights: first_exhausted: until a source is used up, nothing twice, the rest of the others is left out;
+    all_exhausted: until each has been read whole, the small ones again and again."""
     validation_fraction: float = 0.05
-    """Share of the files that is held out. A file is on one side or the other by the hash of its path alone."""
+    """Share of the documents that is held out, each by a hash: of a file's path where a file is a document, else of the
+    text, so that equal documents are on one side."""
     tokenizer: str | None = None
-    """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training files."""
+    """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training text."""
     tokenizer_sample_mb: int = 64
-    """Megabytes of training text that the BPE learns from: a random but fixed sample where there is more."""
+    """Megabytes of training text that the BPE learns from: a fixed sample where there is more."""
     end_of_text: str = "<|endoftext|>"
     """The token after each document. Must exist in `tokenizer` where one is given."""
     skip_damaged: bool = False
-    """Leave out files that are not UTF-8 text or cannot be read: named, counted, and the same ones when the run goes
-    on. false: such a file is an error that names it."""
+    """Leave out what cannot be read (files, lines, documents that are not text): named, counted, and the same when the
+    run goes on. false: the first of it is an error that names it."""
+    workers: int | None = None
+    """Processes that prepare the data. Null: one a core. The result is the same."""
+    shard_mb: int = 128
+    """Megabytes of text that make a file of tokens, and the work of one process at a time."""
     cache_dir: str = ".cache/data"
     """Folder of the prepared tokenizer and bins, one subfolder for each state of the source."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """One source, every setting filled in."""
+
+    name: str
+    key: str
+    """How its settings are called in messages: data, or data.mix[0]."""
+    weight: float | None
+    source: Source
+    path: str | None
+    glob: str
+    exclude: tuple[str, ...]
+    format: Format
+    text_column: str
+    subset: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+
+
+def parts(data: DataConfig) -> list[Part]:
+    """The sources of `data`, in order."""
+    keys = ("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming")
+    own = {key: getattr(data, key) for key in keys}
+    exclude = tuple(data.exclude)
+    if not data.mix:
+        return [Part(name=data.source.value, key="data", weight=None, exclude=exclude, **own)]
+    entries = []
+    for number, entry in enumerate(data.mix):
+        given = {key: value for key in keys if (value := getattr(entry, key)) is not None}
+        key = f"data.mix[{number}]"
+        entries.append(Part(name=entry.name, key=key, weight=entry.weight, exclude=exclude, **(own | given)))
+    return entries
+
+
 def check_data(data: DataConfig, vocab_size: int) -> None:
-    """Raise ValueError for settings that cannot work; looks at no file but `data.path` and `data.tokenizer`."""
-    if data.source is Source.text and data.path is None:
-        raise ValueError("data.path=null: data.source=text needs a folder of text files: set data.path=FOLDER")
-    if data.source is Source.stdlib and data.path is not None:
-        raise ValueError(
-            f"data.path={data.path}: data.source=stdlib finds its own folder: set data=text to read this one"
-        )
-    if data.path is not None and not Path(data.path).is_dir():
-        raise ValueError(f"data.path={data.path}: there is no such folder: give an existing one")
+    """Raise ValueError for settings that cannot work; looks at no file but the paths and `data.tokenizer`."""
+    _check_mix(data)
+    for part in parts(data):
+        _check_part(part)
     if not 0.0 < data.validation_fraction < 1.0:
         raise ValueError(
             f"data.validation_fraction={data.validation_fraction}: must lie between 0 and 1, for example 0.05"
@@ -64,14 +167,61 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         raise ValueError(
             f"data.tokenizer={data.tokenizer}: there is no such file: give a tokenizer.json, or null to train one"
         )
-    if data.tokenizer_sample_mb < 1:
-        raise ValueError(
-            f"data.tokenizer_sample_mb={data.tokenizer_sample_mb}: the tokenizer needs text: set at least 1"
-        )
+    for key, why in (("tokenizer_sample_mb", "the tokenizer needs text"), ("shard_mb", "a shard needs text")):
+        if getattr(data, key) < 1:
+            raise ValueError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
+    if data.workers is not None and data.workers < 1:
+        raise ValueError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
     if not data.end_of_text:
         raise ValueError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
-    if data.tokenizer is None and vocab_size < SMALLEST_VOCABULARY:
+    trains = data.tokenizer is None and all(part.source is not Source.bins for part in parts(data))
+    if trains and vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
             f"model.vocab_size={vocab_size}: a byte-level tokenizer has an entry for each of the 256 bytes and one for "
             f"the end of text: set at least {SMALLEST_VOCABULARY}"
         )
+
+
+def _check_mix(data: DataConfig) -> None:
+    if not data.mix:
+        return
+    if data.path is not None:
+        raise ValueError(f"data.path={data.path}: data.mix names the sources: give each its path there, or no mix")
+    names = [entry.name for entry in data.mix]
+    for number, entry in enumerate(data.mix):
+        key = f"data.mix[{number}]"
+        if not re.fullmatch(r"[\w-]+", entry.name, re.ASCII) or entry.name in names[:number]:
+            why = "is taken" if entry.name in names[:number] else "is no name for a file"
+            raise ValueError(f"{key}.name={entry.name}: {why}: use letters, digits, _ and -, each name once")
+        if entry.weight is not None and not 0 < entry.weight < float("inf"):
+            raise ValueError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
+        if (entry.weight is None) != (data.mix[0].weight is None):
+            raise ValueError(f"{key}.weight={entry.weight}: give all sources a weight, or none")
+    kinds = {part.source is Source.bins for part in parts(data)}
+    if kinds == {True, False}:
+        raise ValueError("data.mix: bins are prepared already and go with bins only: prepare the others first")
+    if kinds == {True} and data.mix[0].weight is not None:
+        raise ValueError("data.mix[0].weight: bins are read whole; give weights when they are prepared")
+
+
+def _check_part(part: Part) -> None:
+    key, path = part.key, part.path
+    if part.source is Source.stdlib:
+        if path is not None:
+            raise ValueError(
+                f"{key}.path={path}: {key}.source=stdlib finds its own folder: set data=text to read this one"
+            )
+        return
+    wanted = {
+        Source.text: "a folder of text files: set {}.path=FOLDER",
+        Source.files: "a folder of files: set {}.path=FOLDER",
+        Source.hf: "a dataset: set {}.path to its name or folder",
+        Source.bins: "the folder of prepared data: set {}.path=FOLDER",
+    }[part.source].format(key)
+    if path is None:
+        raise ValueError(f"{key}.path=null: {key}.source={part.source.value} needs {wanted}")
+    if part.source is Source.hf:
+        if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+            raise ValueError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
+    elif not Path(path).is_dir() and not (part.source is Source.files and Path(path).is_file()):
+        raise ValueError(f"{key}.path={path}: there is no such folder: give an existing one")

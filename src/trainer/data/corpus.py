@@ -15,13 +15,13 @@ import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
-from trainer.data.config import DataConfig, Source
+from trainer.data.config import DataConfig, Part, Source
 
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
 
@@ -61,6 +61,8 @@ class Corpus:
     documents: tuple[Document, ...]
     missing: tuple[Damage, ...] = ()
     """What ought to be there and is not: links to nothing, folders that cannot be listed."""
+    empty: tuple[str, ...] = ()
+    """Files without a byte."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,11 +80,14 @@ class Corpus:
         return digest.hexdigest()
 
 
-def scan(data: DataConfig) -> Corpus:
+def scan(data: DataConfig | Part) -> Corpus:
     """List the corpus. ValueError if no file of it has text."""
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
-    pattern = data.glob.split("/")
-    documents, missing = [], []
+    if root.is_file():
+        status = root.stat()
+        return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
+    patterns = [pattern.strip().split("/") for pattern in data.glob.split("|")]
+    documents, missing, empty = [], [], []
 
     def unlisted(error: OSError) -> None:
         path = Path(error.filename)
@@ -93,7 +98,7 @@ def scan(data: DataConfig) -> Corpus:
         folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(name, data.exclude)]
         inside = Path(folder).relative_to(root).parts
         for name in names:
-            if name.startswith(".") or not _matches([*inside, name], pattern):
+            if name.startswith(".") or not any(_matches([*inside, name], pattern) for pattern in patterns):
                 continue
             path = "/".join([*inside, name])
             try:
@@ -103,15 +108,19 @@ def scan(data: DataConfig) -> Corpus:
                 continue
             if stat.S_ISREG(status.st_mode) and status.st_size:
                 documents.append(Document(path, status.st_size, status.st_mtime_ns))
+            elif stat.S_ISREG(status.st_mode):
+                empty.append(path)
     if not documents:
         fix = (
-            "check data.glob and data.exclude"
-            if data.source is Source.text
-            else "train on a folder with data=text data.path=FOLDER"
+            "train on a folder with data=text data.path=FOLDER"
+            if data.source is Source.stdlib
+            else "check data.glob and data.exclude"
         )
         raise ValueError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
     by_path = attrgetter("path")
-    return Corpus(root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)))
+    return Corpus(
+        root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))
+    )
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
@@ -153,7 +162,7 @@ def read_pieces(path: Path) -> Iterator[str]:
             yield piece + file.readline()
 
 
-def _is_excluded(name: str, exclude: list[str]) -> bool:
+def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in exclude)
 
 

@@ -1,15 +1,16 @@
-"""Prepare: from a folder of text to a tokenizer and two bins, once for each state of the source.
+"""Prepare: from sources of text to a tokenizer and bins, once for each state of the sources.
 
-    cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json  left_out.json
+    cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json  prepared.json
 
-The folder's name is a hash of everything that the contents depend on: the source's fingerprint and the settings. A
-changed source therefore has another name, and a run that still reads the old bins keeps them. The folder is built under
-another name and renamed when complete, so that one killed halfway is never taken for a whole one; a file lock lets one
-process build while others wait for it.
+Large corpora have train-00000.bin, train-00001.bin, ...; several sources validation-NAME.bin each. The folder's name is
+a hash of everything that the contents depend on: the sources' fingerprints and the settings. A changed source therefore
+has another name, and a run that still reads the old bins keeps them. The folder is built under another name, shard by
+shard (`packing`), and renamed when complete, so that one killed halfway is never taken for a whole one; the next
+process keeps the shards that are whole and goes on. A file lock lets one process build while others wait for it.
 
-A file that is damaged (not UTF-8 text, unreadable, a link to nothing) is an error that names it, unless
-`data.skip_damaged` allows to leave it out. What is left out is decided once, here, and stands in left_out.json and in
-the fingerprint of the bins: a run that goes on has the same tokens in the same order, whatever has become of the file.
+What is damaged (files that cannot be read, documents that are not text) is an error that names it, unless
+`data.skip_damaged` allows to leave it out. What is left out is decided once, here, and stands in prepared.json: a run
+that goes on has the same tokens in the same order, whatever has become of the source.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from trainer.data.bins import FORMAT, Bins, write_bins
-from trainer.data.config import DataConfig, check_data
-from trainer.data.corpus import Corpus, Damage, Document, read_pieces, scan, split, whats_wrong
-from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, train_tokenizer
+from trainer.data.bins import FORMAT, Bins, Shard
+from trainer.data.config import DataConfig, Part, Source, check_data, parts
+from trainer.data.documents import EMPTY, SkipLog, Skipped
+from trainer.data.packing import Done, Packing, Work, read_done
+from trainer.data.shards import ShardWriter, write_json
+from trainer.data.sources import Reader, mixed, open_source
+from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, train_tokenizer
+from trainer.data.workers import pack_all
 
-BATCH_CHARACTERS = 1 << 23  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
 REPORT_SECONDS = 0.2
-LEFT_OUT = "left_out.json"
+SUMMARY = "prepared.json"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all (0 where that is not known)."""
@@ -47,46 +51,74 @@ class Prepared:
     folder: Path
     train: Bins
     validation: Bins
+    """Of all sources together."""
     tokenizer_path: Path
     tokenizer_hash: str
     """SHA-256 of tokenizer.json."""
     built: bool
     """Whether this call made it; False when it was found in the cache."""
-    left_out: tuple[Damage, ...] = ()
-    """Files of the source that are damaged, so that their text is not here."""
+    validations: tuple[tuple[str, Bins], ...]
+    """Of each source: its name, and what was held out of it."""
+    documents: dict[str, tuple[int, int]]
+    """Of each source: how many documents the training bins have, and their bytes."""
+    skipped: tuple[Skipped, ...] = ()
+    """What of the sources is not here, and why."""
+
+    @property
+    def left_out(self) -> tuple[Skipped, ...]:
+        """Whole files, or the rest of some, that are damaged."""
+        return tuple(each for each in self.skipped if not each.count)
 
 
-def prepare(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Prepared:
+def prepare(
+    data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
+) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
-    Safe to call from several processes at once. ValueError, one line, for settings that cannot work, a source without
-    text, damaged files (unless `data.skip_damaged`), and a cache whose files are not what they were when written.
+    folder: where they shall be instead of in the cache. Safe to call from several processes at once. ValueError, one
+    line, for settings that cannot work, a source without text, what is damaged (unless `data.skip_damaged`), and a
+    cache whose files are not what they were when written.
     """
     check_data(data, vocab_size)
     report = progress or _silent
-    corpus = scan(data)
-    folder = Path(data.cache_dir) / f"{data.source.value}-{_key(data, vocab_size, corpus)}"
-    built = False
-    if not folder.is_dir():
-        lock = _lock(folder, data.cache_dir, report)
+    sources = parts(data)
+    if sources[0].source is Source.bins:
+        prepared = _open_all(sources)
+        if data.tokenizer is not None and file_hash(Path(data.tokenizer)) != prepared.tokenizer_hash:
+            raise ValueError(
+                f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
+            )
+        _check_entries(prepared.train.sidecar.vocab_size, vocab_size)
+        return prepared
+    readers = [open_source(part, data.validation_fraction) for part in sources]
+    key = _key(data, vocab_size, readers)
+    place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
+    if not place.is_dir():
+        lock = _lock(place, data.cache_dir, report)
         try:
-            if not folder.is_dir():
-                _build(folder, corpus, data, vocab_size, report)
+            if not place.is_dir():
+                _build(place, readers, data, vocab_size, key, report)
                 built = True
         except OSError as error:  # of writing: what cannot be read has been told
-            shutil.rmtree(_partial(folder), ignore_errors=True)
+            shutil.rmtree(_partial(place), ignore_errors=True)
             raise ValueError(
-                f"data.cache_dir={data.cache_dir}: {folder.name} cannot be written ({error.strerror or error}): "
+                f"data.cache_dir={data.cache_dir}: {place.name} cannot be written ({error.strerror or error}): "
                 "free space there, or set another folder"
             ) from error
         finally:
             lock.release()
-    prepared = _open(folder, built)
-    if prepared.left_out and not data.skip_damaged:
-        raise _refusal(corpus.root, prepared.left_out, f", and delete {folder}")
+    if folder is not None and _summary(folder)["key"] != key:
+        raise ValueError(f"{folder}: holds other data than this, or from another state of the source: name another")
+    prepared = _open(place, built)
+    damaged = [each for each in prepared.skipped if each.why != EMPTY]
+    if damaged and not data.skip_damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        raise ValueError(
+            f"data.skip_damaged=false: {damaged[0]}{more} cannot be used: repair or remove what is damaged, and delete "
+            f"{place}; or set data.skip_damaged=true to train without it"
+        )
     entries = prepared.train.sidecar.vocab_size
-    if entries > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
+    _check_entries(entries, vocab_size)
     if entries < vocab_size and data.tokenizer is None:
         warnings.warn(f"model.vocab_size={vocab_size}: the text gives a tokenizer of only {entries}", stacklevel=2)
     return prepared
@@ -94,6 +126,15 @@ def prepare(data: DataConfig, vocab_size: int, progress: Progress | None = None)
 
 def _silent(what: str, done: int, total: int) -> None:
     """Progress for a caller who asked for none."""
+
+
+def _name(data: DataConfig) -> str:
+    return "mix" if data.mix else data.source.value
+
+
+def _check_entries(entries: int, vocab_size: int) -> None:
+    if entries > vocab_size:
+        raise ValueError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
 
 
 def _lock(folder: Path, cache_dir: str, report: Progress) -> FileLock:
@@ -113,44 +154,89 @@ def _lock(folder: Path, cache_dir: str, report: Progress) -> FileLock:
     return lock
 
 
-def _key(data: DataConfig, vocab_size: int, corpus: Corpus) -> str:
+def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
     """16 hex digits over everything that the folder's contents depend on."""
-    parts = {
+    columns = [
+        [reader.part.name, reader.part.weight, reader.part.text_column, reader.part.format.value] for reader in readers
+    ]
+    parts_of_it = {
         "format": FORMAT,
-        "source": corpus.fingerprint,
+        "sources": [reader.fingerprint for reader in readers],
+        "columns": columns,
+        "stop": data.stop.value if readers[0].part.weight is not None else None,
         "validation_fraction": data.validation_fraction,
+        "shard_mb": data.shard_mb,
         "end_of_text": data.end_of_text,
         "tokenizer": file_hash(Path(data.tokenizer)) if data.tokenizer else [vocab_size, data.tokenizer_sample_mb],
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(parts_of_it, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _open(folder: Path, built: bool) -> Prepared:
+def _summary(folder: Path) -> dict:
+    """What prepared.json says."""
+    try:
+        return json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{folder / SUMMARY}: cannot be read: delete {folder} and prepare the data again, if it is prepared data"
+        ) from None
+
+
+def _open(folder: Path, built: bool = False) -> Prepared:
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise ValueError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
     tokenizer_hash = file_hash(tokenizer_path)
-    train = Bins.open(folder / "train.bin", tokenizer_hash)
-    validation = Bins.open(folder / "validation.bin", tokenizer_hash)
-    return Prepared(folder, train, validation, tokenizer_path, tokenizer_hash, built, _left_out(folder, train))
+    facts = _summary(folder)
+    held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
+    return Prepared(
+        folder=folder,
+        train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
+        validation=Bins.join([bins for _, bins in held_out]),
+        tokenizer_path=tokenizer_path,
+        tokenizer_hash=tokenizer_hash,
+        built=built,
+        validations=held_out,
+        documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
+        skipped=tuple(Skipped(**each) for each in facts["skipped"]),
+    )
 
 
-def _left_out(folder: Path, bins: Bins) -> tuple[Damage, ...]:
-    """What left_out.json says; a number of nameless files where an older version has left out some."""
-    path = folder / LEFT_OUT
-    try:
-        return tuple(Damage(**entry) for entry in json.loads(path.read_text()))
-    except FileNotFoundError:
-        return (Damage("?", "not UTF-8 text"),) * bins.sidecar.num_skipped_files
-    except (ValueError, TypeError):
-        raise ValueError(f"{path}: cannot be read: delete {folder} and prepare the data again") from None
+def _open_all(sources: Sequence[Part]) -> Prepared:
+    """Folders that were prepared before, as one."""
+    found = [_open(Path(str(part.path))) for part in sources]
+    if len(found) == 1:
+        return found[0]
+    for part, each in zip(sources, found, strict=True):
+        if each.tokenizer_hash != found[0].tokenizer_hash:
+            raise ValueError(
+                f"{part.key}.path={part.path}: prepared with tokenizer {each.tokenizer_hash[:12]}, {sources[0].path} "
+                f"with {found[0].tokenizer_hash[:12]}: prepare one again with data.tokenizer="
+                f"{found[0].tokenizer_path}"
+            )
 
+    def named(part: Part, name: str, alone: bool) -> str:
+        return part.name if alone else f"{part.name}-{name}"
 
-def _refusal(root: Path, damaged: Sequence[Damage], also: str = "") -> ValueError:
-    more = f" and {len(damaged) - 1} more file(s)" if len(damaged) > 1 else ""
-    return ValueError(
-        f"data.skip_damaged=false: below {root}, {damaged[0]}{more} cannot be used: repair or remove what is damaged"
-        f"{also}; or set data.skip_damaged=true to train without it"
+    both = list(zip(sources, found, strict=True))
+    held_out = [
+        (named(part, name, len(each.validations) == 1), bins) for part, each in both for name, bins in each.validations
+    ]
+    documents = {
+        named(part, name, len(each.documents) == 1): counts
+        for part, each in both
+        for name, counts in each.documents.items()
+    }
+    return Prepared(
+        folder=found[0].folder,
+        train=Bins.join([each.train for each in found]),
+        validation=Bins.join([bins for _, bins in held_out]),
+        tokenizer_path=found[0].tokenizer_path,
+        tokenizer_hash=found[0].tokenizer_hash,
+        built=False,
+        validations=tuple(held_out),
+        documents=documents,
+        skipped=tuple(skipped for each in found for skipped in each.skipped),
     )
 
 
@@ -159,91 +245,178 @@ def _partial(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
-def _build(folder: Path, corpus: Corpus, data: DataConfig, vocab_size: int, report: Progress) -> None:
-    """Make `folder` from the corpus. The caller holds its lock, so that a partial one is a dead process's."""
+def _build(
+    folder: Path, readers: Sequence[Reader], data: DataConfig, vocab_size: int, key: str, report: Progress
+) -> None:
+    """Make `folder` from the sources, or go on with what a dead process has made of it: the caller holds its lock."""
     partial = _partial(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-
-    wrong = {document.path: whats_wrong(corpus.root / document.path) for document in corpus.documents}
-    readable = [document for document in corpus.documents if wrong[document.path] is None]
-    if not readable:
-        raise ValueError(
-            f"data.glob={data.glob}: none of {len(corpus.documents)} file(s) below {corpus.root} is UTF-8 text: "
-            "convert them, or name others"
+    partial.mkdir(exist_ok=True)
+    if not (partial / SUMMARY).is_file():
+        tokenizer = _tokenizer(partial, readers, data, vocab_size, report)
+        _check_entries(tokenizer.get_vocab_size(), vocab_size)
+        end_of_text_id(tokenizer, data.end_of_text)
+        packing = Packing(
+            folder=partial,
+            tokenizer_path=partial / "tokenizer.json",
+            end_of_text=data.end_of_text,
+            validation_fraction=data.validation_fraction,
+            skip_damaged=data.skip_damaged,
+            names=tuple(reader.part.name for reader in readers),
+            fingerprint=hashlib.sha256("\n".join(reader.fingerprint for reader in readers).encode()).hexdigest(),
         )
-    damaged = [*corpus.missing, *(Damage(path, why) for path, why in wrong.items() if why is not None)]
-    if damaged and not data.skip_damaged:
-        raise _refusal(corpus.root, damaged)
-    fingerprint = corpus.fingerprint
-    if damaged:
-        listing = json.dumps([asdict(damage) for damage in damaged], indent=1)
-        (partial / LEFT_OUT).write_text(listing + "\n")
-        names = "\0".join(damage.path for damage in damaged)
-        fingerprint = hashlib.sha256(f"{fingerprint}\0{names}".encode("utf-8", "surrogateescape")).hexdigest()
-    train, validation = split(readable, data.validation_fraction)
-
-    tokenizer_path = partial / "tokenizer.json"
-    if data.tokenizer is None:
-        tokenizer = _train_tokenizer(corpus.root, train, data, vocab_size, report)
-        tokenizer_path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    else:
-        shutil.copyfile(data.tokenizer, tokenizer_path)
-        tokenizer = load_tokenizer(tokenizer_path)
-    for name, documents in (("train", train), ("validation", validation)):
-        num_bytes = sum(document.num_bytes for document in documents)
-        pieces = _pieces(corpus.root, documents, f"packing the {name} files", num_bytes, report)
-        write_bins(
-            partial / f"{name}.bin",
-            encode_pieces(tokenizer, pieces, BATCH_CHARACTERS),
-            vocab_size=tokenizer.get_vocab_size(),
-            end_of_text=end_of_text_id(tokenizer, data.end_of_text),
-            num_text_bytes=num_bytes,
-            num_skipped_files=len(damaged),
-            tokenizer_hash=file_hash(tokenizer_path),
-            source_fingerprint=fingerprint,
-        )
-    if scan(data).fingerprint != corpus.fingerprint:
-        raise ValueError(
-            f"data: files below {corpus.root} changed while they were read: start again when they are still"
-        )
+        done, log = _pack(packing, readers, data, report)
+        for reader in readers:
+            if open_source(reader.part, data.validation_fraction).fingerprint != reader.fingerprint:
+                shutil.rmtree(partial)
+                raise ValueError(
+                    f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
+                    "start again when they are still"
+                )
+        _finish(packing, done, log, readers, key)
+    _tidy(partial)
     os.rename(partial, folder)
 
 
-def _train_tokenizer(
-    root: Path, train: list[Document], data: DataConfig, vocab_size: int, report: Progress
+def _tokenizer(
+    partial: Path, readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress
 ) -> Tokenizer:
-    """Train on the first files in the order of their hashes, which is random but fixed, up to the sample's size."""
-    sample, size = [], 0
-    for document in sorted(train, key=lambda document: document.position):
-        if size >= data.tokenizer_sample_mb * 1_000_000:
-            break
-        sample.append(document)
-        size += document.num_bytes
-    pieces = _pieces(root, sample, "training the tokenizer", size, report)
-    return train_tokenizer((text for text, _ in pieces), vocab_size, data.end_of_text)
+    """The one that is given, or was trained before, or is trained now."""
+    path = partial / "tokenizer.json"
+    if not path.is_file():
+        written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        if data.tokenizer is not None:
+            load_tokenizer(data.tokenizer)
+            shutil.copyfile(data.tokenizer, written)
+        else:
+            texts = sample(readers, data.validation_fraction, data.tokenizer_sample_mb * 1_000_000, report)
+            tokenizer = train_tokenizer(texts, vocab_size, data.end_of_text)
+            written.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        written.replace(path)
+    return load_tokenizer(path)
 
 
-def _pieces(
-    root: Path, documents: list[Document], what: str, total: int, report: Progress
-) -> Iterator[tuple[str, bool]]:
-    """(text, whether it ends its document) of all documents in order; reports a few times a second and at the end."""
-    done = 0
+def sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
+    """About so much training text, of each source its share. ValueError if there is none."""
+    what, taken = "training the tokenizer", 0
+    weights = [reader.part.weight or 1.0 for reader in readers]
     next_report = 0.0
-    for document in documents:
-        waiting: str | None = None
-        try:
-            for piece in read_pieces(root / document.path):
-                if waiting is not None:
-                    yield waiting, False
-                waiting = piece
-        except (OSError, UnicodeDecodeError) as error:  # it was whole a moment ago
-            why = getattr(error, "strerror", None) or "not UTF-8 text any more"
-            raise ValueError(
-                f"data: {root / document.path} cannot be read ({why}): start again when it is whole"
-            ) from error
-        yield waiting or "", True
-        done += document.num_bytes
-        if done == total or time.monotonic() >= next_report:
-            report(what, done, total)
+    for reader, weight in zip(readers, weights, strict=True):
+        share = max(int(num_bytes * weight / sum(weights)), 1)
+        for block in reader.sample(share):
+            for piece in block.pieces(validation_fraction, SkipLog(strict=False)):
+                if not piece.held_out:
+                    taken += piece.num_bytes
+                    yield piece.text
+            if time.monotonic() >= next_report:
+                report(what, min(taken, num_bytes), 0)
+                next_report = time.monotonic() + REPORT_SECONDS
+    if not taken:
+        where = " and ".join(str(reader.part.path) for reader in readers)
+        raise ValueError(f"data: no text to train a tokenizer on in {where}: give more text, or a data.tokenizer")
+    report(what, taken, taken)
+
+
+def _pack(
+    packing: Packing, readers: Sequence[Reader], data: DataConfig, report: Progress
+) -> tuple[list[Done], SkipLog]:
+    """All shards, those of a process before this one included, and what was left out while they were read."""
+    log = SkipLog(strict=not data.skip_damaged)
+    what, taken, next_report, count = "packing the text", 0, 0.0, 0
+    weighed = readers[0].part.weight is not None
+
+    def total() -> int:
+        sizes = [reader.num_bytes for reader in readers]
+        return 0 if weighed or not all(sizes) else max(sum(sizes), taken)
+
+    def read(num_bytes: int) -> None:
+        nonlocal taken, next_report
+        taken += num_bytes
+        if time.monotonic() >= next_report:
+            report(what, taken, total())
             next_report = time.monotonic() + REPORT_SECONDS
+
+    def shards() -> Iterator[Work]:
+        nonlocal count
+        work = Work(0, [])
+        size = 0
+        for each in mixed(readers, data.stop, log):
+            work.blocks.append(each)
+            size += each.block.num_bytes
+            if size >= data.shard_mb * 1_000_000:
+                yield work
+                work, size = Work(work.number + 1, []), 0
+        if work.blocks:
+            yield work
+        count = work.number + bool(work.blocks)
+
+    def missing() -> Iterator[Work]:
+        for work in shards():
+            if read_done(packing.folder, work.number) is None:
+                yield work
+            else:
+                read(work.num_bytes)
+
+    pack_all(packing, missing(), data.workers or len(os.sched_getaffinity(0)), read)
+    report(what, taken, taken)
+    done = [read_done(packing.folder, number) for number in range(count)]
+    assert all(each is not None for each in done)
+    return [each for each in done if each is not None], log
+
+
+def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str) -> None:
+    """One validation file a source, and prepared.json. ValueError if there is nothing to train or validate on."""
+    skipped = SkipLog(strict=False)
+    for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
+        before = skipped.found.get((each.path, each.why))
+        count, first = (before.count, before.first) if before else (0, each.first)
+        skipped.found[each.path, each.why] = Skipped(each.path, each.why, each.count + count, first)
+    documents = {name: [0, 0] for name in packing.names}
+    for shard in done:
+        for name, counts in shard.documents.items():
+            documents[name] = [a + b for a, b in zip(documents[name], counts, strict=True)]
+    validation: dict[str, str] = {}
+    for reader in readers:
+        name = reader.part.name
+        held_out = [packing.folder / shard.validation[name] for shard in done if name in shard.validation]
+        if not (held_out and documents[name][0]):
+            reasons = "; ".join(map(str, list(skipped.found.values())[:3]))
+            why = f" (left out: {reasons})" if reasons else ""
+            missing = "hold out" if not held_out else "train on"
+            raise ValueError(
+                f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
+                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
+            )
+        validation[name] = f"validation-{name}.bin" if len(readers) > 1 else "validation.bin"
+        pieces = [Shard.open(path, file_hash(packing.tokenizer_path)) for path in held_out]
+        facts = pieces[0].sidecar
+        writer = ShardWriter(
+            packing.folder / validation[name],
+            source=name,
+            vocab_size=facts.vocab_size,
+            end_of_text=facts.end_of_text,
+            tokenizer_hash=facts.tokenizer_hash,
+            source_fingerprint=facts.source_fingerprint,
+        )
+        for piece in pieces:
+            writer.append(piece)
+        writer.close()
+    train = [shard.train for shard in done if shard.train is not None]
+    listing = {
+        "format": FORMAT,
+        "key": key,
+        "train": train if len(train) > 1 else ["train.bin"],
+        "validation": validation,
+        "documents": documents,
+        "skipped": [asdict(each) for each in skipped.found.values()],
+    }
+    write_json(packing.folder / SUMMARY, listing)
+
+
+def _tidy(partial: Path) -> None:
+    """Leave what prepared.json names. A process that is killed in here leaves the rest to the next one."""
+    for pattern in ("held-*", "done-*.json", "*.tmp"):
+        for path in partial.glob(pattern):
+            path.unlink()
+    if _summary(partial)["train"] == ["train.bin"]:
+        for path in partial.glob("train-*"):
+            path.rename(partial / f"train{path.suffix}")

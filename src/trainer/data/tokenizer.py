@@ -14,9 +14,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+Flag = TypeVar("Flag")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:
@@ -62,11 +65,11 @@ def file_hash(path: Path) -> str:
 
 
 def encode_pieces(
-    tokenizer: Tokenizer, pieces: Iterable[tuple[str, bool]], batch_characters: int
-) -> Iterator[tuple[np.ndarray, bool]]:
-    """(text, flag) -> (ids as int64 [n], the same flag), in order; about `batch_characters` at a time on all cores."""
+    tokenizer: Tokenizer, pieces: Iterable[tuple[str, Flag]], batch_characters: int
+) -> Iterator[tuple[np.ndarray, Flag]]:
+    """(text, anything) -> (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores."""
     tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is text
-    batch: list[tuple[str, bool]] = []
+    batch: list[tuple[str, Flag]] = []
     waiting = 0
     for piece in pieces:
         batch.append(piece)
@@ -77,7 +80,7 @@ def encode_pieces(
     yield from _encode(tokenizer, batch)
 
 
-def _encode(tokenizer: Tokenizer, batch: list[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
+def _encode(tokenizer: Tokenizer, batch: list[tuple[str, Flag]]) -> Iterator[tuple[np.ndarray, Flag]]:
     encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
     for encoding, (_, flag) in zip(encodings, batch, strict=True):
-        yield np.array(encoding.ids, dtype=np.int64), flag
+        yield np.array(encoding.ids, dtype=np.uint32), flag

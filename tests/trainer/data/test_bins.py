@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Bins, DamagedShard, Prepared
-from trainer.data.bins import write_bins
+from trainer.data.shards import write_bins
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
@@ -21,7 +21,7 @@ def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) 
         vocab_size=vocab_size,
         end_of_text=0,
         num_text_bytes=1,
-        num_skipped_files=0,
+        source="here",
         tokenizer_hash="t",
         source_fingerprint="s",
     )

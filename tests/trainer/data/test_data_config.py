@@ -28,7 +28,7 @@ def test_the_text_group_only_needs_a_folder(tmp_path: Path) -> None:
     check_data(data, 4096)
 
 
-@pytest.mark.parametrize("name", ["stdlib.yaml", "text.yaml"])
+@pytest.mark.parametrize("name", ["stdlib.yaml", "text.yaml", "files.yaml", "hf.yaml", "bins.yaml"])
 def test_every_group_gives_every_key(name: str) -> None:
     assert set(OmegaConf.load(CONFIGS / name)) == set(DataConfig.__dataclass_fields__)
 

@@ -106,7 +106,7 @@ def test_processes_that_prepare_at_once_build_once_and_the_same_bits(
     assert contents(folder) == contents(prepared.folder)
 
 
-@pytest.mark.parametrize("stage", ["training the tokenizer", "packing the validation files"])
+@pytest.mark.parametrize("stage", ["training the tokenizer", "packing the text"])
 def test_one_killed_halfway_is_never_believed(
     prepared: Prepared, corpus_folder: Path, make_config: MakeConfig, stage: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(make_config: MakeConf
     data = make_config(own_corpus)
 
     def edit(what: str, done: int, total: int) -> None:
-        if what == "packing the validation files" and done == total:
+        if what == "packing the text" and done == total:
             (own_corpus / "new.py").write_text("new = True\n")
 
     with pytest.raises(ValueError, match=r"changed while they were read: start again"):
@@ -138,7 +138,7 @@ def test_progress_reaches_the_end_of_each_stage(make_config: MakeConfig, own_cor
     lines: list[tuple[str, int, int]] = []
     prepare(make_config(own_corpus), 300, lambda *line: lines.append(line))
     stages = list(dict.fromkeys(what for what, _, _ in lines))
-    assert stages == ["training the tokenizer", "packing the train files", "packing the validation files"]
+    assert stages == ["training the tokenizer", "packing the text"]
     for stage in stages:
         done = [(done, total) for what, done, total in lines if what == stage]
         assert done == sorted(done)
@@ -154,14 +154,14 @@ def test_a_damaged_file_is_named_and_left_out_only_if_that_is_allowed(
 
     (own_corpus / "latin.py").write_bytes("# é ".encode("latin-1"))
     (own_corpus / "gone.py").symlink_to("nowhere")
-    says = r"data\.skip_damaged=false: below .*corpus, gone\.py \(a link to nothing: .*\) and 1 more file\(s\) cannot"
+    says = r"data\.skip_damaged=false: gone\.py: a link to nothing: .*: repair or remove it, or set data\.skip_damaged="
     with pytest.raises(ValueError, match=says):
         prepare(data, 300)
     result = prepare(replace(data, skip_damaged=True), 300)
     assert [str(damage) for damage in result.left_out][1] == "latin.py (not UTF-8 text)"
     facts = result.train.sidecar
-    assert facts.num_skipped_files == 2 and facts.num_documents + result.validation.sidecar.num_documents == 10
-    assert facts.source_fingerprint != scan(data).fingerprint != clean.train.sidecar.source_fingerprint
+    assert facts.num_documents + result.validation.sidecar.num_documents == 10
+    assert facts.source_fingerprint != clean.train.sidecar.source_fingerprint
     # the same tokens in the same order, however often; and what was left out stays refused where it is not allowed
     again = prepare(replace(data, skip_damaged=True), 300)
     assert not again.built and again.left_out == result.left_out
@@ -205,7 +205,7 @@ def test_the_tokenizer_learns_from_a_sample_of_the_set_size(make_config: MakeCon
     totals: dict[str, int] = {}
     prepare(data, 257, lambda what, done, total: totals.update({what: total}))
     assert totals["training the tokenizer"] == 3 * 400_000
-    assert totals["packing the train files"] == 5 * 400_000
+    assert totals["packing the text"] == 6 * 400_000
 
 
 def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpus: Path) -> None:
@@ -237,6 +237,7 @@ def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_co
 
 
 def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"none of 1 file\(s\) below .* is UTF-8 text"):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"data: no text to train a tokenizer on in /"):
         prepare(make_config(tmp_path), 300)

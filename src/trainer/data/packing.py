@@ -1,0 +1,148 @@
+"""Packing: the blocks of one shard to files of tokens; the work that processes share.
+
+    train-00007.bin  train-00007.json  held-00007-web.bin  held-00007-web.json  ...  done-00007.json
+
+A shard is consecutive blocks of the source, some `shard_mb` of text, so that what is in it does not depend on who packs
+it, or when. The last of its files says that it is done, what is in it and what was left out: after a kill, shards with
+this file are whole, and the others are packed again from their first document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from trainer.data.documents import Piece, SkipLog, Skipped
+from trainer.data.shards import ShardWriter, write_json
+from trainer.data.sources import Taken
+from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer
+
+BATCH_CHARACTERS = 1 << 22  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What all shards of a corpus have in common."""
+
+    folder: Path
+    tokenizer_path: Path
+    end_of_text: str
+    validation_fraction: float
+    skip_damaged: bool
+    names: tuple[str, ...]
+    """Of the sources."""
+    fingerprint: str
+
+
+class Work(NamedTuple):
+    """A shard to be packed."""
+
+    number: int
+    blocks: list[Taken]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(taken.block.num_bytes for taken in self.blocks)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A shard that is packed."""
+
+    number: int
+    num_bytes: int
+    train: str | None
+    """Name of its file, None if all of it was held out or left out."""
+    validation: dict[str, str]
+    """Name of the source -> name of the file."""
+    documents: dict[str, list[int]]
+    """Name of the source -> training documents and their bytes."""
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """Why a shard was not packed."""
+
+    message: str
+    errno: int | None = None
+    """Of an error of the system; None where the data is at fault."""
+
+
+class Packer:
+    """Packs shards, one after the other."""
+
+    def __init__(self, packing: Packing, on_read: Callable[[int], None]) -> None:
+        """on_read: hears of each block, how many bytes of text it was."""
+        self._how = packing
+        self._on_read = on_read
+        self._tokenizer: Tokenizer = load_tokenizer(packing.tokenizer_path)
+        self._facts = {
+            "vocab_size": self._tokenizer.get_vocab_size(),
+            "end_of_text": end_of_text_id(self._tokenizer, packing.end_of_text),
+            "tokenizer_hash": file_hash(packing.tokenizer_path),
+            "source_fingerprint": packing.fingerprint,
+        }
+
+    def pack(self, work: Work) -> Done:
+        """Write the shard's files. ValueError for what is damaged, where that is not allowed."""
+        how, log = self._how, SkipLog(strict=not self._how.skip_damaged)
+        writers: dict[str, ShardWriter] = {}
+        documents = {name: [0, 0] for name in how.names}
+
+        def writer(stem: str, source: str) -> ShardWriter:
+            if stem not in writers:
+                writers[stem] = ShardWriter(how.folder / f"{stem}.bin", source=source, **self._facts)
+            return writers[stem]
+
+        train, held = f"train-{work.number:05d}", f"held-{work.number:05d}"
+
+        try:
+            for ids, (source, piece_bytes, ends_document, held_out) in encode_pieces(
+                self._tokenizer, self._texts(work, log), BATCH_CHARACTERS
+            ):
+                name = how.names[source]
+                if held_out:
+                    writer(f"{held}-{name}", name).add(ids, ends_document, piece_bytes)
+                    continue
+                writer(train, "+".join(how.names)).add(ids, ends_document, piece_bytes)
+                documents[name][0] += ends_document
+                documents[name][1] += piece_bytes
+            for each in writers.values():
+                each.close()
+        except BaseException:
+            for each in writers.values():
+                each.abandon()
+            raise
+        done = Done(
+            number=work.number,
+            num_bytes=work.num_bytes,
+            train=f"{train}.bin" if train in writers else None,
+            validation={name: f"{held}-{name}.bin" for name in how.names if f"{held}-{name}" in writers},
+            documents={name: counts for name, counts in documents.items() if counts[0]},
+            skipped=tuple(log.found.values()),
+        )
+        write_json(how.folder / f"done-{work.number:05d}.json", asdict(done))
+        return done
+
+    def _texts(self, work: Work, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
+        for source, block, again in work.blocks:
+            piece: Piece
+            for piece in block.pieces(self._how.validation_fraction, log):
+                if not (again and piece.held_out):
+                    yield piece.text, (source, piece.num_bytes, piece.ends_document, piece.held_out)
+            self._on_read(block.num_bytes)
+
+
+def read_done(folder: Path, number: int) -> Done | None:
+    """A shard that was packed before, or None."""
+    try:
+        values = json.loads((folder / f"done-{number:05d}.json").read_text())
+        return Done(**{**values, "skipped": tuple(Skipped(**each) for each in values["skipped"])})
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,110 @@
+"""Writing bins: one file of tokens at a time, its sidecar after it, both on the disk before anybody is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.bins import FORMAT, Shard, Sidecar, stored
+
+
+class ShardWriter:
+    """A shard that grows: begins with end-of-text, and has it after each document."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        source: str,
+        vocab_size: int,
+        end_of_text: int,
+        tokenizer_hash: str,
+        source_fingerprint: str,
+    ) -> None:
+        """Writes to a name of this process's own until `close`: `path` is whole or not there."""
+        self.path = path
+        self._written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._facts: dict[str, Any] = {
+            "source": source,
+            "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
+            "vocab_size": vocab_size,
+            "end_of_text": end_of_text,
+            "tokenizer_hash": tokenizer_hash,
+            "source_fingerprint": source_fingerprint,
+        }
+        self._dtype = stored(self._facts["dtype"])
+        self._end = np.array([end_of_text], self._dtype)
+        self._digest = hashlib.sha256()
+        self._num_tokens = self._num_documents = self._num_text_bytes = 0
+        self._file = self._written.open("wb")
+        self._put(self._end)
+
+    def add(self, ids: np.ndarray, ends_document: bool, num_text_bytes: int) -> None:
+        """Ids [n] of a document, or of a piece of one."""
+        self._put(ids.astype(self._dtype, copy=False))
+        self._num_text_bytes += num_text_bytes
+        if ends_document:
+            self._put(self._end)
+            self._num_documents += 1
+
+    def append(self, shard: Shard) -> None:
+        """All documents of a shard."""
+        facts, step = shard.sidecar, 1 << 24
+        for start in range(1, facts.num_tokens, step):
+            self._put(shard.read(start, min(step, facts.num_tokens - start)))
+        self._num_documents += facts.num_documents
+        self._num_text_bytes += facts.num_text_bytes
+
+    def _put(self, ids: np.ndarray) -> None:
+        block = ids.tobytes()
+        self._file.write(block)
+        self._digest.update(block)
+        self._num_tokens += len(ids)
+
+    def close(self) -> Sidecar:
+        """Put the shard and its sidecar in their place."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        sidecar = Sidecar(
+            format=FORMAT,
+            num_tokens=self._num_tokens,
+            num_documents=self._num_documents,
+            num_text_bytes=self._num_text_bytes,
+            sha256=self._digest.hexdigest(),
+            **self._facts,
+        )
+        write_json(self.path.with_suffix(".json"), asdict(sidecar))
+        self._written.replace(self.path)
+        return sidecar
+
+    def abandon(self) -> None:
+        """Leave nothing."""
+        self._file.close()
+        self._written.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: object) -> None:
+    """The file, whole or not at all, on the disk."""
+    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with written.open("w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(path)
+
+
+def write_bins(path: Path, pieces: Iterable[tuple[np.ndarray, bool]], *, num_text_bytes: int, **facts: Any) -> Sidecar:
+    """A shard of pieces (ids, whether they end a document). facts: what `ShardWriter` wants to know."""
+    writer = ShardWriter(path, **facts)
+    for ids, ends_document in pieces:
+        writer.add(ids, ends_document, 0)
+    writer._num_text_bytes = num_text_bytes
+    return writer.close()

@@ -1,0 +1,236 @@
+"""Sources: each gives its text as an order of blocks, the same at every reading, and says what state it is in.
+
+    text, stdlib    a file is a document; which are held out, the hash of their paths says
+    files           jsonl: ranges of about a megabyte, cut at ends of lines; where it is compressed, they are read here,
+                    in order; parquet: row groups; text: as above
+    hf              `hub`: rows, read here by the library `datasets`
+
+`mixed` makes one order of several sources. With weights, the next block is always of the source that is furthest behind
+its share, in bytes of text: the shares are exact after every few megabytes, and need no random numbers. (The order in
+which documents are read means nothing for training: the loader shuffles windows over everything. `datasets` has
+`interleave_datasets`, which draws documents by chance, weighs long and short ones alike, and knows no source but its
+own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from trainer.data.config import Format, Part, Source, Stop
+from trainer.data.corpus import Document, scan
+from trainer.data.documents import (
+    BLOCK_BYTES,
+    EMPTY,
+    Block,
+    Lines,
+    LinesRead,
+    RowGroup,
+    SkipLog,
+    TextFile,
+    check_column,
+    unpack,
+    unpack_error,
+)
+
+SUFFIXES = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), Format.jsonl),
+    **dict.fromkeys((".parquet", ".pq"), Format.parquet),
+    **dict.fromkeys((".txt", ".text", ".md"), Format.text),
+}
+PACKED = (".gz", ".zst")
+
+
+class Reader(Protocol):
+    """An open source."""
+
+    part: Part
+    fingerprint: str
+    """Another one for another state of the source."""
+    num_bytes: int
+    """About how much text it is; 0 if nobody knows."""
+
+    def blocks(self, log: SkipLog) -> Iterator[Block]:
+        """All of it."""
+        ...
+
+    def sample(self, num_bytes: int) -> Iterator[Block]:
+        """At least so much of it if there is so much, from all over it; for the tokenizer."""
+        ...
+
+
+def open_source(part: Part, validation_fraction: float) -> Reader:
+    """ValueError, one line, if there is nothing to read."""
+    if part.source is Source.hf:
+        from trainer.data.hub import Dataset
+
+        return Dataset(part)
+    return Files(part, validation_fraction)
+
+
+class Files:
+    """The files of a folder."""
+
+    def __init__(self, part: Part, validation_fraction: float) -> None:
+        self.part = part
+        self._corpus = corpus = scan(part)
+        self.fingerprint = corpus.fingerprint
+        self._kinds = {document.path: self._kind(document.path) for document in corpus.documents}
+        known = not any(packed for _, packed in self._kinds.values())
+        self.num_bytes = corpus.num_bytes if known else 0
+        texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
+        # the first of a few is always held out, so that a small corpus has something to validate on
+        first = min((document.position for document in texts), default=0.0)
+        self._held_out = {d.path for d in texts if d.position < validation_fraction or d.position == first}
+        if texts and len(self._held_out) == len(corpus.documents):
+            raise ValueError(
+                f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
+                "for training, and a file is never divided: lower it, or give the text as more files"
+            )
+
+    def _kind(self, path: str) -> tuple[Format, bool]:
+        """What a file is, and whether it is compressed."""
+        if self.part.source is not Source.files:
+            return Format.text, False
+        name = Path(path)
+        packed = name.suffix in PACKED
+        suffix = Path(name.stem).suffix if packed else name.suffix
+        kind = SUFFIXES.get(suffix.lower()) if self.part.format is Format.auto else self.part.format
+        if kind is None:
+            raise ValueError(
+                f"{self.part.key}.format=auto: {path} does not say by its name what it is: set "
+                f"{self.part.key}.format=jsonl, parquet or text, or leave it out by {self.part.key}.glob"
+            )
+        if packed and kind is Format.parquet:
+            raise ValueError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
+        return kind, packed
+
+    def blocks(self, log: SkipLog) -> Iterator[Block]:
+        for damage in self._corpus.missing:
+            log.lost(self._label(damage.path), damage.why)
+        for path in self._corpus.empty:
+            log.add(self._label(path), EMPTY, "all of it")
+        for document in self._corpus.documents:
+            yield from self._blocks(document, log)
+
+    def sample(self, num_bytes: int) -> Iterator[Block]:
+        """From the beginnings of all files, whole ones where a file is a document; in the order of the hashes of their
+        paths, which is random but fixed."""
+        order = [d for d in sorted(self._corpus.documents, key=lambda d: d.position) if d.path not in self._held_out]
+        taken = 0
+        for number, document in enumerate(order):
+            until = taken + (num_bytes - taken) / (len(order) - number)
+            if self._kinds[document.path][0] is Format.text:
+                until = num_bytes
+            for block in self._blocks(document, SkipLog(strict=False)):
+                yield block
+                taken += block.num_bytes
+                if taken >= until:
+                    break
+            if taken >= num_bytes:
+                return
+
+    def _label(self, path: str) -> str:
+        return path if self.part.key == "data" else f"{self.part.name}/{path}"
+
+    def _blocks(self, document: Document, log: SkipLog) -> Iterator[Block]:
+        path, label, column = self._corpus.root / document.path, self._label(document.path), self.part.text_column
+        kind, packed = self._kinds[document.path]
+        if kind is Format.text:
+            yield TextFile(path, label, document.num_bytes, document.path in self._held_out, packed)
+        elif kind is Format.parquet:
+            yield from row_groups(path, label, self.part, log)
+        elif packed:
+            yield from lines_of_packed(path, label, column, log)
+        else:
+            yield from line_ranges(path, label, column, log)
+
+
+def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
+    """Where to read a file of lines."""
+    try:
+        with path.open("rb") as file:
+            size, begin = path.stat().st_size, 0
+            while begin < size:
+                end = begin + BLOCK_BYTES
+                if end < size:
+                    file.seek(end - 1)
+                    end += len(file.readline()) - 1
+                yield Lines(path, label, begin, min(end, size), column)
+                begin = end
+    except OSError as error:
+        log.lost(label, f"cannot be read: {error.strerror}")
+
+
+def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
+    """The lines of a compressed file. Of one that is damaged, those before the damage."""
+    rest, begin = b"", 0
+    try:
+        for data in unpack(path):
+            whole = rest + data
+            cut = whole.rfind(b"\n") + 1
+            if cut:
+                yield LinesRead(whole[:cut], label, begin, column)
+            begin, rest = begin + cut, whole[cut:]
+        if rest:
+            yield LinesRead(rest, label, begin, column)
+    except OSError as error:
+        log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
+
+
+def row_groups(path: Path, label: str, part: Part, log: SkipLog) -> Iterator[Block]:
+    """Where to read a parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            meta, schema = file.metadata, file.schema_arrow
+    except (OSError, pyarrow.ArrowException) as error:
+        why = "cut off, or no parquet" if isinstance(error, pyarrow.ArrowInvalid) else "cannot be read"
+        log.lost(label, f"{why}: {str(error).splitlines()[0][:100]}")
+        return
+    check_column(part, label, schema.names, schema)
+    column = next(i for i in range(meta.num_columns) if meta.schema.column(i).path == part.text_column)
+    begin = 0
+    for index in range(meta.num_row_groups):
+        group = meta.row_group(index)
+        size = group.column(column).total_uncompressed_size
+        yield RowGroup(path, label, index, begin, group.num_rows, size, part.text_column)
+        begin += group.num_rows
+
+
+class Taken(NamedTuple):
+    """A block of a mixture."""
+
+    source: int
+    block: Block
+    again: bool
+    """Whether the source has been read to its end before."""
+
+
+def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken]:
+    """One order of all sources: one after the other, or by their weights."""
+    weights = [reader.part.weight for reader in readers]
+    streams = [reader.blocks(log) for reader in readers]
+    if weights[0] is None:
+        for source, stream in enumerate(streams):
+            for block in stream:
+                yield Taken(source, block, False)
+        return
+    taken = [0.0] * len(readers)
+    ended: set[int] = set()
+    while True:
+        source = min(range(len(readers)), key=lambda i: (taken[i] / (weights[i] or 1.0), i))
+        block = next(streams[source], None)
+        if block is None:
+            ended.add(source)
+            if stop is Stop.first_exhausted or len(ended) == len(readers):
+                return
+            if not taken[source]:
+                raise ValueError(f"{readers[source].part.key}: has nothing that could be read again and again")
+            streams[source] = readers[source].blocks(SkipLog(strict=False))
+            continue
+        taken[source] += block.num_bytes
+        yield Taken(source, block, source in ended)

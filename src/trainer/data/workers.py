@@ -1,0 +1,112 @@
+"""Workers: shards packed by several processes at once, whichever is free.
+
+The order in which they finish means nothing: a shard's number is its place. With one worker, or one shard, this process
+does it itself, and the tokenizer uses all cores for each batch of documents. Beyond that, processes: each takes a shard
+from reading to writing on one core, so that nothing is left that only one of them can do, except reading what cannot be
+read from the middle.
+
+The processes are new ones, not forks: the process that starts them may hold a GPU, threads and locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Lock
+
+from trainer.data.packing import Done, Excuse, Packer, Packing, Work
+
+
+def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: Callable[[int], None]) -> None:
+    """Pack every shard of `work`, which is read as it is needed. on_read: hears of bytes of text that have been read.
+
+    ValueError for data at fault, OSError for the system, RuntimeError for a worker that was killed. The first of them
+    ends all workers.
+    """
+    first = list(itertools.islice(work, 2 if num_workers > 1 else 1))
+    rest = itertools.chain(first, work)
+    if len(first) < 2:
+        packer = Packer(packing, on_read)
+        for shard in rest:
+            packer.pack(shard)
+        return
+
+    def counted(num_bytes: int) -> None:
+        with reading:
+            on_read(num_bytes)
+
+    reading = Lock()
+    stopped = False
+    crew: list[_Worker] = []
+
+    def keep_busy(worker: _Worker) -> None:
+        while not stopped:
+            with reading:
+                shard = next(rest, None)
+            if shard is None:
+                return
+            worker.pack(shard, counted)
+
+    pool = ThreadPoolExecutor(num_workers)
+    try:
+        crew.extend(_Worker(packing) for _ in range(num_workers))
+        jobs = [pool.submit(keep_busy, worker) for worker in crew]
+        ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+        for job in ended:
+            job.result()
+    finally:
+        stopped = True
+        for worker in crew:
+            worker.end()
+        pool.shutdown()
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, packing: Packing) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        # one core each: several threads of each would only get in the others' way
+        environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "trainer.data.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._say(packing)
+
+    def _say(self, what: object) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(what, self._process.stdin, pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.flush()
+
+    def pack(self, shard: Work, on_read: Callable[[int], None]) -> Done:
+        assert self._process.stdout is not None
+        try:
+            self._say(shard)
+            while isinstance(answer := pickle.load(self._process.stdout), int):
+                on_read(answer)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            code = self._process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+            raise RuntimeError(
+                f"data.workers: a process that prepares shard {shard.number} {how} (if the memory is too small: set "
+                "fewer, or a smaller data.shard_mb); what is done is kept, start again to go on"
+            ) from None
+        if isinstance(answer, Excuse):
+            if answer.errno is None:
+                raise ValueError(answer.message)
+            raise OSError(answer.errno, answer.message)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                assert pipe is not None
+                pipe.close()
+            except OSError:  # something was on its way
+                pass
