@@ -23,6 +23,7 @@ from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
+from trainer.documents import tell_documents
 from trainer.health.alerts import Alerts
 from trainer.health.dashboard.at_end import SHORT_PATIENCE, write_at_end
 from trainer.health.health import Health
@@ -203,6 +204,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
     with world.first_of_node_goes_ahead():
         data = prepare_data(config.data, config.model.vocab_size)
+    tell_documents(engine.model, t, data)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     with ExitStack() as on_error:
         run = RunDir.open(
@@ -346,7 +348,12 @@ def _identity(config: Config) -> dict:
     t = config.trainer
     return {
         "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
-        "trainer": {"seed": t.seed, "global_batch_size": t.global_batch_size, "sequence_length": t.sequence_length},
+        "trainer": {
+            "seed": t.seed,
+            "global_batch_size": t.global_batch_size,
+            "sequence_length": t.sequence_length,
+            "document_masking": t.document_masking,
+        },
         "precision": config.precision.name,
     }
 

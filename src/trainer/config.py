@@ -86,6 +86,9 @@ class TrainerConfig:
     """Tokens in one sequence."""
     device: Device
     """auto, cpu or cuda."""
+    document_masking: bool = False
+    """Attention stays within a document, though several are packed into a sequence; false: a token sees whatever
+    stands before it in its sequence."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from precision import IGNORED
 from precision.plain import in_bf16
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.distributed import World
+from trainer.documents import tell_documents
 from trainer.parallel.totals import added_up, in_groups
 from trainer.saved import TOKENIZER, Saved
 
@@ -77,6 +78,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
             "set precision.backend=reference"
         )
     t, world = saved.config.trainer, World(saved.device)
+    tell_documents(saved.model, t, data)
     has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
     scores = []
     for source, bins in held_out(data):

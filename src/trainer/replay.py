@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.build import Engine, build_engine
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify
 from trainer.config import Config, load
+from trainer.documents import tell_documents
 from trainer.data import Loader, Prepared, prepare
 from trainer.host import pick_device
 from trainer.preflight import check
@@ -144,12 +145,14 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     data = prepare(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     engine = build_engine(config, device, saved_backends(course.run))
+    tell_documents(engine.model, t, data)
     _restore(course, config, engine, loader)
     for step in range(course.first + 1, course.step):
         _train(engine, step, loader, loader.next(), t.microbatch_size)
     engine.evidence.take()
     tokens = loader.next()
     twin = build_engine(other, device)
+    tell_documents(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
 
     def look(index: int) -> tuple[Sightings, Sightings]:
