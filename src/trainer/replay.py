@@ -24,8 +24,8 @@ from torch import Tensor
 from trainer.build import Engine, build_engine
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify
 from trainer.config import Config, load
-from trainer.documents import tell_documents
 from trainer.data import Loader, Prepared, prepare
+from trainer.documents import tell_documents
 from trainer.host import pick_device
 from trainer.preflight import check
 from trainer.recovery.ladder import Ladder
