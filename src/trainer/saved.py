@@ -90,7 +90,7 @@ def open_run(
     read(checkpoint, {"model": model.state_dict()}, rest=False, verified=True)
     arena = bind(model, plan, device)
     state, tensors = json.loads((checkpoint / STATE).read_text())["state"], SavedTensors(checkpoint)
-    if "arena/history" in tensors:
+    if arena.delayed and "arena/history" in tensors and tensors.shape("arena/history")[1]:
         arena.load_state_dict({"names": state["arena"]["names"], "history": tensors.read("arena/history")})
     refresh_weights(model, force=True)
     tune_host(device)

@@ -31,14 +31,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of two runs: fp8_delayed and fp32."""
+    """Folder of runs, each in the recipe of its name."""
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "text").mkdir()
     for i in range(12):
         words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(20))
         (folder / "text" / f"file{i}.txt").write_text(words)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for name in ("fp8_delayed", "fp32"):
+        for name in ("fp8_delayed", "fp8_block", "fp32"):
             places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
             Trainer(load(compose("train", [*SMALL, *places, f"precision={name}", f"run.name={name}"]))).train()
     return folder
@@ -62,6 +62,8 @@ def test_the_loss_is_what_the_run_logged(runs: Path) -> None:
     assert whole.own == logged(run, 6) and whole.windows > 8, "at its end, a run looks at all text"
     assert whole.bf16 is not None and whole.gap == whole.own - whole.bf16 != 0
     assert abs(whole.own - whole.bf16) < 0.02
+    blocks = scores(runs / "fp8_block", 6, None)
+    assert blocks.own == logged(runs / "fp8_block", 6) and blocks.gap
     plain = scores(runs / "fp32", 6, None)
     assert plain.own == logged(runs / "fp32", 6) and plain.gap is plain.bf16 is None
 
