@@ -8,25 +8,57 @@ stands there. Nothing depends on how many processes share a batch: rank r of W t
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 
 Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
+
+Batches can be read `ahead`, by a thread (`data.ahead`). The cursor is that of the batches that were given, whatever has
+been read: a checkpoint knows nothing of it, and after a rewind it is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.data.ahead import Delivery, Reader
 from trainer.data.bins import Bins
 from trainer.data.order import permute
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class _Reading:
+    """A batch that is being read: the cursor before it and after it, whose rows they are (rank, world size), their
+    numbers in the run's stream, and the tokens to come."""
+
+    before: int
+    after: int
+    share: tuple[int, int]
+    numbers: np.ndarray
+    tokens: Future[Callable[[], torch.Tensor]]
 
 
 class Loader:
     """Endless shuffled batches of a split; reshuffled each epoch; the same for the same seed, anywhere."""
 
-    def __init__(self, bins: Bins, sequence_length: int, batch_size: int, seed: int) -> None:
-        """`batch_size` is the run's global one, in sequences. ValueError if the bins do not hold one batch."""
+    def __init__(
+        self,
+        bins: Bins,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        *,
+        device: torch.device = CPU,
+        ahead: int = 0,
+    ) -> None:
+        """`batch_size` is the run's global one, in sequences. device: where batches are given. ahead: batches that are
+        read before they are asked for; end it with `close`. ValueError if the bins do not hold one batch."""
         num_windows = bins.num_windows(sequence_length)
         if num_windows == 0:
             raise ValueError(_too_short(bins, sequence_length))
@@ -46,6 +78,9 @@ class Loader:
         self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order, apart from each other
         self.served = np.arange(0)
         """Numbers, in the run's stream, of the windows that `next` gave last."""
+        self._delivery = Delivery(device)
+        self._ahead, self._reader = ahead, Reader()
+        self._readings: deque[_Reading] = deque()
 
     @property
     def epoch(self) -> int:
@@ -53,21 +88,58 @@ class Loader:
         return self.cursor // self.num_windows
 
     def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-        """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:]."""
+        """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
+
+        DamagedShard as `Bins.gather`; the cursor stays where it is then.
+        """
         if self.batch_size % world_size:
             raise ValueError(
                 f"trainer.global_batch_size={self.batch_size}: does not divide among {world_size} processes: "
                 "make it a multiple of them"
             )
-        rows = self.batch_size // world_size
-        numbers = self._following()
-        self.cursor = int(numbers[-1]) + 1
-        self.served = number = numbers[rank * rows : (rank + 1) * rows]
-        return torch.from_numpy(self.bins.gather(self.windows_at(number), self.sequence_length))
+        reading = self._reading((rank, world_size))
+        tokens = reading.tokens.result()()
+        self.cursor, self.served = reading.after, reading.numbers
+        return tokens
 
-    def _following(self) -> np.ndarray:
-        """Numbers, in the run's stream, of the windows of the next batch [B]."""
-        pieces, start, missing = [], self.cursor, self.batch_size
+    def _reading(self, share: tuple[int, int]) -> _Reading:
+        """The next batch; those after it are begun."""
+        if self._readings and (self._readings[0].before, self._readings[0].share) != (self.cursor, share):
+            self._forget()
+        while len(self._readings) <= self._ahead:
+            self._readings.append(self._begin(self._readings[-1].after if self._readings else self.cursor, share))
+        return self._readings.popleft()
+
+    def _begin(self, cursor: int, share: tuple[int, int]) -> _Reading:
+        numbers = self._following(cursor)
+        rank, rows = share[0], self.batch_size // share[1]
+        own = numbers[rank * rows : (rank + 1) * rows]
+        read = partial(self._read, own)
+        if self._ahead:
+            tokens = self._reader.submit(read)
+        else:
+            tokens = Future()
+            tokens.set_result(read())
+        return _Reading(cursor, int(numbers[-1]) + 1, share, own, tokens)
+
+    def _read(self, numbers: np.ndarray) -> Callable[[], torch.Tensor]:
+        tokens = self.bins.gather(self.windows_at(numbers), self.sequence_length)
+        return self._delivery.send(torch.from_numpy(tokens))
+
+    def _forget(self) -> None:
+        """Drop what was read ahead."""
+        for reading in self._readings:
+            reading.tokens.cancel()
+        self._readings.clear()
+
+    def close(self) -> None:
+        """End reading ahead."""
+        self._forget()
+        self._reader.close()
+
+    def _following(self, cursor: int) -> np.ndarray:
+        """Numbers, in the run's stream, of the windows of the batch at a cursor [B]."""
+        pieces, start, missing = [], cursor, self.batch_size
         for begin, end in [*self._left_out, [1 << 62, 1 << 62]]:
             count = min(max(begin - start, 0), missing)
             pieces.append(np.arange(start, start + count))
@@ -77,6 +149,7 @@ class Loader:
     def leave_out(self, ranges: list[list[int]]) -> None:
         """Never read the windows with these numbers in the run's stream, [begin, end) each, nor those of earlier
         calls."""
+        self._forget()
         self._left_out = put_together([*self._left_out, *ranges])
 
     def windows_at(self, number: np.ndarray) -> np.ndarray:
@@ -98,6 +171,7 @@ class Loader:
                     f"{name}={now}: the run to resume has {state[key]}, so its data cursor means nothing here: "
                     "set it back, or start a new run from its weights with run.init_from"
                 )
+        self._forget()
         self.cursor = int(state["cursor"])
         self._left_out = []
         self.leave_out(state.get("left_out", []))
