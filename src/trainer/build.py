@@ -21,6 +21,7 @@ from precision.hardware import detect
 from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, saved_shapes
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
+from trainer.data.ahead import READ_AHEAD
 from trainer.data.bars import prepare_with_bars
 from trainer.distributed import World
 from trainer.documents import tell_documents
@@ -105,6 +106,7 @@ class Parts:
             last.enter_context(suppress(CheckpointError))  # it has been told, and what ended the run comes first
             last.callback(self.checkpointer.close)
             last.callback(self.power.close)
+            last.callback(self.loader.close)
             self.profiler.close()
 
     def state(self) -> dict:
@@ -205,7 +207,8 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     with world.first_of_node_goes_ahead():
         data = prepare_data(config.data, config.model.vocab_size)
     tell_documents(engine.model, t, data)
-    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    batch, device = t.global_batch_size, world.device
+    loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)
     with ExitStack() as on_error:
         run = RunDir.open(
             config,
