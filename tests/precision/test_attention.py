@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision import attention_core
+from precision import attention_core, latent_attention
 
 
 def inputs(length: int, d_qk: int, d_v: int) -> list[Tensor]:
@@ -31,3 +31,15 @@ def test_equals_its_definition_with_gradients(length: int, d_qk: int, d_v: int) 
     probe = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "length"), [(1, 1), (1, 9), (2, 9), (9, 9)])
+def test_heads_that_share_a_latent(queries: int, length: int) -> None:
+    """As if each head had keys and values of its own; the queries are the last of the positions."""
+    generator = torch.Generator().manual_seed(length)
+    q = torch.randn(2, 3, length, 24, generator=generator)
+    latent = torch.randn(2, length, 24, generator=generator)
+    each = latent[:, None].expand(-1, 3, -1, -1)
+    expected = definition(q, each, each[..., :16], 0.2)[:, :, -queries:]
+    out = latent_attention(q[:, :, -queries:], latent, 16, 0.2)
+    torch.testing.assert_close(out, expected.float())

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from precision import GroupedLinear, Linear, Plan, PrecisionConfig, begin_step, bind
+from precision import Feed, GroupedLinear, Linear, Operand, Plan, PrecisionConfig, begin_step, bind
 from precision.formats import BY_NAME, Format
+from precision.fused import deliver
 
 Recipe = Callable[..., PrecisionConfig]
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
@@ -235,3 +236,20 @@ def test_only_fp8_is_kept_for_backward(recipe: Recipe) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(torch.randn(4, 32, dtype=torch.bfloat16, requires_grad=True))
     assert {t.dtype for t in kept if t.numel() > 1} == {torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_that_multiply_can_be_read(recipe: Recipe, name: str) -> None:
+    """An operand's and the weight's, as plain numbers, have the product that the layer computes."""
+    base, overrides = RECIPES[name]
+    plan = Plan(recipe(base, **overrides), 1)
+    layer = Linear(plan.gemm("layers.0.ffn.down", "ffn", 144, 272))
+    torch.nn.init.normal_(layer.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    bind(layer, plan, "cpu")
+    x = torch.randn(2, 37, 144, generator=torch.Generator().manual_seed(1)).to(layer.recipe.output.dtype)
+    delivered = deliver(x, Feed(layer))
+    read = delivered.read() if isinstance(delivered, Operand) else delivered
+    assert isinstance(delivered, Operand) == layer.recipe.is_fp8 and not (layer.recipe.is_fp8 and torch.equal(read, x))
+    with torch.no_grad():
+        y = layer(delivered)
+    check(y.flatten(0, 1), (read.double().flatten(0, 1), layer.plain_weight().double().t()), name, "y")
