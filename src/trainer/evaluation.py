@@ -45,7 +45,8 @@ def mean_loss(model: DeepSeek, batches: Iterable[Tensor], size: int, world: Worl
 
 @dataclass
 class Scores:
-    """Of one source's held-out text. Losses in nats per token; bf16: None if the run computes no GEMM in FP8."""
+    """Of one source's held-out text. Losses in nats per token; own: not a number if the text is shorter than a window;
+    bf16: None if the run computes no GEMM in FP8."""
 
     source: str
     windows: int
@@ -59,8 +60,9 @@ class Scores:
 
 
 def held_out(data: Prepared) -> list[tuple[str, Bins]]:
-    """Validation text by the name of its source."""
-    return [(data.folder.name.rpartition("-")[0], data.validation)]
+    """Validation text by the name of its source; of several first all together, which is what a run logs."""
+    together = [("all", data.validation)] if len(data.validations) > 1 else []
+    return [*together, *data.validations]
 
 
 def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
@@ -88,8 +90,8 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
             return mean_loss(saved.model, batches, t.microbatch_size, world)
 
         windows = bins.num_windows(t.sequence_length)
-        mine, plain = loss(), None
-        if has_fp8:
+        mine, plain = loss() if windows else math.nan, None
+        if has_fp8 and windows:
             with in_bf16(saved.model):
                 plain = loss()
         windows = windows if most is None else min(windows, most * t.microbatch_size)

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from trainer.config import load
 from trainer.data import prepare
-from trainer.evaluation import Scores, evaluate
+from trainer.evaluation import Scores, evaluate, perplexity
 from trainer.saved import open_run
 from trainer.trainer import Trainer
 
@@ -99,6 +99,24 @@ def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> N
         done = run_python(EVALUATE, runs / "fp32", *words)
         lines = [line for line in done.stderr.splitlines() if line.startswith("octet:")]
         assert done.returncode == 2 and "Traceback" not in done.stderr and says in lines[0], done.stderr
+
+
+def test_several_sources(runs: Path, tmp_path: Path) -> None:
+    """A row each, and one of all together; a source without a whole sequence has none to look at."""
+    for name, count in (("a", 40), ("b", 80)):
+        (tmp_path / name).mkdir()
+        for i in range(8):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name}: words, {i} of them. " * count)
+    mix = ", ".join(f"{{name: {name}, path: {tmp_path / name}, glob: '**'}}" for name in "ab")
+    own = [f"data.tokenizer={runs / 'fp8_block' / 'tokenizer.json'}", "data.path=null", f"data.mix=[{mix}]"]
+    saved = open_run(runs / "fp8_block", None, own)
+    data = prepare(saved.config.data, saved.config.model.vocab_size)
+    together, *each = evaluate(saved, data, None)
+    assert [together.source, *(score.source for score in each)] == ["all", "a", "b"]
+    assert min(score.own for score in each) < together.own < max(score.own for score in each)
+    saved.config.trainer.sequence_length = data.validations[0][1].num_tokens
+    _, a, b = evaluate(saved, data, 1)
+    assert (a.windows, a.gap, b.windows) == (0, None, 1) and math.isnan(perplexity(a.own)) and b.own > 0
 
 
 def test_other_text_in_the_runs_tokens(runs: Path, run_python: Run, tmp_path: Path) -> None:
