@@ -19,7 +19,7 @@ from precision import gemm_layers
 from trainer.build import build_engine
 from trainer.config import load
 from trainer.distributed import World
-from trainer.parallel import gather, parallelize
+from trainer.parallel import gather
 from trainer.preflight import check
 from trainer.trainer import train_step
 
@@ -38,12 +38,10 @@ CASES = {
         "current": [*FSDP, *TENSOR],
         "block": [*FSDP, "precision=fp8_block"],
         "block odd": [*FSDP, "precision=fp8_block", *ODD],
-        "delayed compiled": [*FSDP, "precision=fp8_delayed"],
         "delayed spread": [*EP, "precision=fp8_delayed"],
         "with head": [*FSDP, *TENSOR, "precision.table.lm_head=fp8"],
     },
     4: {
-        "block": [*FSDP, "precision=fp8_block"],
         "delayed groups": [*HSDP, "precision=fp8_delayed"],
         "current spread": [*HSDP, "parallel.expert=2", *TENSOR],  # by none
     },
@@ -57,23 +55,19 @@ def digest(tensors: list[Tensor]) -> str:
     return made.hexdigest()
 
 
-def train(keys: list[str], world: World, compiled: bool) -> dict[str, list[str]]:
+def train(keys: list[str], world: World) -> dict[str, list[str]]:
     """What each step computed with and came to, and an evaluation after each."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = load(compose("train", overrides=[*RUN, *keys]))
     engine = build_engine(config, world.device, world=world)
-    if compiled:
-        torch._dynamo.reset()
-        parallelize(engine.model, config.recompute, True, "aot_eager")
     operands: list[str] = []
     layers = [layer for layer in gemm_layers(engine.model) if layer.recipe.is_fp8]
 
     def note(layer: torch.nn.Module, args: tuple) -> None:
         operands.append(digest([t for t in layer.operand or () if t is not None]))  # type: ignore[union-attr]
 
-    if not compiled:
-        for layer in layers:
-            layer.register_forward_pre_hook(note)
+    for layer in layers:
+        layer.register_forward_pre_hook(note)
     wires = [local_wire(layer) for layer in layers]
     seen: dict[str, list[str]] = {"loss": [], "norm": [], "amax": [], "scale": [], "validation": []}
     generator = torch.Generator().manual_seed(3)
@@ -105,7 +99,7 @@ def main(out: Path) -> None:
     seen = {}
     for name, keys in CASES[size].items():
         ways = [[*keys, f"parallel.fp8_all_gather={way}"] for way in ("false", "true")]
-        seen[name] = [world.gather(train(way, world, "compiled" in name)) for way in ways]
+        seen[name] = [world.gather(train(way, world)) for way in ways]
     if rank == 0:
         out.write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
