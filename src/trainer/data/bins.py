@@ -130,7 +130,7 @@ class Bins:
         self.shards = tuple(shards)
         first = self.shards[0]
         # the first token of a later shard is the last of the one before
-        sizes = [shard.sidecar.num_tokens - (shard is not first) for shard in self.shards]
+        sizes = [shard.sidecar.num_tokens - (number > 0) for number, shard in enumerate(self.shards)]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self.path = first.path
         """The file, or a pattern that stands for all of them."""

@@ -38,6 +38,7 @@ from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, tr
 from trainer.data.workers import pack_all
 
 REPORT_SECONDS = 0.2
+MEGABYTE = 1_000_000
 SUMMARY = "prepared.json"
 
 Progress = Callable[[str, int, int], None]
@@ -288,7 +289,7 @@ def _tokenizer(
             load_tokenizer(data.tokenizer)
             shutil.copyfile(data.tokenizer, written)
         else:
-            texts = sample(readers, data.validation_fraction, data.tokenizer_sample_mb * 1_000_000, report)
+            texts = sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
             tokenizer = train_tokenizer(texts, vocab_size, data.end_of_text)
             written.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         written.replace(path)
@@ -342,7 +343,7 @@ def _pack(
         for each in mixed(readers, data.stop, log):
             work.blocks.append(each)
             size += each.block.num_bytes
-            if size >= data.shard_mb * 1_000_000:
+            if size >= data.shard_mb * MEGABYTE:
                 yield work
                 work, size = Work(work.number + 1, []), 0
         if work.blocks:

@@ -1,0 +1,183 @@
+"""What cannot be used is an error that names it, or is left out and counted, as configured; never silently."""
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from trainer.data import DataConfig, Prepared, Source, prepare
+from trainer.data.config import Format
+
+GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
+LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
+BAD = {
+    "not JSON": b'{"text": "cut o',
+    "not UTF-8 text": '{"text": "é"}'.encode("latin-1"),
+    "no key text": b'{"body": "else", "id": 3}',
+    "not a JSON object": b'["text"]',
+    "the value of text is not text": b'{"text": 7}',
+    "not Unicode text": rb'{"text": "half \ud83d"}',
+}
+EMPTY = [b'{"text": ""}', b'{"text": null}']
+
+
+@pytest.fixture
+def files(prepared: Prepared, tmp_path: Path) -> DataConfig:
+    """Reads the folder `files`, with a tokenizer that is there."""
+    (tmp_path / "files").mkdir()
+    return DataConfig(
+        source=Source.files,
+        path=str(tmp_path / "files"),
+        glob="*",
+        tokenizer=str(prepared.tokenizer_path),
+        cache_dir=str(tmp_path / "cache"),
+        validation_fraction=0.2,
+    )
+
+
+def folder(data: DataConfig) -> Path:
+    return Path(str(data.path))
+
+
+def count(prepared: Prepared) -> int:
+    return prepared.train.sidecar.num_documents + prepared.validation.sidecar.num_documents
+
+
+@pytest.mark.parametrize("why", list(BAD))
+def test_a_bad_line_is_named(files: DataConfig, why: str) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([*GOOD, BAD[why], *GOOD]))
+    place = sum(len(line) + 1 for line in GOOD)
+    says = rf"data\.skip_damaged=false: x\.jsonl, the line at byte {place}[^\n]*: {why}: repair or remove it, or set"
+    with pytest.raises(ValueError, match=says) as error:
+        prepare(files, 512)
+    assert "\n" not in str(error.value)
+    if why == "no key text":
+        assert "(which has body, id)" in str(error.value)
+
+
+def test_bad_lines_are_left_out_and_counted_by_kind(files: DataConfig) -> None:
+    lines = [*GOOD, *BAD.values(), *GOOD[:5], BAD["not JSON"], b"", *EMPTY, b""]
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(lines))
+    (folder(files) / "nothing.jsonl").touch()
+    result = prepare(replace(files, skip_damaged=True), 512)
+    counts = {(each.path, each.why): each.count for each in result.skipped}
+    expected = {("x.jsonl", why): 1 for why in BAD} | {("x.jsonl", "empty"): 2, ("nothing.jsonl", "empty"): 1}
+    assert counts == expected | {("x.jsonl", "not JSON"): 2}
+    assert count(result) == len(GOOD) + 5 and result.left_out == ()
+    place = sum(len(line) + 1 for line in GOOD)
+    assert f"2 documents of x.jsonl (not JSON; first at the line at byte {place})" in map(str, result.skipped)
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: .* and \d more cannot be used: .*, and delete"):
+        prepare(files, 512)
+
+
+def test_empty_documents_are_no_damage_and_still_counted(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([*GOOD, *EMPTY]))
+    result = prepare(files, 512)
+    assert [str(each) for each in result.skipped] == [
+        f"2 documents of x.jsonl (empty; first at the line at byte {sum(len(line) + 1 for line in GOOD)})"
+    ]
+
+
+def pack_gz(path: Path) -> None:
+    path.with_name("x.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LONG)))
+
+
+def pack_zst(path: Path) -> None:
+    path.with_name("x.jsonl.zst").write_bytes(zstandard.compress(b"\n".join(LONG)))
+
+
+def pack_parquet(path: Path) -> None:
+    texts = [json.loads(line)["text"] for line in LONG[:500]]
+    parquet.write_table(pyarrow.table({"text": texts}), path.with_name("x.parquet"), row_group_size=100)
+
+
+@pytest.mark.parametrize("pack", [pack_gz, pack_zst, pack_parquet])
+def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
+    files: DataConfig, pack: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.documents.BLOCK_BYTES", 20_000)
+    pack(folder(files) / "any")
+    (path,) = folder(files).iterdir()
+    (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))
+    assert prepare(files, 512).skipped == ()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3 * 2])
+    with pytest.raises(ValueError, match=rf"data\.skip_damaged=false: {path.name}: cut off.*: repair"):
+        prepare(files, 512)
+    result = prepare(replace(files, skip_damaged=True), 512)
+    (lost,) = result.left_out
+    assert lost.path == path.name and lost.why.startswith("cut off")
+    if pack is pack_parquet:
+        assert count(result) == len(GOOD)  # where its columns are stands at its end
+    else:
+        assert len(GOOD) < count(result) < len(GOOD) + len(LONG)
+    again = prepare(replace(files, skip_damaged=True, cache_dir=files.cache_dir + "2"), 512)
+    assert again.train.sidecar == result.train.sidecar  # the same is left out
+
+
+def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:
+    pack_parquet(folder(files) / "any")
+    path = folder(files) / "x.parquet"
+    group = parquet.ParquetFile(path).metadata.row_group(2).column(0)
+    start = group.dictionary_page_offset or group.data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 200] = b"\xff" * 200
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.parquet, row 200: the row group cannot be read: repair"):
+        prepare(files, 512)
+    result = prepare(replace(files, skip_damaged=True), 512)
+    assert count(result) == 400
+    assert [str(each) for each in result.skipped] == [
+        "100 documents of x.parquet (the row group cannot be read; first at row 200)"
+    ]
+
+
+def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(files: DataConfig) -> None:
+    pack_parquet(folder(files) / "any")
+    lenient = replace(files, skip_damaged=True)
+    with pytest.raises(ValueError, match=r"data\.text_column=body: x\.parquet has no such column: set one of text"):
+        prepare(replace(lenient, text_column="body"), 512)
+    parquet.write_table(pyarrow.table({"text": [[1]], "n": [1]}), folder(files) / "x.parquet")
+    for column in ("text", "n"):
+        with pytest.raises(ValueError, match=rf"data\.text_column={column}: this column of x\.parquet is .*, not text"):
+            prepare(replace(lenient, text_column=column), 512)
+    (folder(files) / "x.parquet").unlink()
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
+    with pytest.raises(ValueError, match=r"leaves nothing of files to hold out.*60 documents of .*no key body"):
+        prepare(replace(lenient, text_column="body"), 512)
+
+
+def test_files_that_say_nothing_of_what_they_are(files: DataConfig) -> None:
+    (folder(files) / "x.data").write_bytes(b"\n".join(GOOD))
+    with pytest.raises(ValueError, match=r"data\.format=auto: x\.data does not say by its name .*data\.format=jsonl"):
+        prepare(files, 512)
+    assert count(prepare(replace(files, format=Format.jsonl), 512)) == len(GOOD)
+
+
+def test_nothing_held_out_is_said(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD[:3]))
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.001: leaves nothing of files to hold out"):
+        prepare(replace(files, validation_fraction=0.001), 512)
+
+
+def test_what_datasets_cannot_load_is_one_line(files: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", files.cache_dir + "hf")
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
+    hf = replace(files, source=Source.hf)
+    assert count(prepare(hf, 512)) == len(GOOD)
+    for changes, message in [
+        ({"split": "tset"}, r"data\.path=.*split=tset.*train"),
+        ({"text_column": "body"}, r"data\.text_column=body: .* has no such column: set one of text"),
+        ({"subset": "de"}, r"data\.path=.*subset=de.*default"),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            prepare(replace(hf, **changes), 512)
+        assert "\n" not in str(error.value)
+    (folder(files) / "y.jsonl").write_bytes(b"\n".join([*GOOD, b"{cut o"]))
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: /.*: cannot be read after row \d+: "):
+        prepare(replace(hf, streaming=True), 512)

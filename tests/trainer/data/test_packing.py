@@ -1,0 +1,146 @@
+"""Several processes, kills in between, any number of shards: always the same documents in the same order, once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
+from trainer.data.shards import write_bins
+
+MakeData = Callable[..., DataConfig]
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer.data import DataConfig, Source, prepare
+from trainer.data import prepare as _
+import trainer.data.prepare
+module = sys.modules["trainer.data.prepare"]
+module.MEGABYTE, module.REPORT_SECONDS = 10_000, 0
+data = DataConfig(source=Source.files, path=sys.argv[1], glob="*.jsonl", tokenizer=sys.argv[2], cache_dir=sys.argv[3],
+                  validation_fraction=0.2, shard_mb=1, workers=2)
+
+def progress(what, done, total):
+    if len(list(Path(sys.argv[3]).glob("*.partial/done-*"))) >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+prepare(data, 512, progress)
+"""
+
+
+@pytest.fixture
+def make_data(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
+    """(cache, settings ...) -> a corpus of a dozen shards of 10 kB."""
+    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 10_000)
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 1 << 20)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abcdefghijkl":
+        lines = [json.dumps({"text": f"{name} {n} " * (n % 40 + 1)}) for n in range(100)]
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, '{"text": ""}']))
+    fixed = {"source": Source.files, "path": str(folder), "glob": "*.jsonl", "tokenizer": str(prepared.tokenizer_path)}
+    fixed |= {"validation_fraction": 0.2, "shard_mb": 1}
+
+    def make(cache: str, **settings: object) -> DataConfig:
+        return DataConfig(**{**fixed, "cache_dir": str(tmp_path / cache), **settings})
+
+    return make
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, tmp_path: Path) -> None:
+    alone = prepare(make_data("one", workers=1), 512)
+    assert len(alone.train.shards) == 12 and alone.train.sidecar.num_documents > 900
+    assert sum(each.count for each in alone.skipped) == 12
+    whole = contents(alone.folder)
+    expected = {"tokenizer.json", "prepared.json", "validation.bin", "validation.json"}
+    expected |= {f"train-{n:05}.{suffix}" for n in range(12) for suffix in ("bin", "json")}
+    assert set(whole) == expected
+
+    data = make_data("killed", workers=2)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", KILLED, str(data.path), str(data.tokenizer), data.cache_dir]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    assert process.returncode == -signal.SIGKILL
+    (partial,) = Path(data.cache_dir).glob("*.partial")
+    finished = {path.name.replace("done", "train").replace("json", "bin") for path in partial.glob("done-*")}
+    files = {name: (partial / name).stat().st_ino for name in finished}
+    assert 3 <= len(finished) < 12
+    result = prepare(data, 512)
+    assert result.built and contents(result.folder) == whole
+    kept = {name: (result.folder / name).stat().st_ino for name in finished}
+    assert kept == files  # what was done was not done again
+    assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
+
+
+def test_a_mistake_that_a_worker_finds_ends_all_and_is_one_line(make_data: MakeData) -> None:
+    data = make_data("cache", workers=2)
+    with (Path(str(data.path)) / "h.jsonl").open("a") as file:
+        file.write("\n{bad")
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: h\.jsonl, the line at byte \d+: not JSON: repair"):
+        prepare(data, 512)
+    # what other shards have become is not lost when damage is allowed then
+    (partial,) = Path(data.cache_dir).glob("*.partial")
+    result = prepare(replace(data, skip_damaged=True), 512)
+    assert not partial.exists() and [each.count for each in result.skipped if each.why == "not JSON"] == [1]
+
+
+def test_each_token_of_all_shards_is_a_target_once_an_epoch(make_data: MakeData) -> None:
+    bins = prepare(make_data("one", workers=1), 512).train
+    stream = np.concatenate(
+        [shard.read(n > 0, shard.sidecar.num_tokens - (n > 0)) for n, shard in enumerate(bins.shards)]
+    )
+    assert len(bins.shards) == 12 and bins.num_tokens == len(stream) and (bins.tokens == stream).all()
+    ends = np.flatnonzero(stream == bins.sidecar.end_of_text)
+    assert len(ends) == bins.sidecar.num_documents + 1 and (np.diff(ends) > 1).all()  # no end of text twice in a row
+    loader = Loader(bins, 37, 4, seed=3)
+    seen = np.zeros(len(stream), int)
+    for _ in range(loader.num_windows // 4):
+        batch = loader.next().numpy()
+        for row, window in zip(batch, loader.windows_at(loader.served), strict=True):
+            assert (row == stream[window * 37 : window * 37 + 38]).all()
+            seen[window * 37 + 1 : window * 37 + 38] += 1
+    assert seen.max() == 1 and seen.sum() >= (loader.num_windows - 3) * 37
+
+
+def test_one_shard_is_cut_off_and_named(make_data: MakeData) -> None:
+    result = prepare(make_data("one", workers=1), 512)
+    os.truncate(result.folder / "train-00004.bin", 100)
+    with pytest.raises(ValueError, match=r"train-00004\.bin: has 100 bytes, its sidecar says \d+: delete "):
+        prepare(make_data("one"), 512)
+    with pytest.raises(OSError, match=r"train-00004\.bin: ends at byte 100; it was whole when"):
+        _ = result.train.tokens
+
+
+def test_a_large_vocabulary_takes_four_bytes(make_data: MakeData, tmp_path: Path) -> None:
+    words = {"<|endoftext|>": 0, "a": 1, "7": 2} | {f"w{n}": n for n in range(3, 70_000)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w69999"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "large.json"))
+    result = prepare(make_data("one", workers=1, tokenizer=str(tmp_path / "large.json")), 70_000)
+    assert result.train.sidecar.dtype == "uint32" and result.train.tokens.max() == 69_999
+
+
+def test_a_seam_is_one_token(tmp_path: Path) -> None:
+    facts = {"source": "x", "vocab_size": 99, "end_of_text": 0, "tokenizer_hash": "t", "source_fingerprint": "s"}
+    for n, documents in enumerate([[[1, 2], [3]], [[4]], [[5, 6]]]):
+        pieces = [(np.array(ids), True) for ids in documents]
+        write_bins(tmp_path / f"train-{n}.bin", pieces, num_text_bytes=1, **facts)
+    bins = Bins.open(sorted(tmp_path.glob("*.bin")), "t")
+    assert bins.tokens.tolist() == [0, 1, 2, 0, 3, 0, 4, 0, 5, 6, 0]
+    assert bins.num_windows(2) == 5
+    assert bins.gather(np.arange(5), 2).tolist() == [[0, 1, 2], [2, 0, 3], [3, 0, 4], [4, 0, 5], [5, 6, 0]]
+    assert (bins.sidecar.num_documents, bins.path.name) == (4, "train-*.bin")
+    assert Bins.join([bins, bins]).tokens.tolist() == [*bins.tokens.tolist(), *bins.tokens.tolist()[1:]]

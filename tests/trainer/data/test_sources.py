@@ -1,0 +1,219 @@
+"""Every kind of source gives the same documents, and so the same tokens; several are mixed by their weights."""
+
+import gzip
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
+from trainer.data import documents as documents_module
+from trainer.data.config import MixEntry, Stop
+
+Prepare = Callable[..., Prepared]
+
+
+def made_up(count: int, word: str = "word") -> list[str]:
+    """Documents of some lines, with what JSON has to escape."""
+    rng = random.Random(count)
+    return [
+        "".join(f"{word} {n} {rng.randrange(99)} é€\t\"'\n" for _ in range(rng.randrange(1, 60))) for n in range(count)
+    ]
+
+
+TEXTS = made_up(120)
+
+
+def jsonl(texts: Iterable[str]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": text}).encode() + b"\n" for text in texts)
+
+
+def write(folder: Path, kind: str, texts: list[str]) -> dict[str, Any]:
+    """The texts as files of a kind; the settings that read them."""
+    folder.mkdir()
+    half = len(texts) // 2
+    source, path = Source.files, str(folder)
+    for name, part in (("a", texts[:half]), ("b", texts[half:])):
+        table = pyarrow.table({"id": list(range(len(part))), "text": part})
+        match kind.split():
+            case ["jsonl"]:
+                (folder / f"{name}.jsonl").write_bytes(jsonl(part))
+            case ["gz"]:
+                (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(jsonl(part)))
+            case ["zst"]:
+                frames = [zstandard.compress(jsonl(part[:9])), zstandard.compress(jsonl(part[9:]))]
+                (folder / f"{name}.jsonl.zst").write_bytes(b"".join(frames))
+            case ["parquet"]:
+                parquet.write_table(table, folder / f"{name}.parquet", row_group_size=25)
+            case ["hub", *_]:  # a folder as one is kept on the hub
+                (folder / "data").mkdir(exist_ok=True)
+                parquet.write_table(table, folder / "data" / f"train-{name}.parquet", row_group_size=25)
+                source = Source.hf
+            case ["saved", *_]:
+                source = Source.hf
+    more = {"streaming": "streaming" in kind}
+    if kind == "saved":
+        import datasets
+
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "dataset")
+        path = str(folder / "dataset")
+    if kind == "saved splits":
+        import datasets
+
+        splits = datasets.DatasetDict()
+        for name, rows in (("tr", texts), ("te", ["no"])):
+            splits[name] = datasets.Dataset.from_dict({"body": rows})
+        splits.save_to_disk(folder / "dataset")
+        path, more = str(folder / "dataset"), {"split": "tr", "text_column": "body"}
+    globs = "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet"
+    return {"source": source, "path": path, "glob": globs, "exclude": [], **more}
+
+
+@pytest.fixture
+def prepare_for(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """(settings ...) -> Prepared, with a tokenizer that is there already."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer, cache = str(prepared.tokenizer_path), str(tmp_path / "cache")
+
+    def run(**settings: Any) -> Prepared:
+        fixed = {"tokenizer": tokenizer, "cache_dir": cache, "validation_fraction": 0.2}
+        return prepare(DataConfig(**{**fixed, **settings}), 512)
+
+    return run
+
+
+def texts_of(prepared: Prepared, name: str = "train") -> list[str]:
+    """The documents that a split's bins decode to."""
+    bins = getattr(prepared, name)
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    (ends,) = np.nonzero(bins.tokens == bins.sidecar.end_of_text)
+    return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
+
+
+def test_every_kind_of_source_gives_the_same_tokens(
+    prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    found = {}
+    kinds = ["jsonl", "gz", "zst", "parquet", "hub", "hub streaming", "saved", "saved splits"]
+    for kind in kinds:
+        result = prepare_for(**write(tmp_path / kind.replace(" ", "_"), kind, TEXTS))
+        found[kind] = (result.train.sidecar.sha256, result.validation.sidecar.sha256)
+        assert result.skipped == ()
+    assert len(set(found.values())) == 1, found
+    train, held_out = texts_of(result), texts_of(result, "validation")
+    assert sorted(train + held_out) == sorted(TEXTS) and len(held_out) > 9
+    assert train == [text for text in TEXTS if text not in held_out]  # in their order
+    assert result.validations == (("hf", result.validation),)
+    assert result.documents == {"hf": (len(train), sum(len(text.encode()) for text in train))}
+
+
+def test_a_text_file_is_a_document_compressed_or_not(prepare_for: Prepare, tmp_path: Path) -> None:
+    for n, text in enumerate(TEXTS[:20]):
+        (tmp_path / f"{n:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / f"{n:02}.md").write_text(text)
+    both = [prepare_for(source=Source.files, path=str(tmp_path), glob=glob) for glob in ("*.txt.gz", "*.md")]
+    for result in both:
+        assert sorted(texts_of(result) + texts_of(result, "validation")) == sorted(TEXTS[:20])
+    alone = prepare_for(source=Source.text, path=str(tmp_path), glob="*.md")
+    assert alone.train.sidecar.sha256 == both[1].train.sidecar.sha256
+
+
+def test_one_file_can_be_the_source(prepare_for: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(jsonl(TEXTS))
+    (tmp_path / "y.json").write_bytes(b"{")
+    result = prepare_for(source=Source.files, path=str(tmp_path / "x.json"))
+    assert len(texts_of(result) + texts_of(result, "validation")) == len(TEXTS)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[MixEntry]:
+    """Sources of 400, 100 and 50 documents."""
+    entries = []
+    for name, count in (("web", 400), ("code", 100), ("math", 50)):
+        write(tmp_path / name, "jsonl", made_up(count, name))
+        entries.append(MixEntry(name=name, path=str(tmp_path / name)))
+    return entries
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 2000)
+
+
+def test_several_sources_without_weights_are_all_there_once(prepare_for: Prepare, three: list[MixEntry]) -> None:
+    result = prepare_for(source=Source.files, glob="*.jsonl", mix=three)
+    assert [name for name, _ in result.validations] == ["web", "code", "math"]
+    assert result.train.sidecar.source == "web+code+math"
+    everything = made_up(400, "web") + made_up(100, "code") + made_up(50, "math")
+    assert sorted(texts_of(result) + texts_of(result, "validation")) == sorted(everything)
+    for name, bins in result.validations:
+        assert bins.path.name == f"validation-{name}.bin" and bins.sidecar.source == name
+        tokens = bins.tokens
+        text = load_tokenizer(result.tokenizer_path).decode(tokens.tolist())
+        assert text.startswith(name) and bins.sidecar.num_documents > 1
+    counts = [bins.sidecar.num_documents for _, bins in result.validations]
+    assert result.validation.sidecar.num_documents == sum(counts)
+    assert sum(documents for documents, _ in result.documents.values()) == 550 - sum(counts)
+
+
+def test_weights_are_shares_of_the_text_until_a_source_is_used_up(
+    prepare_for: Prepare, three: list[MixEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    for entry, weight in zip(three, (1.0, 4.0, 1.0), strict=True):
+        entry.weight = weight
+    result = prepare_for(source=Source.files, glob="*.jsonl", mix=three)
+    sizes = {name: size for name, (_, size) in result.documents.items()}
+    assert result.documents["code"][0] + dict(result.validations)["code"].sidecar.num_documents == 100  # used up
+    assert sizes["code"] / sum(sizes.values()) == pytest.approx(4 / 6, abs=0.07)
+    assert sizes["math"] / sum(sizes.values()) == pytest.approx(1 / 6, abs=0.07)
+    train = texts_of(result)
+    assert len(train) == len(set(train))  # nothing twice
+
+
+def test_the_small_ones_come_again_until_all_are_used_up(
+    prepare_for: Prepare, three: list[MixEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    for entry in three:
+        entry.weight = 1.0
+    result = prepare_for(source=Source.files, glob="*.jsonl", mix=three, stop=Stop.all_exhausted)
+    train, held_out = texts_of(result), texts_of(result, "validation")
+    everything = made_up(400, "web") + made_up(100, "code") + made_up(50, "math")
+    assert set(train) | set(held_out) == set(everything) and not set(train) & set(held_out)
+    assert len(held_out) == len(set(held_out))  # held out once, however often the source is read
+    web, math = ([text for text in train if text.startswith(name)] for name in ("web", "math"))
+    assert len(web) == len(set(web)) and 5 < len(math) / len(set(math)) < 11
+
+
+def test_prepared_bins_are_a_source(prepare_for: Prepare, three: list[MixEntry], prepared: Prepared) -> None:
+    web, code = (prepare_for(source=Source.files, glob="*.jsonl", path=entry.path) for entry in three[:2])
+    alone = prepare_for(source=Source.bins, path=str(web.folder), tokenizer=None)
+    assert not alone.built and alone.train.sidecar == web.train.sidecar
+    mix = [MixEntry(name="w", path=str(web.folder)), MixEntry(name="c", path=str(code.folder))]
+    both = prepare_for(source=Source.bins, mix=mix)
+    assert texts_of(both) == texts_of(web) + texts_of(code)
+    assert [name for name, _ in both.validations] == ["w", "c"]
+    assert both.train.num_tokens == web.train.num_tokens + code.train.num_tokens - 1
+    with pytest.raises(ValueError, match=r"model\.vocab_size=511: the tokenizer has 512"):
+        prepare(DataConfig(source=Source.bins, path=str(web.folder)), 511)
+
+    with pytest.warns(UserWarning, match="gives a tokenizer of only"):
+        other = prepare_for(source=Source.files, glob="*.jsonl", path=three[2].path, tokenizer=None)
+    mix.append(MixEntry(name="m", path=str(other.folder)))
+    with pytest.raises(ValueError, match=r"data\.mix\[2\]\.path=.*: prepared with tokenizer .*data\.tokenizer=/"):
+        prepare_for(source=Source.bins, mix=mix)
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.*was made with another one: set null"):
+        prepare_for(source=Source.bins, path=str(other.folder))
+    with pytest.raises(ValueError, match=r"prepared\.json: cannot be read|tokenizer\.json: the file is missing"):
+        prepare_for(source=Source.bins, path=three[0].path)
