@@ -5,6 +5,7 @@ Each process runs a thread, the watch, that shares the job's store (torchrun's o
     who/R     host and process of rank R                 set at the start
     pulse/R   a count, its last step, where it is        set every 5 seconds, by the watch
     left/R    rank R has done its work                   so that its end is no news
+    gone/R    rank R has stopped its watch               rank 0 waits for it, if it serves the store itself
     late/R    what rank R waited in, in vain             see `failed`
     news      why the job ends                           written once, by whoever knows first
     told      somebody has said it                       rank 0, where it lives
@@ -102,16 +103,26 @@ class Crew:
         if self._store is None or self._watch is None:
             return
         self._key("left", self.launch.rank, "1")
-        waited = 0.0
-        keys = [self.name("left", rank) for rank in range(self.launch.size)]
-        with contextlib.suppress(RuntimeError):  # the store may go with its node
-            while not self._store.check(keys) and waited < seconds:
-                time.sleep(LOOK_SECONDS / 5)
-                waited += LOOK_SECONDS / 5
+        deadline = time.monotonic() + seconds
+        everybody = range(self.launch.size)
+        self._await_all("left", everybody, deadline)
         self._watch.stop()
         self._watch = None
         for callback in self.on_leave:
             callback()
+        if not self.launch.agent_store:  # rank 0 serves the store: it goes last
+            if self.launch.is_first:
+                self._await_all("gone", everybody[1:], deadline)
+            else:
+                with contextlib.suppress(RuntimeError):
+                    self._key("gone", self.launch.rank, "1")
+
+    def _await_all(self, kind: str, ranks: range, deadline: float) -> None:
+        assert self._store is not None
+        keys = [self.name(kind, rank) for rank in ranks]
+        with contextlib.suppress(RuntimeError):  # the store may go with its node
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS / 5)
 
     def exit(self, code: int) -> int:
         """`code`, for a process by itself. One of many ends here, at the same moment as the others.
