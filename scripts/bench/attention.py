@@ -8,9 +8,11 @@ A shape is B x H x S x d_qk x d_v: sequences, heads, positions, head size of que
     core         precision.attention_core: what the model calls
     cudnn flash efficient math    PyTorch's kernels, each by name
     te te_fp8    te.DotProductAttention in BF16, and with FP8 attention (DelayedScaling) where it accepts that
+    documents documents_whole documents_mask documents_flex    within documents of --document tokens: see packed.py
 
 FLOPs: forward 2 B H S^2 (d_qk + d_v) / 2, the half that the mask leaves; backward 2.5 times that, of which one fifth
-is scores computed again (as papers on attention count). Backward is timed alone, on a graph of autograd that is kept.
+is scores computed again (as papers on attention count); within documents, of the pairs in one document. Backward is
+timed alone, on a graph of autograd that is kept.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from typing import Any
 
 import layers
 import measure
+import packed
 import torch
 from layers import TransformerEngine
 from limits import heads
@@ -37,8 +40,9 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-NAMES = ["core", *KERNELS, "te", "te_fp8"]
-BY_DEFAULT = [name for name in NAMES if name != "math"]  # whose scores fill 4 GiB here
+NAMES = ["core", *KERNELS, "te", "te_fp8", *packed.NAMES]
+LEFT_OUT = ("math", "documents_mask", "documents_flex")  # scores of math fill 4 GiB here
+BY_DEFAULT = [name for name in NAMES if name not in LEFT_OUT]
 SHAPES = [(4, 16, 4096, 192, 128), (4, 16, 4096, 128, 128)]
 Shape = tuple[int, int, int, int, int]
 
@@ -55,8 +59,12 @@ def run() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=NAMES, default=BY_DEFAULT, metavar="NAME", help=f"some of {', '.join(NAMES)}"
     )
+    packed.add_arguments(parser)
+    packed.add_tiles(parser)
     measure.add_arguments(parser)
     options = parser.parse_args()
+    if (wrong := packed.problem(options)) is not None:
+        raise ValueError(wrong)
     shapes = [parse_shape(text) for text in options.shape or ()] or SHAPES
     facts = measure.header()
     te = layers.transformer_engine(options.variants)
@@ -66,10 +74,12 @@ def run() -> None:
         B, H, S, d_qk, d_v = shape
         measure.say(f"\n{B} x {H} x {S}, {d_qk} / {d_v}")
         made = [
-            v for name in options.variants for v in measure.attempt(name, lambda n=name, s=shape: variants(n, s, te))
+            v
+            for name in options.variants
+            for v in measure.attempt(name, lambda n=name, s=shape: variants(n, s, te, options.document))
         ]
         timings = measure.measure(made, options)
-        measure.say(report(shape, timings))
+        measure.say(report(shape, timings, options.document))
         results += [{"shape": shape, **measure.record(timing)} for timing in timings.values()]
     measure.write_json(options.json, facts, results)
 
@@ -85,8 +95,8 @@ def parse_shape(text: str) -> Shape:
     return b, h, s, q, v
 
 
-def variants(name: str, shape: Shape, te: TransformerEngine | None) -> list[Variant]:
-    """Forward and backward of one kernel; an error if it does not accept the shape."""
+def variants(name: str, shape: Shape, te: TransformerEngine | None, document: int) -> list[Variant]:
+    """Forward and backward of one kernel; an error if it does not accept the shape. document: mean length."""
     B, H, S, d_qk, d_v = shape
     torch.manual_seed(3)
     scale = d_qk**-0.5
@@ -96,6 +106,8 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None) -> list[Vari
         return _both_ways(name, lambda: attention_core(q, k, v, scale), inputs, dy)
     if name in KERNELS:
         return _both_ways(name, lambda: _by_name(KERNELS[name], q, k, v, scale), inputs, dy)
+    if name in packed.NAMES:
+        return _both_ways(name, packed.core(name, q, k, v, scale, document), inputs, dy)
     if te is None:
         return []
     core = te.pytorch.DotProductAttention(H, (d_qk, d_v), qkv_format="bshd", attn_mask_type="causal")
@@ -128,14 +140,18 @@ def _both_ways(
     return [Variant(f"{name} forward", forward, graph), Variant(f"{name} backward", backward, graph=False)]
 
 
-def report(shape: Shape, timings: dict[str, Timing]) -> str:
+def report(shape: Shape, timings: dict[str, Timing], document: int) -> str:
     """The table of a shape. The ratio is to what the model calls."""
     B, H, S, d_qk, d_v = shape
-    forward = float(B * H * S * S * (d_qk + d_v))
+    causal, part = float(B * H * S * S * (d_qk + d_v)), packed.share(B, S, document)
+
+    def work(name: str) -> float:
+        return causal * (part if name in packed.NAMES and name != "documents_whole" else 1)
+
     rows = []
     for name, timing in timings.items():
-        kind = name.split()[-1]
-        row = measure.columns(timing, forward * (1 if kind == "forward" else 2.5))
+        what, kind = name.split()
+        row = measure.columns(timing, work(what) * (1 if kind == "forward" else 2.5))
         row["x core"] = both(timings.get(f"core {kind}"), timing)
         rows.append(row)
     for name in sorted({name.split()[0] for name in timings}, key=NAMES.index):
@@ -146,7 +162,7 @@ def report(shape: Shape, timings: dict[str, Timing]) -> str:
                 {
                     "variant": f"{name} both",
                     "ms": show(total, ".3f", 1e3),
-                    "TF/s": show(3.5 * forward / total, ".3g", 1e-12),
+                    "TF/s": show(3.5 * work(name) / total, ".3g", 1e-12),
                 }
             )
     return measure.table(rows)

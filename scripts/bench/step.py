@@ -15,7 +15,8 @@ Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quanti
                  is reached, short / sustained
     state, peak  memory that stays between steps, and the most that a step takes above it
 
-Then the ratios to `--against`, and what loading a batch of the configured data costs against a step. Contestants share
+Then the ratios to `--against`, and what loading a batch of the configured data costs against a step, and against one of
+50,000 tokens/s. With trainer.document_masking=true the tokens are documents of `--document` tokens. Contestants share
 the GPU's memory; `--apart` builds, measures and frees one after the other where that is too little.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 
 import limits
 import measure
+import packed
 import torch
 from measure import Timing, both, show
 
@@ -37,6 +39,8 @@ from trainer.cli import compose, guarded
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
 MIB = 2**20
+END = 0  # the token that documents begin with, where attention stays within them
+GOAL = 50_000  # tokens a second and GPU
 
 
 def main() -> int:
@@ -54,7 +58,10 @@ def run() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="sustained: rounds in turn (default: 2)")
     parser.add_argument("--apart", action="store_true", help="one contestant in memory at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    packed.add_arguments(parser)
     options = parser.parse_intermixed_args()
+    if (wrong := packed.problem(options)) is not None:
+        raise ValueError(wrong)
     recipes = [word for word in options.words if "=" not in word]
     overrides = [word for word in options.words if "=" in word]
     if not recipes:
@@ -81,7 +88,8 @@ def run() -> None:
         measure.say(contestant.against(base))
     load = loading_seconds(base.config)
     step = statistics.median(base.seconds)
-    measure.say(f"loading a batch: {load * 1e3:.2f} ms, {load / step:.2%} of a step of {base.recipe}")
+    line = f"loading a batch: {load * 1e3:.2f} ms, {load / step:.2%} of a step of {base.recipe}"
+    measure.say(f"{line}, {base.tokens / load:,.0f} tokens/s ({load * GOAL / base.tokens:.2%} of {GOAL:,} tokens/s)")
     measure.write_json(options.json, facts, [contestant.record() for contestant in contestants])
 
 
@@ -90,9 +98,10 @@ def race(contestants: "list[Contestant]", options: argparse.Namespace) -> None:
     for contestant in contestants:
         contestant.build()
     shape = contestants[0].config.trainer.global_batch_size, contestants[0].config.trainer.sequence_length + 1
+    begins = packed.starts(*shape, options.document)
     torch.manual_seed(0)
     for step in range(WARM_UP + options.steps):
-        tokens = torch.randint(contestants[0].config.model.vocab_size, shape)
+        tokens = torch.randint(END + 1, contestants[0].config.model.vocab_size, shape).masked_fill_(begins, END)
         for contestant in contestants:
             contestant.step(step, tokens, timed=step >= WARM_UP)
     meter = measure.Meter()
@@ -130,6 +139,7 @@ class Contestant:
         from trainer.metrics import state_bytes
 
         self.engine = build_engine(self.config, pick_device(self.config.trainer.device))
+        self.engine.model.end_of_text = END if self.config.trainer.document_masking else None
         self.state = state_bytes(self.engine.model, self.engine.optimizer.state_dict())
 
     def free(self) -> None:

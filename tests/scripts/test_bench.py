@@ -149,12 +149,12 @@ def test_experts(tmp_path: Path, bench: Run) -> None:
 
 
 def test_attention(tmp_path: Path, bench: Run) -> None:
-    shape = ["--shape", "2x2x24x24x16", "--variants", "core", "math", "cudnn", "te"]
-    done = bench("attention", tmp_path, *shape, *QUICK, "--hold", "0.001")
+    shape = ["--shape", "2x2x24x24x16", "--variants", "core", "math", "cudnn", "te", "documents", "documents_mask"]
+    done = bench("attention", tmp_path, *shape, *QUICK, "--hold", "0.001", "--document", "8")
     assert done.returncode == 0, done.stderr
     assert "cudnn: left out, RuntimeError" in done.stdout and "te: left out: it needs a GPU" in done.stdout
     lines = done.stdout.splitlines()
-    for name in ("core", "math"):
+    for name in ("core", "math", "documents", "documents_mask"):
         assert [line.split()[1] for line in lines if line.startswith(f"{name} ")] == ["forward", "backward", "both"]
 
 
@@ -162,13 +162,14 @@ def test_step(tmp_path: Path, bench: Run) -> None:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"some text of file {i}, and more of it\n" * 40)
     flags = ["--steps", "2", "--hold", "0.01", "--rounds", "1", "--json", "out.json"]
-    done = bench("step", tmp_path, "fp8_delayed", "fp8_jit", *flags, *SMALL_STEP)
+    masked = ["trainer.document_masking=true", "--document", "8"]
+    done = bench("step", tmp_path, "fp8_delayed", "fp8_jit", *flags, *masked, *SMALL_STEP)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [result["name"] for result in found] == ["fp8_delayed", "fp8_jit", "bf16"]
     assert all(r["limit"] > 0 and r["sustained"] > 0 and r["state"] > 0 and r["tokens"] == 48 for r in found)
     assert found[0]["blocks_fp8_share"] > 0.5 and found[2]["blocks_fp8_share"] == 0
-    assert "fp8_jit takes" in done.stdout and "loading a batch:" in done.stdout
+    assert "fp8_jit takes" in done.stdout and "of 50,000 tokens/s)" in done.stdout
 
 
 def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one() -> None:
