@@ -2,11 +2,14 @@
 
     python scripts/prepare_data.py                                       the default corpus
     python scripts/prepare_data.py data=text data.path=FOLDER model=deepseek_300m
+    python scripts/prepare_data.py data=files data.path=FOLDER --out OUT    and then: train.py data=bins data.path=OUT
     python scripts/prepare_data.py +recipe=fp8_jit ...                   whatever train.py would be told
 
-train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to.
+train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to. Killed
+and started again, it goes on. --out FOLDER: there, instead of in the cache.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -29,10 +32,15 @@ def main() -> int:
 
 def run() -> None:
     """Prepare each config of the command line (several with -m); all are loaded before the first is prepared."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path)
+    own, sys.argv[1:] = parser.parse_known_args()
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
+    if own.out is not None and len(configs) > 1:
+        raise ValueError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
     for config in configs:
         start = time.monotonic()
-        prepared = prepare_with_bars(config.data, config.model.vocab_size)
+        prepared = prepare_with_bars(config.data, config.model.vocab_size, own.out)
         print(summary(prepared, time.monotonic() - start))
 
 

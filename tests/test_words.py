@@ -20,6 +20,7 @@ PAGES = [
     "docs/recovery.md",
     "docs/health.md",
     "docs/export.md",
+    "docs/data.md",
 ]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",

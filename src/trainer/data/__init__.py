@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
 from trainer.data.config import DataConfig, Source, check_data
-from trainer.data.prepare import Prepared, Progress, prepare
+from trainer.data.prepare import Prepared, Progress, new_tokenizer, prepare
 from trainer.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "bigram_loss",
     "check_data",
     "load_tokenizer",
+    "new_tokenizer",
     "prepare",
     "validation_batches",
 ]

@@ -289,14 +289,28 @@ def _tokenizer(
             load_tokenizer(data.tokenizer)
             shutil.copyfile(data.tokenizer, written)
         else:
-            texts = sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
-            tokenizer = train_tokenizer(texts, vocab_size, data.end_of_text)
+            tokenizer = _train(readers, data, vocab_size, report)
             written.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         written.replace(path)
     return load_tokenizer(path)
 
 
-def sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
+def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` entries that has learned from a sample of the training text of `data`."""
+    check_data(data, vocab_size)
+    for part in parts(data):
+        if part.source is Source.bins:
+            raise ValueError(f"{part.key}.source=bins: has no text to learn from: name what it was prepared from")
+    readers = [open_source(part, data.validation_fraction) for part in parts(data)]
+    return _train(readers, data, vocab_size, progress or _silent)
+
+
+def _train(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress) -> Tokenizer:
+    texts = _sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
+    return train_tokenizer(texts, vocab_size, data.end_of_text)
+
+
+def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
     """About so much training text, of each source its share. ValueError if there is none."""
     what, taken = "training the tokenizer", 0
     weights = [reader.part.weight or 1.0 for reader in readers]

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from trainer.data import DataConfig, Source, check_data
+from trainer.data.config import MixEntry
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 
@@ -44,6 +45,20 @@ def test_every_group_gives_every_key(name: str) -> None:
         ({"tokenizer": "/no/tokenizer.json"}, 512, r"data\.tokenizer=/no/tokenizer\.json: there is no such file"),
         ({"tokenizer_sample_mb": 0}, 512, r"data\.tokenizer_sample_mb=0: .*at least 1"),
         ({"end_of_text": ""}, 512, r"data\.end_of_text=\"\": "),
+        ({"workers": 0}, 512, r"data\.workers=0: .*at least 1, or null"),
+        ({"shard_mb": 0}, 512, r"data\.shard_mb=0: .*at least 1"),
+        ({"source": Source.files}, 512, r"data\.path=null: data\.source=files needs a folder of files"),
+        ({"source": Source.hf}, 512, r"data\.path=null: data\.source=hf needs a dataset"),
+        ({"source": Source.hf, "path": "a/b/c"}, 512, r"data\.path=a/b/c: neither a folder nor a name on the hub"),
+        ({"source": Source.bins, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
+        ({"mix": [MixEntry("a")], "path": "/tmp"}, 512, r"data\.path=/tmp: data\.mix names the sources"),
+        ({"mix": [MixEntry("a b")]}, 512, r"data\.mix\[0\]\.name=a b: is no name for a file"),
+        ({"mix": [MixEntry("a"), MixEntry("a")]}, 512, r"data\.mix\[1\]\.name=a: is taken"),
+        ({"mix": [MixEntry("a", 1.0), MixEntry("b")]}, 512, r"data\.mix\[1\]\.weight=None: give all sources a weight"),
+        ({"mix": [MixEntry("a", 0.0)]}, 512, r"data\.mix\[0\]\.weight=0\.0: must be above 0"),
+        ({"mix": [MixEntry("a", source=Source.text)]}, 512, r"data\.mix\[0\]\.path=null: data\.mix\[0\]\.source=text"),
+        ({"mix": [MixEntry("a"), MixEntry("b", source=Source.bins)]}, 512, r"data\.mix: bins .* go with bins only"),
+        ({"mix": [MixEntry("b", 1.0, Source.bins, "/tmp")]}, 512, r"data\.mix\[0\]\.weight: bins are read whole"),
         ({}, 256, r"model\.vocab_size=256: .*set at least 257"),
     ],
 )

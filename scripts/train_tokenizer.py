@@ -1,0 +1,54 @@
+"""Train a byte-level BPE on any source of text.
+
+    python scripts/train_tokenizer.py data=files data.path=FOLDER --out tokenizer.json --vocab-size 32768
+    python train.py data=files data.path=FOLDER data.tokenizer=tokenizer.json model.vocab_size=32768
+
+It learns from data.tokenizer_sample_mb megabytes of what is not held out for validation. Without a tokenizer, train.py
+and prepare_data.py train one by themselves; one of its own can be used for several corpora.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from trainer.cli import compose, guarded
+from trainer.config import load
+from trainer.data import new_tokenizer
+from trainer.data.bars import bars
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    if {"-h", "--help"} & set(sys.argv):
+        print(str(__doc__).strip())
+        return 0
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+    return guarded(run)
+
+
+def run() -> None:
+    """Train it and write it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--vocab-size", type=int)
+    own, sys.argv[1:] = parser.parse_known_args()
+    if own.out is None:
+        raise ValueError("--out: where shall it be written? give --out tokenizer.json")
+    if own.out.is_dir() or not own.out.absolute().parent.is_dir():
+        raise ValueError(f"--out={own.out}: cannot be a file there; name one in a folder that exists")
+    jobs = compose(Path(__file__).resolve().parents[1] / "configs")
+    if len(jobs) > 1:
+        raise ValueError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")
+    config = load(jobs[0].tree)
+    wanted = own.vocab_size or config.model.vocab_size
+    with bars() as show:
+        tokenizer = new_tokenizer(config.data, wanted, show)
+    tokenizer.save(str(own.out))
+    entries = tokenizer.get_vocab_size()
+    fewer = f" of {wanted:,}: the text has no more pairs to merge" if entries < wanted else ""
+    print(f"{own.out}: {entries:,} entries{fewer}; use it with data.tokenizer={own.out} model.vocab_size={entries}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

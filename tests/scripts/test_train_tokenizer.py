@@ -1,0 +1,48 @@
+"""scripts/train_tokenizer.py: any source, a file that train.py takes, one line for a mistake."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.data import DataConfig, Source, load_tokenizer, prepare
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def train(run_python: Run, tmp_path: Path) -> Run:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(9):
+        (folder / f"{n}.txt").write_text(f"the {n} quick brown foxes, or {n * n} of them\n" * 9)
+    script = ROOT / "scripts" / "train_tokenizer.py"
+    return lambda *words: run_python(script, "data=files", "data.path=texts", "data.glob=*.txt", *words, cwd=tmp_path)
+
+
+def test_it_trains_what_preparing_takes(train: Run, tmp_path: Path) -> None:
+    done = train("--out", "tokenizer.json", "--vocab-size", "290")
+    assert done.returncode == 0, done.stderr
+    assert "tokenizer.json: 290 entries; use it with data.tokenizer=tokenizer.json model.vocab_size=290" in done.stdout
+    path = tmp_path / "tokenizer.json"
+    assert load_tokenizer(path).get_vocab_size() == 290
+    texts, cache = str(tmp_path / "texts"), str(tmp_path / "cache")
+    data = DataConfig(Source.files, texts, "*.txt", tokenizer=str(path), cache_dir=cache)
+    given = prepare(data, 290)
+    data.tokenizer = None
+    assert prepare(data, 290).tokenizer_hash == given.tokenizer_hash  # the same that is trained by itself
+
+
+def test_mistakes_are_one_line(train: Run, tmp_path: Path) -> None:
+    for words, message in [
+        ((), "--out: where shall it be written?"),
+        (("--out", "no/where.json"), "--out=no/where.json: cannot be a file there"),
+        (("--out", "t.json", "--vocab-size", "256"), "model.vocab_size=256: a byte-level tokenizer"),
+        (("--out", "t.json", "data=bins"), "data.source=bins: has no text to learn from"),
+    ]:
+        done = train(*words)
+        assert done.returncode == 2 and done.stderr.startswith(f"octet: error: {message}"), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("*.json"))
