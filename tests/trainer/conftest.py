@@ -33,7 +33,7 @@ SMALL = [
     "logging.console.enabled=false",
     "checkpoint.every=0",
     "data=text",
-    "data.validation_fraction=0.3",
+    "data.validation_fraction=0.05",
 ]
 
 Small = Callable[..., list[str]]
