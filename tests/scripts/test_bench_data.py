@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "data.py"
 
 
-@pytest.mark.parametrize("kind", ["zst", "parquet"])
+@pytest.mark.parametrize("kind", ["parquet"])
 def test_it_prints_both_rates(run_python: Callable[..., subprocess.CompletedProcess[str]], kind: str) -> None:
     done = run_python(SCRIPT, "--mb", "1", "--vocab-size", "300", "--workers", "1", "--format", kind)
     assert done.returncode == 0, done.stderr
