@@ -121,22 +121,34 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Part:
-    """One source, every setting filled in."""
+    """One source, every setting filled in: an entry of `mix`, or the section itself."""
 
     name: str
+    """Its own, or the kind of the source."""
     key: str
     """How its settings are called in messages: data, or data.mix[0]."""
     weight: float | None
+    """As in `MixEntry`."""
     source: Source
+    """As in `DataConfig`."""
     path: str | None
+    """As in `DataConfig`."""
     glob: str
+    """As in `DataConfig`."""
     exclude: tuple[str, ...]
+    """As in `DataConfig`."""
     format: Format
+    """As in `DataConfig`."""
     text_column: str
+    """As in `DataConfig`."""
     subset: str | None
+    """As in `DataConfig`."""
     split: str
+    """As in `DataConfig`."""
     revision: str | None
+    """As in `DataConfig`."""
     streaming: bool
+    """As in `DataConfig`."""
 
 
 def parts(data: DataConfig) -> list[Part]:
