@@ -101,10 +101,12 @@ def prepare(
                 _build(place, readers, data, vocab_size, key, report)
                 built = True
         except OSError as error:  # of writing: what cannot be read has been told
-            shutil.rmtree(_partial(place), ignore_errors=True)
+            kept = any(_partial(place).glob("done-*.json"))
+            if not kept:
+                shutil.rmtree(_partial(place), ignore_errors=True)
             raise ValueError(
                 f"data.cache_dir={data.cache_dir}: {place.name} cannot be written ({error.strerror or error}): "
-                "free space there, or set another folder"
+                f"free space there{', and it goes on where it stopped' * kept}, or set another folder"
             ) from error
         finally:
             lock.release()
@@ -371,11 +373,16 @@ def _pack(
             else:
                 read(work.num_bytes)
 
-    pack_all(packing, missing(), data.workers or len(os.sched_getaffinity(0)), read)
+    pack_all(packing, missing(), data.workers or _cores(), read)
     report(what, taken, taken)
     done = [read_done(packing.folder, number) for number in range(count)]
     assert all(each is not None for each in done)
     return [each for each in done if each is not None], log
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str) -> None:

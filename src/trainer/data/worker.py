@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 from queue import SimpleQueue
 from threading import Thread
@@ -18,7 +17,6 @@ from typing import Any
 
 def main() -> None:
     """Work until there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the first one decides
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     orders: SimpleQueue[Any] = SimpleQueue()

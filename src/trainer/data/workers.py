@@ -74,7 +74,9 @@ class _Worker:
         # one core each: several threads of each would only get in the others' way
         environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "trainer.data.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # a session of its own: Ctrl-C is for the first process, which decides
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._say(packing)
 
     def _say(self, what: object) -> None:

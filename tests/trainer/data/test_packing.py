@@ -85,6 +85,26 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 
+def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "REPORT_SECONDS", 0)
+    data = make_data("cache", workers=2)
+
+    def kill(what: str, done: int, total: int) -> None:
+        if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*")):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            workers = [pid for pid in children if b"trainer.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(int(workers[0]), signal.SIGKILL)
+
+    with pytest.raises(
+        RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*:"
+    ):
+        prepare(data, 512, kill)
+    assert any(Path(data.cache_dir).glob("*.partial/done-*"))
+    assert prepare(data, 512).train.sidecar == prepare(make_data("one", workers=1), 512).train.sidecar
+
+
 def test_a_mistake_that_a_worker_finds_ends_all_and_is_one_line(make_data: MakeData) -> None:
     data = make_data("cache", workers=2)
     with (Path(str(data.path)) / "h.jsonl").open("a") as file:
