@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
 from trainer.data.config import DataConfig, Source, check_data
-from trainer.data.prepare import Prepared, Progress, new_tokenizer, prepare
+from trainer.data.prepare import Progress, new_tokenizer, prepare
+from trainer.data.prepared import Prepared
 from trainer.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from trainer.data.config import DataConfig
-from trainer.data.prepare import Prepared, prepare
 from trainer.data.prepare import Progress as Report
+from trainer.data.prepare import prepare
+from trainer.data.prepared import Prepared
 
 
 def prepare_with_bars(data: DataConfig, vocab_size: int, folder: Path | None = None) -> Prepared:

@@ -22,16 +22,17 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from trainer.data.bins import FORMAT, Bins, Shard
-from trainer.data.config import DataConfig, Part, Source, check_data, parts
+from trainer.data.bins import FORMAT, Shard
+from trainer.data.config import DataConfig, Source, check_data, parts
 from trainer.data.documents import EMPTY, SkipLog, Skipped
 from trainer.data.packing import Done, Packing, Work, read_done
+from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
 from trainer.data.shards import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, train_tokenizer
@@ -39,36 +40,9 @@ from trainer.data.workers import pack_all
 
 REPORT_SECONDS = 0.2
 MEGABYTE = 1_000_000
-SUMMARY = "prepared.json"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all (0 where that is not known)."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A corpus ready for training."""
-
-    folder: Path
-    train: Bins
-    validation: Bins
-    """Of all sources together."""
-    tokenizer_path: Path
-    tokenizer_hash: str
-    """SHA-256 of tokenizer.json."""
-    built: bool
-    """Whether this call made it; False when it was found in the cache."""
-    validations: tuple[tuple[str, Bins], ...]
-    """Of each source: its name, and what was held out of it."""
-    documents: dict[str, tuple[int, int]]
-    """Of each source: how many documents the training bins have, and their bytes."""
-    skipped: tuple[Skipped, ...] = ()
-    """What of the sources is not here, and why."""
-
-    @property
-    def left_out(self) -> tuple[Skipped, ...]:
-        """Whole files, or the rest of some, that are damaged."""
-        return tuple(each for each in self.skipped if not each.count)
 
 
 def prepare(
@@ -84,7 +58,7 @@ def prepare(
     report = progress or _silent
     sources = parts(data)
     if sources[0].source is Source.bins:
-        prepared = _open_all(sources)
+        prepared = open_several(sources)
         if data.tokenizer is not None and file_hash(Path(data.tokenizer)) != prepared.tokenizer_hash:
             raise ValueError(
                 f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
@@ -110,9 +84,9 @@ def prepare(
             ) from error
         finally:
             lock.release()
-    if folder is not None and _summary(folder)["key"] != key:
+    if folder is not None and read_summary(folder)["key"] != key:
         raise ValueError(f"{folder}: holds other data than this, or from another state of the source: name another")
-    prepared = _open(place, built)
+    prepared = open_prepared(place, built)
     damaged = [each for each in prepared.skipped if each.why != EMPTY]
     if damaged and not data.skip_damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -173,74 +147,6 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
         "tokenizer": file_hash(Path(data.tokenizer)) if data.tokenizer else [vocab_size, data.tokenizer_sample_mb],
     }
     return hashlib.sha256(json.dumps(parts_of_it, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _summary(folder: Path) -> dict:
-    """What prepared.json says."""
-    try:
-        return json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        raise ValueError(
-            f"{folder / SUMMARY}: cannot be read: delete {folder} and prepare the data again, if it is prepared data"
-        ) from None
-
-
-def _open(folder: Path, built: bool = False) -> Prepared:
-    tokenizer_path = folder / "tokenizer.json"
-    if not tokenizer_path.is_file():
-        raise ValueError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
-    tokenizer_hash = file_hash(tokenizer_path)
-    facts = _summary(folder)
-    held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
-    return Prepared(
-        folder=folder,
-        train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
-        validation=Bins.join([bins for _, bins in held_out]),
-        tokenizer_path=tokenizer_path,
-        tokenizer_hash=tokenizer_hash,
-        built=built,
-        validations=held_out,
-        documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
-        skipped=tuple(Skipped(**each) for each in facts["skipped"]),
-    )
-
-
-def _open_all(sources: Sequence[Part]) -> Prepared:
-    """Folders that were prepared before, as one."""
-    found = [_open(Path(str(part.path))) for part in sources]
-    if len(found) == 1:
-        return found[0]
-    for part, each in zip(sources, found, strict=True):
-        if each.tokenizer_hash != found[0].tokenizer_hash:
-            raise ValueError(
-                f"{part.key}.path={part.path}: prepared with tokenizer {each.tokenizer_hash[:12]}, {sources[0].path} "
-                f"with {found[0].tokenizer_hash[:12]}: prepare one again with data.tokenizer="
-                f"{found[0].tokenizer_path}"
-            )
-
-    def named(part: Part, name: str, alone: bool) -> str:
-        return part.name if alone else f"{part.name}-{name}"
-
-    both = list(zip(sources, found, strict=True))
-    held_out = [
-        (named(part, name, len(each.validations) == 1), bins) for part, each in both for name, bins in each.validations
-    ]
-    documents = {
-        named(part, name, len(each.documents) == 1): counts
-        for part, each in both
-        for name, counts in each.documents.items()
-    }
-    return Prepared(
-        folder=found[0].folder,
-        train=Bins.join([each.train for each in found]),
-        validation=Bins.join([bins for _, bins in held_out]),
-        tokenizer_path=found[0].tokenizer_path,
-        tokenizer_hash=found[0].tokenizer_hash,
-        built=False,
-        validations=tuple(held_out),
-        documents=documents,
-        skipped=tuple(skipped for each in found for skipped in each.skipped),
-    )
 
 
 def _partial(folder: Path) -> Path:
@@ -439,6 +345,6 @@ def _tidy(partial: Path) -> None:
     for pattern in ("held-*", "done-*.json", "*.tmp"):
         for path in partial.glob(pattern):
             path.unlink()
-    if _summary(partial)["train"] == ["train.bin"]:
+    if read_summary(partial)["train"] == ["train.bin"]:
         for path in partial.glob("train-*"):
             path.rename(partial / f"train{path.suffix}")

@@ -95,7 +95,8 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
         if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*")):
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             workers = [pid for pid in children if b"trainer.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            os.kill(int(workers[0]), signal.SIGKILL)
+            for pid in workers[:1]:
+                os.kill(int(pid), signal.SIGKILL)
 
     with pytest.raises(
         RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*:"

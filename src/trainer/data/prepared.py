@@ -1,0 +1,110 @@
+"""What was prepared: a folder with a tokenizer and bins, opened and checked, or several of them as one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.bins import Bins
+from trainer.data.config import Part
+from trainer.data.documents import Skipped
+from trainer.data.tokenizer import file_hash
+
+SUMMARY = "prepared.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A corpus ready for training."""
+
+    folder: Path
+    train: Bins
+    validation: Bins
+    """Of all sources together."""
+    tokenizer_path: Path
+    tokenizer_hash: str
+    """SHA-256 of tokenizer.json."""
+    built: bool
+    """Whether this call made it; False when it was found in the cache."""
+    validations: tuple[tuple[str, Bins], ...]
+    """Of each source: its name, and what was held out of it."""
+    documents: dict[str, tuple[int, int]]
+    """Of each source: how many documents the training bins have, and their bytes."""
+    skipped: tuple[Skipped, ...] = ()
+    """What of the sources is not here, and why."""
+
+    @property
+    def left_out(self) -> tuple[Skipped, ...]:
+        """Whole files, or the rest of some, that are damaged."""
+        return tuple(each for each in self.skipped if not each.count)
+
+
+def read_summary(folder: Path) -> dict:
+    """What prepared.json says."""
+    try:
+        return json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{folder / SUMMARY}: cannot be read: delete {folder} and prepare the data again, if it is prepared data"
+        ) from None
+
+
+def open_prepared(folder: Path, built: bool = False) -> Prepared:
+    """Open a folder and check all that is in it. ValueError, naming the file, for what is not as it was written."""
+    tokenizer_path = folder / "tokenizer.json"
+    if not tokenizer_path.is_file():
+        raise ValueError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
+    tokenizer_hash = file_hash(tokenizer_path)
+    facts = read_summary(folder)
+    held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
+    return Prepared(
+        folder=folder,
+        train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
+        validation=Bins.join([bins for _, bins in held_out]),
+        tokenizer_path=tokenizer_path,
+        tokenizer_hash=tokenizer_hash,
+        built=built,
+        validations=held_out,
+        documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
+        skipped=tuple(Skipped(**each) for each in facts["skipped"]),
+    )
+
+
+def open_several(sources: Sequence[Part]) -> Prepared:
+    """Folders that were prepared before, as one."""
+    found = [open_prepared(Path(str(part.path))) for part in sources]
+    if len(found) == 1:
+        return found[0]
+    for part, each in zip(sources, found, strict=True):
+        if each.tokenizer_hash != found[0].tokenizer_hash:
+            raise ValueError(
+                f"{part.key}.path={part.path}: prepared with tokenizer {each.tokenizer_hash[:12]}, {sources[0].path} "
+                f"with {found[0].tokenizer_hash[:12]}: prepare one again with data.tokenizer="
+                f"{found[0].tokenizer_path}"
+            )
+
+    def named(part: Part, name: str, alone: bool) -> str:
+        return part.name if alone else f"{part.name}-{name}"
+
+    both = list(zip(sources, found, strict=True))
+    held_out = [
+        (named(part, name, len(each.validations) == 1), bins) for part, each in both for name, bins in each.validations
+    ]
+    documents = {
+        named(part, name, len(each.documents) == 1): counts
+        for part, each in both
+        for name, counts in each.documents.items()
+    }
+    return Prepared(
+        folder=found[0].folder,
+        train=Bins.join([each.train for each in found]),
+        validation=Bins.join([bins for _, bins in held_out]),
+        tokenizer_path=found[0].tokenizer_path,
+        tokenizer_hash=found[0].tokenizer_hash,
+        built=False,
+        validations=tuple(held_out),
+        documents=documents,
+        skipped=tuple(skipped for each in found for skipped in each.skipped),
+    )
