@@ -180,7 +180,7 @@ class _Operations(TorchDispatchMode):
         inside, op = self._inside[-1], func.overloadpacket.__name__
         if op in ("rsqrt", "rsqrt_"):
             self._seen.note(inside, out.dtype)
-        elif op.startswith("_scaled_dot_product") and "backward" not in op:
+        elif op.startswith(("_scaled_dot_product", "document_attention")) and "backward" not in op:
             self._seen.note(f"{inside}.core", args[0].dtype)
         elif inside.endswith(EXPERTS) and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales
             back = self._gemms.latest == f"{inside}.down"
