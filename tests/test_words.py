@@ -68,7 +68,7 @@ def benched(words: list[str]) -> list[str]:
 def smaller(words: list[str]) -> list[str]:
     """The command for a small model and few steps, unless it says otherwise itself or does not train."""
     given = {word.split("=")[0] for word in words}
-    of_a_run = words[0].endswith("replay_step.py")  # which has its model and its batch
+    of_a_run = words[0].endswith(("replay_step.py", "dashboard.py"))  # which has its model and its batch
     if of_a_run or "dry_run=true" in words or any(word.startswith("model=") for word in words):
         return words
     extra = [f"{key}={value}" for key, value in SMALL.items() if key not in given]
