@@ -203,7 +203,7 @@ def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: A
     process.send_signal(signal.SIGTERM)
     code, out, err = end(process)
     step = lines(folder / "metrics.jsonl")[-1]["step"]
-    assert code == 128 + signal.SIGTERM and out.count("packing the train files") == 1
+    assert code == 128 + signal.SIGTERM and out.count("packing the text") == 1
     expected = f"octet: error: stopped by SIGTERM after step {step}, saved; go on with run.name=a run.resume=auto"
     assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
