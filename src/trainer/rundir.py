@@ -187,9 +187,10 @@ class RunDir:
         try:
             if self._lock is None or (self.path / CONFIG).is_file():
                 return
-            lock = _lock(self.path, on_event, 0.0)
-            self._lock.close()
-            self._lock = lock
+            if not _is_in_place(self._lock, self.path):  # `rm -rf NAME/*` leaves it
+                lock = _lock(self.path, on_event, 0.0)
+                self._lock.close()
+                self._lock = lock
             for name, content in self._kept.items():
                 replace_file(self.path / name, content)
             what = "was deleted under the run, and is made again; what was in it is lost"
@@ -387,6 +388,14 @@ def _lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
     return file
+
+
+def _is_in_place(lock: TextIO, path: Path) -> bool:
+    """Whether the lock that this process holds is still the folder's."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(file: TextIO) -> bool:

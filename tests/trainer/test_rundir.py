@@ -386,3 +386,15 @@ def test_a_run_that_is_started_anew_waits_until_the_one_before_is_gone(runs: Pat
     assert opened(runs, resume="auto", patience=20.0).is_new
     with pytest.raises(ValueError, match="in use by process"):
         opened(runs, resume="auto", patience=0.3)
+
+
+def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, opened: Any) -> None:
+    """`rm -rf runs/a/*` leaves the lock: it is this process's own, and no other one's."""
+    run, told = opened(runs), list[str]()
+    for path in run.path.iterdir():
+        if path.name != ".lock":
+            path.unlink()
+    run.heal(4, lambda kind, step, message, **what: told.append(message))
+    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in told[0]
+    with pytest.raises(ValueError, match="in use by process"):
+        opened(runs, resume="auto")
