@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.checkpoint import sync_folder
@@ -11,11 +12,12 @@ def trim(path: Path, last_step: int | None) -> int:
     """Drop the lines of a JSON-lines file that are later than `last_step`, or not whole. Returns how many; atomic."""
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _belongs(line, last_step)]
-    if len(kept) < len(lines):
-        replace_file(path, b"".join(kept))
-    return len(lines) - len(kept)
+    with path.open("rb") as file:  # line by line: tensors.jsonl may have gigabytes
+        dropped = sum(not _belongs(line, last_step) for line in file)
+        if dropped:
+            file.seek(0)
+            replace_file(path, (line for line in file if _belongs(line, last_step)))
+    return dropped
 
 
 def _belongs(line: bytes, last_step: int | None) -> bool:
@@ -26,12 +28,13 @@ def _belongs(line: bytes, last_step: int | None) -> bool:
     return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that there is the old one or the new one at any moment. OSError names it."""
+def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write a file, in one piece or several, so that there is the old one or the new one at any moment. OSError names
+    it."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

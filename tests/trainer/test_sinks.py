@@ -10,6 +10,7 @@ import resource
 import shutil
 import threading
 import time
+import tracemalloc
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
+from trainer.files import trim
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
 from trainer.sinks.jsonl import JsonLines
@@ -136,6 +138,34 @@ def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -
     assert lines(path) == [{"step": 1}, {"step": 4}]
     assert len(told) == 2 and str(path) in told[0]
     assert told[1] == f"{path} can be written again; 2 lines were lost"
+
+
+def test_lines_that_are_dropped_after_a_full_disk_leave_no_hole(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    sink = JsonLines(path, lambda text: None)
+    for step in (1, 2, 3):
+        sink.write({"step": step})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        sink.write({"step": 4})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sink.trim(1)
+    sink.write({"step": 2})
+    sink.close()
+    assert lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_are_dropped_of_files_larger_than_memory(tmp_path: Path) -> None:
+    path, row = tmp_path / "x.jsonl", " " * 2000
+    path.write_bytes(b"".join(f'{{"step": {step}, "row": "{row}"}}\n'.encode() for step in range(5000)))
+    tracemalloc.start()
+    dropped = trim(path, 3999)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert dropped == 1000 and peak < 1_000_000
+    assert [line["step"] for line in lines(path)] == list(range(4000))
 
 
 def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class JsonLines:
             self._file.close()
             try:
                 trim(self._path, last_step)
-                reason = ""
+                self._half, reason = None, ""  # half a line is not among those that stay
             except OSError as error:
                 reason = error.strerror or str(error)
             self._file = self._path.open("ab", buffering=0)
