@@ -97,6 +97,20 @@ def test_a_rewind_purges_what_will_be_run_again(run: RunDir, screen: Screen) -> 
     assert [(line["step"], line["loss/lm"]) for line in lines(run.path / "metrics.jsonl")] == expected
 
 
+def test_a_rewind_on_a_full_disk_costs_tensorboard_and_not_the_run(run: RunDir, screen: Screen) -> None:
+    with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+        assert sinks._tensorboard is not None
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        sinks._tensorboard._open = full  # type: ignore[assignment]
+        sinks.rewind(2)
+        sinks.metrics(METRICS)
+    assert screen.text.count("TensorBoard files cannot be written") == 1
+
+
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
     run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

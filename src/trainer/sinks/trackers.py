@@ -39,8 +39,10 @@ class TensorboardTracker:
     def rewind(self, step: int) -> None:
         """The run goes on from `step`: purge what is later."""
         self._guarded(self._writer.close)
-        if not self._failed:
-            self._writer = self._open(self._folder, purge_step=step + 1)
+        self._guarded(self._reopen, step)
+
+    def _reopen(self, step: int) -> None:
+        self._writer = self._open(self._folder, purge_step=step + 1)
 
     def close(self) -> None:
         """Write what is buffered and close."""
