@@ -197,8 +197,11 @@ class Diagnosis:
             bad.what["tokens"] = tokens_of(self._loader, served)
         if origin is not None and (some or len(served) == 1):
             begin, end = bad.what["tokens"][0]
-            bad.what["text"] = text_of(self._loader, self._tokenizer, first)
-            text = json.dumps(bad.what["text"], ensure_ascii=False)
+            try:
+                bad.what["text"] = text_of(self._loader, self._tokenizer, first)
+                text = json.dumps(bad.what["text"], ensure_ascii=False)
+            except (OSError, ValueError) as error:  # what is told of a run is not worth the run
+                text = f"({' '.join(str(error).split())})"
             which = "" if len(served) == 1 else "the first one "
             bad.details.append(f"{which}tokens {begin:,} to {end:,} of {self._loader.bins.path.name}: {text}")
 

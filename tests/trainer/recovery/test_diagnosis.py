@@ -20,6 +20,7 @@ from trainer.build import build_engine
 from trainer.config import Config, load
 from trainer.data import Loader, load_tokenizer, prepare
 from trainer.distributed import World
+from trainer.recovery import diagnosis
 from trainer.recovery.diagnosis import BadStep, Diagnosis
 from trainer.recovery.evidence import KEPT
 from trainer.recovery.guard import Verdict
@@ -51,6 +52,16 @@ def fault(where: str, value: str = "nan") -> str:
 def text_at(trainer: Trainer, tokens: list[int]) -> str:
     data = trainer.parts.data
     return load_tokenizer(data.tokenizer_path).decode(data.train.tokens[tokens[0] : tokens[1] + 1].tolist())
+
+
+def test_a_text_that_cannot_be_read_costs_the_text_and_not_the_run(
+    config: Configs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tokenizer is a file of the data's cache, which somebody may clear under a run."""
+    monkeypatch.setattr(diagnosis, "load_tokenizer", lambda path: load_tokenizer(tmp_path / "gone.json"))
+    _, event = event_of(config(*FP8, fault("activation")))
+    assert event["windows"] == [4, 4] and len(event["tokens"]) == 1 and "text" not in event
+    assert "cannot be read" in event["message"]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
