@@ -209,6 +209,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     tell_documents(engine.model, t, data)
     batch, device = t.global_batch_size, world.device
     loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)
+    data.validation.check_length(t.sequence_length)  # or the end of the training would be where this comes out
     with ExitStack() as on_error:
         run = RunDir.open(
             config,

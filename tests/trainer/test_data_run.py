@@ -54,3 +54,10 @@ def test_a_run_goes_on_from_what_was_prepared_ahead(config: Configs, lines: Path
     lines.write_text(lines.read_text() + "\n")
     with pytest.raises(ValueError, match=r"ahead: holds other data than this, or from another state"):
         prepare(one.data, one.model.vocab_size, folder=tmp_path / "ahead")
+
+
+def test_held_out_text_shorter_than_a_sequence_is_told_before_the_training(config: Configs, tmp_path: Path) -> None:
+    sizes = ("trainer.sequence_length=3000", "trainer.global_batch_size=1", "trainer.microbatch_size=1")
+    with pytest.raises(ValueError, match=r"sequence_length=3000: .*validation\.bin has only \d+ tokens, a sequence"):
+        Trainer(config("run.name=a", *sizes))
+    assert not (tmp_path / "runs").exists()

@@ -184,6 +184,14 @@ class Bins:
         """Windows of S+1 tokens at stride S: each has S targets that no other has."""
         return (self.num_tokens - 1) // sequence_length
 
+    def check_length(self, sequence_length: int) -> None:
+        """ValueError if there is no window at all."""
+        if self.num_windows(sequence_length) == 0:
+            raise ValueError(
+                f"trainer.sequence_length={sequence_length}: {self.path} has only {self.num_tokens} tokens, a sequence "
+                f"takes {sequence_length + 1}: lower it, or give more text"
+            )
+
     def gather(self, windows: np.ndarray, sequence_length: int) -> np.ndarray:
         """Tokens of the windows [B] -> int64 [B, S+1].
 

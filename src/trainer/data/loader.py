@@ -59,9 +59,8 @@ class Loader:
     ) -> None:
         """`batch_size` is the run's global one, in sequences. device: where batches are given. ahead: batches that are
         read before they are asked for; end it with `close`. ValueError if the bins do not hold one batch."""
+        bins.check_length(sequence_length)
         num_windows = bins.num_windows(sequence_length)
-        if num_windows == 0:
-            raise ValueError(_too_short(bins, sequence_length))
         if num_windows < batch_size:
             raise ValueError(
                 f"trainer.global_batch_size={batch_size}: {bins.path} has only {num_windows} sequences of "
@@ -199,17 +198,9 @@ def validation_batches(
     With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
     ValueError if the bins hold no window.
     """
+    bins.check_length(sequence_length)
     num_windows = bins.num_windows(sequence_length)
-    if num_windows == 0:
-        raise ValueError(_too_short(bins, sequence_length))
     count = num_windows if max_batches is None else min(num_windows, max_batches * batch_size)
     windows = np.arange(count) * num_windows // max(count, 1)
     for start in range(0, count, batch_size):
         yield torch.from_numpy(bins.gather(windows[start : start + batch_size], sequence_length))
-
-
-def _too_short(bins: Bins, sequence_length: int) -> str:
-    return (
-        f"trainer.sequence_length={sequence_length}: {bins.path} has only {bins.num_tokens} tokens, a sequence takes "
-        f"{sequence_length + 1}: lower it, or give more text"
-    )
