@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from trainer.data.documents import Piece, SkipLog, Skipped
 from trainer.data.shards import ShardWriter, write_json
 from trainer.data.sources import Taken
-from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer
+from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, num_entries
 
 BATCH_CHARACTERS = 1 << 22  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
 
@@ -83,7 +83,7 @@ class Packer:
         self._on_read = on_read
         self._tokenizer: Tokenizer = load_tokenizer(packing.tokenizer_path)
         self._facts = {
-            "vocab_size": self._tokenizer.get_vocab_size(),
+            "vocab_size": num_entries(self._tokenizer),
             "end_of_text": end_of_text_id(self._tokenizer, packing.end_of_text),
             "tokenizer_hash": file_hash(packing.tokenizer_path),
             "source_fingerprint": packing.fingerprint,

@@ -35,7 +35,7 @@ from trainer.data.packing import Done, Packing, Work, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
 from trainer.data.shards import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
-from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, train_tokenizer
+from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
 from trainer.data.workers import pack_all
 
 REPORT_SECONDS = 0.2
@@ -162,7 +162,7 @@ def _build(
     partial.mkdir(exist_ok=True)
     if not (partial / SUMMARY).is_file():
         tokenizer = _tokenizer(partial, readers, data, vocab_size, report)
-        _check_entries(tokenizer.get_vocab_size(), vocab_size)
+        _check_entries(num_entries(tokenizer), vocab_size)
         end_of_text_id(tokenizer, data.end_of_text)
         packing = Packing(
             folder=partial,

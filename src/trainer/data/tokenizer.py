@@ -38,14 +38,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json. ValueError if it is none."""
+    """Read a tokenizer.json; where it cuts texts off, or fills them up, it does not. ValueError if it is none."""
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"tokenizer {path}: cannot be read ({reason}): give a tokenizer.json of `tokenizers`"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def num_entries(tokenizer: Tokenizer) -> int:
+    """One more than the largest id: some vocabularies have holes."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:

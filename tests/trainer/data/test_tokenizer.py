@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Prepared, load_tokenizer
-from trainer.data.tokenizer import encode_pieces, end_of_text_id, train_tokenizer
+from trainer.data.tokenizer import encode_pieces, end_of_text_id, num_entries, train_tokenizer
 
 END = "<|endoftext|>"
 TEXTS = ["def f(self):\n        return self.x\n" * 50, "import os, sys\nfor line in sys.stdin:\n    print(line)\n" * 40]
@@ -49,3 +50,20 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
 def test_missing_end_of_text_is_named(prepared: Prepared) -> None:
     with pytest.raises(ValueError, match=r"data\.end_of_text=</s>: not a token"):
         end_of_text_id(load_tokenizer(prepared.tokenizer_path), "</s>")
+
+
+def test_one_that_cuts_off_or_fills_up_loses_and_adds_nothing(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(iter(TEXTS), 300, END)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    (ids, _), (short, _) = encode_pieces(loaded, [(TEXTS[0], True), ("x", True)], 1 << 20)
+    assert loaded.decode(ids.tolist()) == TEXTS[0] and len(short) == 1
+
+
+def test_every_id_is_below_the_number_of_entries() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert tokenizer.get_vocab_size() == 2
+    assert num_entries(tokenizer) == 70_001
