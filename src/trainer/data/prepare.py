@@ -64,6 +64,7 @@ def prepare(
                 f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
             )
         _check_entries(prepared.train.sidecar.vocab_size, vocab_size)
+        _check_end(prepared, data.end_of_text)
         return prepared
     readers = [open_source(part, data.validation_fraction) for part in sources]
     key = _key(data, vocab_size, readers)
@@ -112,6 +113,18 @@ def _name(data: DataConfig) -> str:
 def _check_entries(entries: int, vocab_size: int) -> None:
     if entries > vocab_size:
         raise ValueError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
+
+
+def _check_end(prepared: Prepared, end_of_text: str) -> None:
+    """Whoever samples or exports the model later asks the config which token ends a text."""
+    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    for shard in (*prepared.train.shards, *prepared.validation.shards):
+        end = shard.sidecar.end_of_text
+        if tokenizer.token_to_id(end_of_text) != end:
+            raise ValueError(
+                f"data.end_of_text={end_of_text}: documents in {shard.path.parent} end with "
+                f"{tokenizer.id_to_token(end)}: set data.end_of_text to that"
+            )
 
 
 def _lock(folder: Path, cache_dir: str, report: Progress) -> FileLock:

@@ -207,6 +207,9 @@ def test_prepared_bins_are_a_source(prepare_for: Prepare, three: list[MixEntry],
     assert both.train.num_tokens == web.train.num_tokens + code.train.num_tokens - 1
     with pytest.raises(ValueError, match=r"model\.vocab_size=511: the tokenizer has 512"):
         prepare(DataConfig(source=Source.bins, path=str(web.folder)), 511)
+    for other_end in ("a", "</s>"):
+        with pytest.raises(ValueError, match=r"end_of_text=.*: documents in .* end with <\|endoftext\|>: set"):
+            prepare_for(source=Source.bins, path=str(web.folder), end_of_text=other_end)
 
     with pytest.warns(UserWarning, match="gives a tokenizer of only"):
         other = prepare_for(source=Source.files, glob="*.jsonl", path=three[2].path, tokenizer=None)
