@@ -328,8 +328,8 @@ def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[
                 f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
             )
         validation[name] = f"validation-{name}.bin" if len(readers) > 1 else "validation.bin"
-        pieces = [Shard.open(path, file_hash(packing.tokenizer_path)) for path in held_out]
-        facts = pieces[0].sidecar
+        tokenizer_hash = file_hash(packing.tokenizer_path)
+        facts = Shard.open(held_out[0], tokenizer_hash).sidecar
         writer = ShardWriter(
             packing.folder / validation[name],
             source=name,
@@ -338,8 +338,8 @@ def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[
             tokenizer_hash=facts.tokenizer_hash,
             source_fingerprint=facts.source_fingerprint,
         )
-        for piece in pieces:
-            writer.append(piece)
+        for path in held_out:
+            writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
         writer.close()
     train = [shard.train for shard in done if shard.train is not None]
     listing = {

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
+from trainer.data.bins import Shard
 from trainer.data.shards import write_bins
 
 MakeData = Callable[..., DataConfig]
@@ -134,6 +135,22 @@ def test_each_token_of_all_shards_is_a_target_once_an_epoch(make_data: MakeData)
             assert (row == stream[window * 37 : window * 37 + 38]).all()
             seen[window * 37 + 1 : window * 37 + 38] += 1
     assert seen.max() == 1 and seen.sum() >= (loader.num_windows - 3) * 37
+
+
+def test_more_shards_than_files_may_be_open(make_data: MakeData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held out of each is put together; a process may have some hundred files open."""
+    most, opened = 0, Shard.open
+
+    def counted(path: Path, tokenizer_hash: str) -> Shard:
+        nonlocal most
+        shard = opened(path, tokenizer_hash)
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        most = max(most, sum("/held-" in link for link in links))
+        return shard
+
+    monkeypatch.setattr(Shard, "open", counted)
+    prepare(make_data("one", workers=1), 512)
+    assert most == 1
 
 
 def test_one_shard_is_cut_off_and_named(make_data: MakeData) -> None:
