@@ -233,7 +233,8 @@ def check_column(part: Part, label: str, names: Sequence[str], schema) -> None:
     if column not in names:
         raise ValueError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
     kind = str(schema.field(column).type) if schema is not None else "string"
-    if not any(word in kind for word in ("string", "binary")) or "list" in kind:
+    nested = any(word in kind for word in ("list", "struct", "map", "union"))
+    if nested or not any(word in kind for word in ("string", "binary")):
         raise ValueError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
 
 

@@ -146,6 +146,9 @@ def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(file
     for column in ("text", "n"):
         with pytest.raises(ValueError, match=rf"data\.text_column={column}: this column of x\.parquet is .*, not text"):
             prepare(replace(lenient, text_column=column), 512)
+    parquet.write_table(pyarrow.table({"text": [{"of": "x"}]}), folder(files) / "x.parquet")
+    with pytest.raises(ValueError, match=r"data\.text_column=text: this column of x\.parquet is struct.*, not text"):
+        prepare(lenient, 512)
     (folder(files) / "x.parquet").unlink()
     (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD))
     with pytest.raises(ValueError, match=r"leaves nothing of files to hold out.*60 documents of .*no key body"):
