@@ -57,7 +57,9 @@ def run() -> None:
     if given.speculative and not saved.config.model.num_mtp_layers:
         raise ValueError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
     tokenizer, end = saved.tokenizer()
-    prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids or [end]
+    prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids
+    if not prompt or saved.config.trainer.document_masking:  # in training no token was without that before it
+        prompt = [end, *prompt]
     positions, trained = saved.config.model.max_position_embeddings, saved.config.trainer.sequence_length
     if len(prompt) >= positions:
         raise ValueError(

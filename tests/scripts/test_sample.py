@@ -71,6 +71,18 @@ def test_greedy_text(runs: Path, run_python: Run) -> None:
     assert contents(runs / "fp8") == before, "the run's folder is only read"
 
 
+def test_within_documents_a_prompt_begins_one(runs: Path, run_python: Run) -> None:
+    saved = open_run(runs / "plain")
+    tokenizer, end = saved.tokenizer()
+    prompt = tokenizer.encode("def é").ids
+    with torch.no_grad():
+        logits = saved.model.logits(saved.model.hidden(torch.tensor([[end, *prompt]])))[0, -1]
+    words = [SAMPLE, runs / "plain", "--prompt", "def é", "--tokens", "1", "trainer.document_masking=true"]
+    done = run_python(*words)
+    assert f"after {len(prompt) + 1}: " in done.stderr, done.stderr
+    assert done.stdout == tokenizer.decode([*prompt, int(logits.argmax())]) + "\n"
+
+
 def test_drawn_in_the_runs_precision(runs: Path, run_python: Run) -> None:
     words = [SAMPLE, runs / "fp8", "--step", "8", "--temperature", "1.5", "--top-p", "0.9"]
     done = [run_python(*words, "--seed", seed, "--tokens", count) for seed, count in (("3", 70), ("3", 8), ("4", 8))]
