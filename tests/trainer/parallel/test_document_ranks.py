@@ -1,0 +1,62 @@
+"""Ranks that share a model stay within documents as one process does: the same losses, in training and evaluation.
+
+Two ranks run this file as a program, over gloo.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import Config
+from trainer.distributed import World
+from trainer.trainer import Trainer
+
+SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them
+SMALL: list[str] = SHARED["SMALL"]
+config_of: Callable[[list[str]], Config] = SHARED["config_of"]
+RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.document_masking=true", "health.every=0"]
+RUN += ["model.num_mtp_layers=2", "trainer.max_steps=3", "recompute=full"]
+RANKS = 2
+
+
+def keys(folder: Path, name: str) -> list[str]:
+    places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+    return [*RUN, *places, f"run.name={name}"]
+
+
+def main(rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    world = World(torch.device("cpu"), rank, rank, RANKS, RANKS)
+    Trainer(config_of([*keys(folder, "two"), "parallel=fsdp"]), [], world).train()
+    dist.destroy_process_group()
+
+
+def losses(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key.startswith("loss/")} for line in lines]
+
+
+def test_two_ranks_and_one(tmp_path: Path, start_ranks: Callable[..., None]) -> None:
+    """Documents of a few words, so that they are cut off from each other in every sequence."""
+    (tmp_path / "corpus").mkdir()
+    for i in range(100):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"number {i} has a friend, {i + 1}")
+    one = losses(Trainer(config_of(keys(tmp_path, "one"))).train().folder)
+    start_ranks(__file__, RANKS, tmp_path)
+    two = losses(tmp_path / "two")
+    assert len(one) == len(two) == 4 and "loss/validation" in one[-1]
+    for alone, shared in zip(one, two, strict=True):
+        assert shared == pytest.approx(alone, rel=1e-5)
+
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), Path(sys.argv[1]))
