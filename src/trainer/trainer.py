@@ -112,7 +112,8 @@ class Trainer:
         engine = self.parts.engine
         if engine.injector is not None:
             engine.injector.data(self.parts.loader.served)
-        self.parts.health.before(self.step, tokens)
+        if (trouble := self.parts.health.before(self.step, tokens)) is not None:
+            self.parts.sinks.event("alert", self.step, trouble, rule="memory_full")
         result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
         self._latest = result
         self._verdicts.append((result.verdict, self.parts.loader.served))

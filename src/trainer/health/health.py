@@ -77,15 +77,27 @@ class Health:
         """Whether a step looks inside or has a shadow."""
         return _due(step, self._looks) or _due(step, self._shadows)
 
-    def before(self, step: int, tokens: Tensor) -> None:
-        """Before step `step` on tokens [B, S + 1], the whole batch's. Nothing that training sees changes."""
-        self._seen = {}
-        own = share_of(tokens, self._engine.world)
-        if _due(step, self._looks):
-            self._seen |= self._look(own[:1])
-        if _due(step, self._shadows):
-            gap, cosine = shadow.compare(self._engine, own[: self._microbatch], self._batch)
-            self._seen |= {"shadow/loss_gap": gap, SHADOW: cosine}
+    def before(self, step: int, tokens: Tensor) -> str | None:
+        """Before step `step` on tokens [B, S + 1], the whole batch's. Nothing that training sees changes.
+
+        A pass here may need memory that a step does not. Where a process by itself has none, there are no more looks or
+        shadows, and what to tell of it is returned. (Others would wait in the pass's collectives: raised.)
+        """
+        self._seen, own = {}, share_of(tokens, self._engine.world)
+        key, every = "every", self._looks
+        try:
+            if _due(step, self._looks):
+                self._seen |= self._look(own[:1])
+            key, every = "shadow_every", self._shadows
+            if _due(step, self._shadows):
+                gap, cosine = shadow.compare(self._engine, own[: self._microbatch], self._batch)
+                self._seen |= {"shadow/loss_gap": gap, SHADOW: cosine}
+        except torch.OutOfMemoryError:
+            if self._engine.world.many:
+                raise
+            self._looks, self._shadows = 0 if key == "every" else self._looks, 0
+            return f"health.{key}={every}: no memory for it beside training, none from here on; set health.{key}=0"
+        return None
 
     def _look(self, tokens: Tensor) -> dict[str, Tensor]:
         e = self._engine

@@ -16,7 +16,7 @@ from precision import gemm_layers
 from precision.backends import get_backend
 from trainer.build import Engine, build_engine
 from trainer.config import Config
-from trainer.health import shadow
+from trainer.health import aside, shadow
 from trainer.health.config import check_looks
 from trainer.health.health import Health, load_statistics
 from trainer.memory import forecast_memory
@@ -176,6 +176,17 @@ def test_what_a_run_writes(config: Configs) -> None:
     again = lines(folder / "tensors.jsonl")
     assert [entry.get("step") for entry in again] == [None, 1, 3, 4, 5, 6, None, 7]
     assert again[6] == names
+
+
+def test_a_look_without_memory_costs_looks_and_not_the_run(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(aside, "look", full)
+    folder = Trainer(config("health.every=2", "trainer.max_steps=4", "health.dashboard=false")).train().folder
+    (alert,) = (event for event in lines(folder / "events.jsonl") if event["kind"] == "alert")
+    assert alert["step"] == 2 and alert["message"].startswith("health.every=2: no memory for it")
+    assert [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
