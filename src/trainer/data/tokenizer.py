@@ -75,7 +75,9 @@ def file_hash(path: Path) -> str:
 def encode_pieces(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, Flag]], batch_characters: int
 ) -> Iterator[tuple[np.ndarray, Flag]]:
-    """(text, anything) -> (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores."""
+    """(text, anything) -> (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores.
+
+    ValueError for a tokenizer that has no ids for some text."""
     tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is text
     batch: list[tuple[str, Flag]] = []
     waiting = 0
@@ -89,6 +91,10 @@ def encode_pieces(
 
 
 def _encode(tokenizer: Tokenizer, batch: list[tuple[str, Flag]]) -> Iterator[tuple[np.ndarray, Flag]]:
-    encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    try:
+        encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+    except Exception as error:  # the library raises no narrower class
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"data.tokenizer: it cannot encode the text ({reason}): give one that can") from error
     for encoding, (_, flag) in zip(encodings, batch, strict=True):
         yield np.array(encoding.ids, dtype=np.uint32), flag

@@ -67,3 +67,9 @@ def test_every_id_is_below_the_number_of_entries() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     assert tokenizer.get_vocab_size() == 2
     assert num_entries(tokenizer) == 70_001
+
+
+def test_one_that_cannot_encode_a_text_is_named() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}))
+    with pytest.raises(ValueError, match=r"data\.tokenizer: it cannot encode the text \(WordLevel error.*\): give one"):
+        list(encode_pieces(tokenizer, [("b", True)], 1))
