@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import sync_folder
@@ -40,4 +41,6 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):  # on a full disk, what is there of it would be in the way
+            temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.files import trim
+from trainer.files import replace_file, trim
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
 from trainer.sinks.jsonl import JsonLines
@@ -166,6 +166,19 @@ def test_lines_are_dropped_of_files_larger_than_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert dropped == 1000 and peak < 1_000_000
     assert [line["step"] for line in lines(path)] == list(range(4000))
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "recovery.json"
+    replace_file(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"recovery\.json"):
+            replace_file(path, b"new, and too long")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
 
 
 def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:
