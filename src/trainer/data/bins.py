@@ -244,7 +244,7 @@ def read_sidecar(path: Path, fix: str) -> Sidecar:
 def _allow_open_files(count: int) -> None:
     """Let this process hold so many more files open. ValueError if the system does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES
+    wanted = len(os.listdir("/dev/fd")) + count + SPARE_FILES  # other bins may be open already
     if soft == resource.RLIM_INFINITY or wanted <= soft:
         return
     if hard != resource.RLIM_INFINITY and wanted > hard:

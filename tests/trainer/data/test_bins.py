@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,15 @@ def test_a_token_that_is_none_of_the_vocabulary_is_refused_before_it_reaches_a_g
     assert bins.gather(np.array([0]), 4).tolist() == [[0, 1, 2, 3, 4]]
     with pytest.raises(DamagedShard, match=r"has the token 65535 and a vocabulary of 1000 entries"):
         bins.gather(np.array([2]), 4)
+
+
+def test_several_bins_have_as_many_files_open_as_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x.bin", [[[1, 2]]])
+    monkeypatch.setattr("trainer.data.bins.SPARE_FILES", 10)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 25, before[1]))
+        bins = [Bins.open([tmp_path / "x.bin"] * 20, "t") for _ in range(3)]
+        assert Bins.join(bins).num_tokens == 60 * 3 + 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
