@@ -275,6 +275,15 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunDir, screen
     assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
 
 
+def test_what_fails_on_all_ranks_alike_is_said_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    with Sinks(settings(), run, 200, rank=1) as sinks:
+        sinks.event("rollback", 20, "the run stops", failed=True)
+        sinks.event("power", 20, "NVML has lost the GPU of rank 3", rank=3, failed=True)
+        sinks.event("profile", 20, "no space", failed=True)
+    assert capsys.readouterr().err == "octet: rank 1: profile: no space\n"
+    assert "rollback: the run stops" in (run.path / "logs" / "rank1.log").read_text()
+
+
 def test_the_summary_names_losses_speed_memory_and_folder(run: RunDir, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.summary(Summary(run.path))

@@ -35,6 +35,7 @@ from trainer.sinks.wandb_tracker import WandbTracker
 from trainer.watch import News
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
+_OF_ALL = frozenset({"power", "rollback"})  # all ranks come to these alike: rank 0 shows them
 _ALARM = "yellow"
 _LAST_WORD_SECONDS = 3.0  # the other ranks wait for it
 
@@ -136,7 +137,7 @@ class Sinks:
                 self._wandb.alert(str(what.get("rule", kind)), message)
         self._log.write(f"{kind}: {message}")
         if self._rank != 0:
-            if what.get("failed"):
+            if what.get("failed") and kind not in _OF_ALL:
                 print(f"octet: rank {self._rank}: {kind}: {message}", file=sys.stderr, flush=True)
             return
         alarming = what.get("failed") or kind not in _EVENT_STYLES
