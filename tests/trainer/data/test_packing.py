@@ -31,7 +31,7 @@ data = DataConfig(source=Source.files, path=sys.argv[1], glob="*.jsonl", tokeniz
                   validation_fraction=0.2, shard_mb=1, workers=2)
 
 def progress(what, done, total):
-    if len(list(Path(sys.argv[3]).glob("*.partial/done-*"))) >= 3:
+    if len(list(Path(sys.argv[3]).glob("*.partial/done-*.json"))) >= 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 prepare(data, 512, progress)
@@ -76,7 +76,7 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     process = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
     assert process.returncode == -signal.SIGKILL
     (partial,) = Path(data.cache_dir).glob("*.partial")
-    finished = {path.name.replace("done", "train").replace("json", "bin") for path in partial.glob("done-*")}
+    finished = {path.name.replace("done", "train").replace("json", "bin") for path in partial.glob("done-*.json")}
     files = {name: (partial / name).stat().st_ino for name in finished}
     assert 3 <= len(finished) < 12
     result = prepare(data, 512)
@@ -93,7 +93,7 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
     data = make_data("cache", workers=2)
 
     def kill(what: str, done: int, total: int) -> None:
-        if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*")):
+        if what == "packing the text" and any(Path(data.cache_dir).glob("*.partial/done-*.json")):
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             workers = [pid for pid in children if b"trainer.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             for pid in workers[:1]:
@@ -103,7 +103,7 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
         RuntimeError, match=r"data\.workers: a process that prepares shard \d+ was killed by signal 9 .*:"
     ):
         prepare(data, 512, kill)
-    assert any(Path(data.cache_dir).glob("*.partial/done-*"))
+    assert any(Path(data.cache_dir).glob("*.partial/done-*.json"))
     assert prepare(data, 512).train.sidecar == prepare(make_data("one", workers=1), 512).train.sidecar
 
 
