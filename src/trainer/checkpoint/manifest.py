@@ -13,6 +13,7 @@ Durability: a file's bytes are on the disk when `os.fsync` of the file returns, 
 folder does. Both are needed before a rename may announce the folder.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -107,7 +108,12 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedCheckpoint(f"{path} cannot be read: the disk fails there ({error.strerror})") from error
     return digest.hexdigest()

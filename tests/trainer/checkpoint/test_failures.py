@@ -1,5 +1,6 @@
 """What is damaged is named, what fails costs one checkpoint, what is killed leaves the one before."""
 
+import errno
 import os
 import random
 import resource
@@ -68,6 +69,25 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     with pytest.raises(DamagedCheckpoint, match="step_00000002"):
         read(newest)
     assert read(before)[1] == {"step": 1}
+
+
+def test_where_the_disk_fails_the_checkpoint_before_is_used(
+    checkpointer: Checkpointer, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        checkpointer.save(step, {"t": torch.full((100,), step)}, {"step": step})
+    checkpointer.wait()
+    opened = Path.open
+
+    def fails(path: Path, *how: Any, **more: Any) -> Any:
+        if path.suffix == ".safetensors" and "step_00000002" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", fails)
+    before = checkpointer.newest()
+    assert before is not None and before.name == "step_00000001"
+    assert "the disk fails there" in events.heard[-1][2]
 
 
 @pytest.fixture(scope="module")
