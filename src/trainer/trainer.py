@@ -202,7 +202,7 @@ class Trainer:
             folder=p.run.path,
             step=self.step,
             validation_loss=validation_loss,
-            bigram_loss=bigram_loss(p.data.train, p.data.validation),
+            bigram_loss=p.world.on_first(lambda: bigram_loss(p.data.train, p.data.validation), "bigrams"),
             tokens_per_second=self._throughput.average,
             peak_memory_gib=peak_memory_gib(p.engine.device),
             skipped_steps=int(p.engine.guard.skipped),

@@ -195,7 +195,7 @@ class Sampler:
             while not self._stop.wait(max(due - time.monotonic(), 0.0)):
                 self.sample()
                 due = max(due + self._seconds, time.monotonic())  # what was missed is not made up for
-        except Lost as error:
+        except Exception as error:  # Lost, or what nobody foresaw: a reading that stands still must not pass for one
             with self._lock:
                 self._lost = True
             logging.getLogger(__name__).warning("NVML has lost %s: %s", self._gpu.uuid, error)
