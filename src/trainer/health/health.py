@@ -16,7 +16,7 @@ goes on, then a line for each logged step, lists in the order of those names:
     {"step": N, "fp8": {"scale": [...], "amax": [...]}, "moe": {"load_max_over_mean", "entropy", "bias_max"}}
     looks add       "fp8": "saturated", "underflown", "error"; "blocks": {"kurtosis_qkv", "kurtosis_ffn",
                     "kurtosis_block"}; "load": [[tokens of each expert], ...]
-    shadows add     "shadow": {"cosine": {parameter: number}}
+    shadows add     "shadow": {"cosine": {parameter: number}, "share": {parameter: number}}
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.build import Engine
 
 VECTOR = "tensors/"  # begins the keys of what goes to tensors.jsonl
-SHADOW = f"{VECTOR}shadow/cosine"
+COUNTS = 0.01  # of the gradient's norm: parameters with a smaller share of it are not looked at for the worst cosine
 DIGITS = 4
 
 
@@ -90,8 +90,9 @@ class Health:
                 self._seen |= self._look(own[:1])
             key, every = "shadow_every", self._shadows
             if _due(step, self._shadows):
-                gap, cosine = shadow.compare(self._engine, own[: self._microbatch], self._batch)
-                self._seen |= {"shadow/loss_gap": gap, SHADOW: cosine}
+                found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
+                self._seen |= {"shadow/loss_gap": found.loss_gap}
+                self._seen |= {f"{VECTOR}shadow/cosine": found.cosine, f"{VECTOR}shadow/share": found.share}
         except torch.OutOfMemoryError:
             if self._engine.world.many:
                 raise
@@ -147,7 +148,7 @@ class Health:
         for key, value in vectors.items():
             group, _, what = key.partition("/")
             if what and group == "shadow":
-                entry[group] = {what: dict(zip(self._parameters, _rounded(value), strict=True))}
+                entry.setdefault(group, {})[what] = dict(zip(self._parameters, _rounded(value), strict=True))
             elif what:
                 entry.setdefault(group, {})[what] = _rounded(value)
             else:
@@ -183,7 +184,9 @@ def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
     for place in PLACES:
         note(f"act/kurtosis_{place}", f"blocks/kurtosis_{place}", max)
     note("shadow/cosine_mean", "shadow/cosine", fmean)
-    note("shadow/cosine_worst", "shadow/cosine", min)
+    pairs = zip(vectors.get("shadow/cosine", ()), vectors.get("shadow/share", ()), strict=True)
+    if cosines := [cosine for cosine, share in pairs if share >= COUNTS and math.isfinite(cosine)]:
+        summaries["shadow/cosine_worst"] = min(cosines)
     return summaries
 
 

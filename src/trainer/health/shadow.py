@@ -4,6 +4,7 @@ The same tokens run twice aside, from the same masters: in the run's precision, 
 
     loss gap    loss in the run's precision minus loss in BF16, nats a token
     cosine      <g, g'> / (|g| |g'|) of the two gradients of each parameter; 1: FP8 points where BF16 does
+    share       |g'| over that of all parameters together: a gradient that is next to nothing points anywhere
 
 A router that is near a tie may choose other experts in BF16: that is part of the answer.
 
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 
 class Shadow(NamedTuple):
-    """Outcome, on the device: loss_gap 0-d FP64, nats; cosine [P] FP64, one for each of `names`."""
+    """Outcome, on the device: loss_gap 0-d FP64, nats; cosine and share [P] FP64, one for each of `module_names`."""
 
     loss_gap: Tensor
     cosine: Tensor
+    share: Tensor
 
 
 def module_names(engine: Engine) -> list[str]:
@@ -72,4 +74,4 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
         engine.microbatch.release()
     squares, theirs, products = added_up([sums], engine.world)[0].unbind(1)
     gap = averaged(loss.double() - loss_in_bf16.double(), engine.world)
-    return Shadow(gap, products / (squares * theirs).sqrt())
+    return Shadow(gap, products / (squares * theirs).sqrt(), (theirs / theirs.sum()).sqrt())

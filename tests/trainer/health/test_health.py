@@ -18,7 +18,7 @@ from trainer.build import Engine, build_engine
 from trainer.config import Config
 from trainer.health import aside, shadow
 from trainer.health.config import check_looks
-from trainer.health.health import Health, load_statistics
+from trainer.health.health import COUNTS, Health, load_statistics
 from trainer.memory import forecast_memory
 from trainer.parallel import parallelize
 from trainer.parallel.mesh import Degrees
@@ -116,10 +116,12 @@ def test_a_shadow_compares_with_the_bf16_run_itself(config: Configs) -> None:
     gap = losses[0].lm.detach().double() - losses[1].lm.detach().double()
     assert torch.equal(seen.loss_gap, gap)
     names = shadow.module_names(ours)
+    norm = torch.stack([p.grad.norm() for p in theirs.model.parameters() if p.grad is not None]).norm()
     for i, (a, b) in enumerate(zip(ours.model.parameters(), theirs.model.parameters(), strict=True)):
         assert a.grad is not None and b.grad is not None
         cosine = torch.cosine_similarity(a.grad.flatten().double(), b.grad.flatten().double(), 0)
         assert float(seen.cosine[i]) == pytest.approx(float(cosine), abs=1e-5), names[i]
+        assert float(seen.share[i]) == pytest.approx(float(b.grad.norm() / norm), rel=1e-4), names[i]
     assert names[0] == "embed" and "layers.1.moe.experts.down" in names
 
 
@@ -171,6 +173,9 @@ def test_what_a_run_writes(config: Configs) -> None:
     assert [sum(block) for block in look["load"]] == [4 * 24 * 2] * 2
     assert max(look["fp8"]["error"]) == pytest.approx(metrics[3]["fp8/error_worst"], rel=1e-3)
     assert shadowed["shadow"]["cosine"]["lm_head"] > 0.9
+    of_all = zip(shadowed["shadow"]["cosine"].values(), shadowed["shadow"]["share"].values(), strict=True)
+    worst = min(cosine for cosine, share in of_all if share >= COUNTS)
+    assert metrics[5]["shadow/cosine_worst"] == pytest.approx(worst, rel=1e-3)
 
     folder = Trainer(config(*keys, "run.resume=auto", "trainer.max_steps=7", "checkpoint.every=0")).train().folder
     again = lines(folder / "tensors.jsonl")

@@ -180,7 +180,7 @@ class ShadowCosine(_Shadow):
         module = None
         if tensors is not None and "shadow" in tensors:
             cosines = {name: c for name, c in tensors["shadow"].get("cosine", {}).items() if c is not None}
-            module = min(cosines, key=lambda name: cosines[name], default=None)
+            module = min(cosines, key=lambda name: abs(cosines[name] - value), default=None)
         message = (
             f"cosine of the gradient of {module or 'a module'} to BF16's is {value:.3g} "
             f"(health.alerts.{self.name}={self._threshold:g}): FP8 bends the way down; "
