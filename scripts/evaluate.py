@@ -34,7 +34,7 @@ def run() -> None:
     """Read the command line, evaluate, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")
     parser.add_argument("--batches", type=int, metavar="N", help="microbatches of each source (all)")
     parser.add_argument("--lm-eval", metavar="TASKS", help="also tasks of lm-eval, as hellaswag,piqa")

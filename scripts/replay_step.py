@@ -48,7 +48,7 @@ def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("step", type=int, metavar="STEP", help="the step to look at")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--against", choices=AGAINST, default="bf16", help="the precision to compare with (bf16)")
     parser.add_argument("--without-faults", action="store_true", help="leave out the run's debug.inject")
     parser.add_argument("--microbatch", type=int, metavar="N", help="the one to look at (default: the bad one, or 0)")

@@ -33,7 +33,7 @@ def run() -> None:
     """Read the command line, generate, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (nothing: a document)")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="how many at most (128)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (0)")

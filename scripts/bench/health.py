@@ -45,7 +45,7 @@ def run() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "words", nargs="*", metavar="RECIPE | KEY=VALUE", help="recipe (default: fp8_delayed), overrides"
+        "words", nargs="*", default=[], metavar="RECIPE | KEY=VALUE", help="recipe (default: fp8_delayed), overrides"
     )
     parser.add_argument("--steps", type=int, default=10, help="rounds that are timed (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
