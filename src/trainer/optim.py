@@ -5,9 +5,9 @@ leaves parameters, moments and step counts as they were when it is false, and th
 *committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
 own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
 
-The kernel is `precision.kernels.adamw` on a GPU with Triton, else torch's fused AdamW, which takes flag and divisor as
-`found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it writes the scaled gradients
-back.
+The kernel is `precision.kernels.adamw` on a GPU with Triton (it tells norms, too), else torch's fused AdamW, which
+takes flag and divisor as `found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it
+writes the scaled gradients back.
 
 Where ranks share the weights, each updates its own part of them: AdamW works element by element. Norms are added up
 over the parts.
@@ -116,6 +116,8 @@ class Optimizer:
 
         pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
         parameters, decays = zip(*pairs, strict=True)
+        place = {p: i for i, p in enumerate(parameters)}
+        self._order = torch.tensor([place[p] for p in self._parts.values()], device=self._lr.device)
         first, second, steps = (
             [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
         )
@@ -128,23 +130,29 @@ class Optimizer:
         norms = iter(foreach_norm(present)) if present else iter(())
         return self._of_all_parts(torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()]))
 
-    def parameter_norm(self) -> Tensor:
-        """L2 norm of all master weights, 0-d FP32."""
-        return self._of_all_parts(torch.stack(foreach_norm(list(self._parts.values()))).detach()).norm()
+    def norms(self, ok: Tensor) -> tuple[Tensor, Tensor]:
+        """L2 norms, 0-d FP64: of all master weights; of what the last step added to them, 0 unless it was `ok` (0-d
+        bool). Before the next one. A collective where there are ranks."""
+        updates, parameters = self._of_all_parts(self._norms_of_parts())
+        return parameters.norm(), updates.norm() * ok
 
-    def update_norm(self, ok: Tensor) -> Tensor:
-        """L2 norm of what the last step added to all master weights, 0-d FP64; 0 unless it was `ok` (0-d bool). Before
-        the next one."""
+    def _norms_of_parts(self) -> Tensor:
+        """[2, P] FP64, of this rank's parts: of the last updates, of the parameters."""
+        if self._kernel is not None:
+            return self._kernel.norms(self._lr).index_select(1, self._order)
         norm_of: dict[Tensor, Tensor] = {}
         for group in self._adamw.param_groups:
             parameters, betas = group["params"], group["betas"]
             states = [self._adamw.state[p] for p in parameters]
             norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
             norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
-        return self._of_all_parts(torch.stack([norm_of[p] for p in self._parts.values()])).norm() * ok
+        parts = list(self._parts.values())
+        return torch.stack(
+            [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
+        )
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
-        """Norms of this rank's parts [P] -> norms of the whole."""
+        """Norms of this rank's parts [..., P] -> norms of the whole."""
         if not self._world.many:
             return norms
         squares = norms.double().square() / self._copies

@@ -5,20 +5,16 @@ AdamW adds, with t the number of steps, p the weight before and p' the one now,
     -lr (u + decay p)        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 and since p' = p - lr (u + decay p), that is -lr (u + decay p') / (1 - lr decay). So nothing has to be kept for it.
+
+On a GPU with Triton `precision.kernels.update_norms` does the same in one pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 25  # numbers in flight: what this takes in memory, three times in FP32
-
-_foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-_foreach_div = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
-_foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
-_foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-_foreach_sqrt = torch._foreach_sqrt  # pyright: ignore[reportPrivateImportUsage]
+_AT_ONCE = 1 << 25  # numbers in flight: what this takes in memory, twice in FP32
 
 
 @torch.no_grad()
@@ -32,43 +28,20 @@ def update_norms(
 ) -> Tensor:
     """[P] FP64: the norm of the last update of each parameter; 0 before the first.
 
-    states: AdamW's, with `exp_avg`, `exp_avg_sq` and `step`, in which all have made as many steps. lr: 0-d.
+    states: AdamW's, with `exp_avg`, `exp_avg_sq` and `step`. lr: 0-d.
     """
-    step = torch.stack([state["step"] for state in states]).max().double()
+    norms = [_change(p, s, betas, eps, decay) for p, s in zip(parameters, states, strict=True)]
+    return torch.stack(norms) * lr / (1 - lr * decay)
+
+
+def _change(p: Tensor, state: dict[str, Tensor], betas: tuple[float, float], eps: float, decay: float) -> Tensor:
+    """0-d FP64: ||u + decay p'||."""
+    step = state["step"].double()
     first, second = 1 - betas[0] ** step, (1 - betas[1] ** step).sqrt()
     factor, small = (second / first).float(), (eps * second).float()
-    norms: list[Tensor] = []
-    owners: list[int] = []
-    for batch in _batches(parameters):
-        owners += [i for i, _ in batch]
-        below = _foreach_sqrt([_piece(states[i]["exp_avg_sq"], where) for i, where in batch])
-        _foreach_add_(below, small)
-        change = _foreach_div([_piece(states[i]["exp_avg"], where) for i, where in batch], below)
-        _foreach_mul_(change, factor)
-        _foreach_add_(change, [_piece(parameters[i], where) for i, where in batch], alpha=decay)
-        norms += _foreach_norm(change)
-    of_pieces = torch.where(step > 0, torch.stack(norms).double() * lr / (1 - lr * decay), 0.0)
-    index = torch.tensor(owners, device=of_pieces.device)
-    return of_pieces.new_zeros(len(parameters)).index_add_(0, index, of_pieces.square()).sqrt()
-
-
-def _piece(tensor: Tensor, where: slice) -> Tensor:
-    return tensor.detach().view(-1)[where].float()
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
-    """Pieces of tensors, (which, where in it), in lists of at most `_AT_ONCE` numbers."""
-    batch: list[tuple[int, slice]] = []
-    room = _AT_ONCE
-    for i, tensor in enumerate(tensors):
-        start, end = 0, tensor.numel()
-        while start < end:
-            stop = min(start + room, end)
-            batch.append((i, slice(start, stop)))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield batch
-                batch, room = [], _AT_ONCE
-    if batch:
-        yield batch
+    square = torch.zeros_like(step)
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    for part, m, v in zip(*(t.detach().view(-1).split(_AT_ONCE) for t in (p, *moments)), strict=True):
+        change = (m / v.sqrt().add_(small)).mul_(factor).add_(part, alpha=decay)
+        square += torch.linalg.vector_norm(change).double().square()
+    return torch.where(step > 0, square.sqrt(), 0.0)

@@ -23,6 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels.common import chunk_table
+from precision.kernels.update_norms import UpdateNorms
+
 _BLOCK = 512  # elements at a time, 4 a thread: a load of 16 bytes from each of four tensors
 _BLOCKS = 1  # that a program handles one after the other: the fastest of those measured on an H200, with many programs
 _WARPS = 4
@@ -142,15 +145,13 @@ class FusedAdamW:
         self._block, self._blocks, self._num_warps = block, blocks, num_warps
         self._device = device = self._parameters[0].device
         chunks = [-(-p.numel() // (block * blocks)) for p in self._parameters]
-        counts = torch.tensor(chunks)
-        index = torch.repeat_interleave(torch.arange(len(chunks)), counts)
-        within = torch.arange(sum(chunks)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        self._chunks = torch.stack([index, within], dim=1).int().to(device)
+        self._chunks = chunk_table(chunks).to(device)
         self._steps = torch.tensor([t.data_ptr() for t in steps], device=device)
         self._decays = torch.tensor(weight_decay, dtype=torch.float32, device=device)
         self._moments = list(zip((t.data_ptr() for t in first), (t.data_ptr() for t in second), strict=True))
         self._sizes = [p.numel() for p in self._parameters]
         self._factors = torch.empty(len(chunks), 4, device=device)
+        self._norms = UpdateNorms(self._sizes, betas, eps, device)
         self._one = torch.ones((), device=device)
         self._addresses: tuple[list[int], list[int]] = [], []
         self._tensors = self._gradients = torch.empty(0, dtype=torch.int64, device=device)
@@ -178,6 +179,12 @@ class FusedAdamW:
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
         torch.autograd.graph.increment_version(written)  # what is made from a parameter asks for its version
+
+    def norms(self, lr: Tensor) -> Tensor:
+        """[2, P] FP64: norm of what the last step, at this rate (0-d FP32), added to each parameter, 0 before the
+        first; norm of each parameter. Does not wait for the device."""
+        self._look_up(self._addresses[1])
+        return self._norms(self._tensors, self._steps, self._decays, lr, self._align)
 
     def _look_up(self, gradients: list[int]) -> None:
         """Bring the tables of addresses up to date."""

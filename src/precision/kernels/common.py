@@ -14,6 +14,7 @@ the number is rounded first.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,14 @@ def as_bytes(data: Tensor) -> Tensor:
 def as_words(data: Tensor) -> Tensor:
     """FP8 [..., 4 n] as 32-bit words [..., n]."""
     return data.view(torch.int32)
+
+
+def chunk_table(counts: Sequence[int]) -> Tensor:
+    """[sum of counts, 2] int32: which tensor each program works on, and which chunk of it; counts: chunks of each."""
+    chunks = torch.tensor(counts)
+    index = torch.repeat_interleave(torch.arange(len(counts)), chunks)
+    within = torch.arange(sum(counts)) - torch.repeat_interleave(chunks.cumsum(0) - chunks, chunks)
+    return torch.stack([index, within], dim=1).int()
 
 
 def row_warps(width: int) -> int:

@@ -116,8 +116,8 @@ class Health:
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
         """After a step: load [blocks with experts, E] of it, ok: whether it counted. A collective."""
         e, arena = self._engine, self._engine.arena
-        norm = e.optimizer.parameter_norm()
-        found = {"optim/param_norm": norm, "optim/update_ratio": e.optimizer.update_norm(ok) / norm}
+        norm, update = e.optimizer.norms(ok)
+        found = {"optim/param_norm": norm, "optim/update_ratio": update / norm}
         if len(self.rows):
             found |= fp8_metrics(arena)
             found[f"{VECTOR}fp8/scale"] = self.rows.smallest_positive(arena.scale)
@@ -125,7 +125,7 @@ class Health:
         if load.numel():
             found |= {f"{VECTOR}moe/{what}": value for what, value in load_statistics(load).items()}
             if e.model.router_bias:
-                found[f"{VECTOR}moe/bias_max"] = torch.stack([b.abs().max() for b in e.model.router_bias])
+                found[f"{VECTOR}moe/bias_max"] = torch.stack(e.model.router_bias).abs().amax(1)
             if self._seen:
                 found[f"{VECTOR}load"] = load
         found |= self._seen

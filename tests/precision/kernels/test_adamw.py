@@ -1,4 +1,5 @@
-"""The AdamW kernels do what torch.optim.AdamW does, in Triton's interpreter, and compile for Hopper."""
+"""The AdamW kernels do what torch.optim.AdamW does, in Triton's interpreter; they and those of its norms compile for
+Hopper."""
 
 import copy
 import math
@@ -154,7 +155,7 @@ def test_versions_count_up() -> None:
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from precision.kernels import adamw
+from precision.kernels import adamw, update_norms
 
 def ptx(kernel, tensors, constants, numbers=None, warps=4):
     signature = tensors | (numbers or {}) | dict.fromkeys(constants, "constexpr")
@@ -171,6 +172,19 @@ made = ptx(adamw._adamw_kernel, tensors, constants, warps=adamw._WARPS)
 wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
 count = lambda start: sum(start in line and "v4.b32" in line for line in made.splitlines())
 assert (count("ld.global"), count("st.global")) == (4 * wide, 3 * wide), "16 bytes at a time"
+assert ".local" not in made
+
+logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}
+pointers = {"steps": "*i64", "factors": "*fp32"}
+constants = {**logs, "EPS": 1e-8, "BLOCK": update_norms._PREPARED}
+ptx(update_norms._factors_kernel, pointers, constants, {"P": "i32"})
+tensors = {"chunks": "*i32", "tensors": "*i64", "factors": "*fp32", "decays": "*fp32", "sums": "*fp32"}
+constants = {"BLOCK": update_norms._BLOCK, "ALIGN": 16}
+made = ptx(update_norms._squares_kernel, tensors, constants, warps=update_norms._WARPS)
+wide = update_norms._BLOCK // (4 * 32 * update_norms._WARPS)
+assert count("ld.global") == 3 * wide and ".local" not in made, "16 bytes at a time"
+tensors = {"ends": "*i64", "sums": "*fp32", "steps": "*i64", "decays": "*fp32", "lr": "*fp32", "norms": "*fp64"}
+made = ptx(update_norms._add_up_kernel, tensors, {"BLOCK": update_norms._AT_ONCE}, {"P": "i32"}, warps=8)
 assert ".local" not in made
 """
 

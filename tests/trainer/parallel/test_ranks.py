@@ -103,7 +103,7 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
         line = {key: float(value) for key, value in result.metrics.items()}
         line["ok"], line["place"] = float(result.verdict.ok), float(result.verdict.place)
         line["scale"], line["amax"] = float(engine.arena.scale.double().sum()), float(engine.arena.amax.double().sum())
-        line["norm"] = float(engine.optimizer.parameter_norm())
+        line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         line["graphs"] = counter.frame_count
         everyone = world.gather(line)

@@ -47,7 +47,11 @@ def main(rank: int, folder: Path) -> None:
 
     engine.microbatch._run._spoil = loss  # type: ignore[attr-defined]
     trainer.train()
-    state = [parts.loader.state_dict(), int(engine.guard.committed), float(engine.optimizer.parameter_norm())]
+    state = [
+        parts.loader.state_dict(),
+        int(engine.guard.committed),
+        float(engine.optimizer.norms(torch.tensor(True))[0]),
+    ]
     assert len(set(map(str, parts.world.gather(state)))) == 1, "the same on every rank"
     assert parts.loader.state_dict()["left_out"] == [[WINDOWS.start, WINDOWS.stop]]
     stopped = Trainer(config_of([*RUN, *places, "run.name=stopped", "recovery.rewind.max=0", inject]), [], parts.world)

@@ -239,7 +239,7 @@ def main(keys: list[str], out: Path) -> None:
     (bad,) = run.tell()
     run.verdicts.clear()
     run.step(3)
-    assert math.isfinite(float(run.engine.optimizer.parameter_norm())) and bool(run.verdicts[0][0].ok)
+    assert math.isfinite(float(run.engine.optimizer.norms(torch.tensor(True))[0])) and bool(run.verdicts[0][0].ok)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, [bad.what, bad.line(2)])
     assert everyone[0] == everyone[1], "all ranks say the same"
