@@ -7,9 +7,12 @@ For x and its FP8 copy x8 under a scale s, over all casts of a tensor that were 
     error       ||x - x8 / s|| / ||x||: 0.03 is what E4M3 does to numbers well inside its range, 0.05 E5M2
 
 A row of the result is a tensor, as in the scaling arena; a stack of experts' weights, which has an arena row for each
-expert, is one row here. Sums are kept on the device: five numbers a row.
+expert, is one row here. Sums are kept on the device, five numbers a row: on GPUs that know FP8 by
+`precision.kernels.cast_statistics`, one pass and one launch a cast, else by plain ops.
 """
 
+import functools
+import importlib.util
 import re
 
 import torch
@@ -23,6 +26,7 @@ from trainer.parallel.totals import added_up
 _AT_ONCE = 1 << 23  # numbers that are looked at together
 _BLOCK = 128
 _ROUNDING = 1e-5  # of a scale that is known as its inverse
+_KNOWS_FP8 = 8, 9  # compute capability
 ELEMENTS, SATURATED, UNDERFLOWN, ERROR, NORM = range(5)
 
 
@@ -63,24 +67,49 @@ class Casts:
 
     def __init__(self, rows: Rows, device: torch.device):
         self._rows = rows
-        self.sums = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
-        """[rows, 5]: elements, saturated, underflown, squared error, squared norm."""
+        self._parts = new_sums(len(rows), device=device)
 
     @torch.no_grad()
     def __call__(self, amax_row: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
         """See `observe.Observer`."""
         row = self._rows.at(amax_row)
         if row is not None and x.numel():
-            self.sums[row] += cast_sums(x, data, scale_inv, fmt)
+            add_cast_sums(self._parts[row], x, data, scale_inv, fmt)
 
     def shares(self, world: World) -> dict[str, Tensor]:
         """saturated, underflown, error: [rows] FP64, over all ranks; NaN where nothing was cast. A collective."""
-        sums = added_up([self.sums], world)[0]
+        sums = added_up([self._parts.sum(1)], world)[0]
         return {
             "saturated": sums[:, SATURATED] / sums[:, ELEMENTS],
             "underflown": sums[:, UNDERFLOWN] / sums[:, ELEMENTS],
             "error": (sums[:, ERROR] / sums[:, NORM]).sqrt(),
         }
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether `precision.kernels.cast_statistics` runs here."""
+    known = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _KNOWS_FP8
+    return known and importlib.util.find_spec("triton") is not None
+
+
+def new_sums(*rows: int, device: torch.device) -> Tensor:
+    """[*rows, parts, 5] FP64, to be raised by `add_cast_sums`; their sum over parts is what `cast_sums` returns."""
+    if has_kernel(device):
+        from precision.kernels import cast_statistics  # needs Triton
+
+        return cast_statistics.new_sums(*rows, device=device)
+    return torch.zeros(*rows, 1, 5, dtype=torch.float64, device=device)
+
+
+def add_cast_sums(sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    """Raise sums [parts, 5] by those of a cast; see `cast_sums`."""
+    if has_kernel(x.device):
+        from precision.kernels.cast_statistics import add_cast_statistics
+
+        add_cast_statistics(sums, x, data, scale_inv, fmt)
+    else:
+        sums[0] += plain_cast_sums(x, data, scale_inv, fmt)
 
 
 def cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor:
@@ -89,6 +118,13 @@ def cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor
     x, data [..., C]: what was cast (of a master weight its BF16) and what it became. scale_inv: [], one for each matrix
     of a stack, [..., 1], or for blocks of 1 x 128 or 128 x 128.
     """
+    sums = new_sums(device=x.device)
+    add_cast_sums(sums, x, data, scale_inv, fmt)
+    return sums.sum(0)
+
+
+def plain_cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor:
+    """`cast_sums` in plain PyTorch."""
     if scale_inv.dim() == 1:
         scale_inv = scale_inv[:, None, None]
     blocks_of_rows = scale_inv.dim() == x.dim() and scale_inv.shape[0] not in (1, x.shape[0])

@@ -59,7 +59,7 @@ def compile_only(self, *args, grid, warmup, **options):
 jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
-from precision.kernels import cast, grouped_gemm, norm, route, swiglu, weights
+from precision.kernels import cast, cast_statistics, grouped_gemm, norm, route, swiglu, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = lambda x: 132
@@ -86,6 +86,12 @@ inv = {1: floats(), 2: floats(R, 1), 3: floats(D // 128, R).t()}[mode]
 cast.cast(new(R, D), one, one, how)
 cast.cast(new(R, D), one, one, back, True)
 cast.transpose(x8, inv, how)
+sums = new(cast_statistics.PROGRAMS, 5, dtype=torch.float64)
+cast_statistics.add_cast_statistics(sums, new(R, D), x8, inv, E4M3)
+cast_statistics.add_cast_statistics(sums, new(R, D), x8.view(E5M2.dtype), inv, E5M2)
+master, weight_inv = floats(E, 2 * F, D), {1: floats(E), 2: floats(E, 2 * F, 1), 3: floats(E, 2 * F // 128, D // 128)}
+weight8 = new(*master.shape, dtype=torch.float8_e4m3fn)
+cast_statistics.add_cast_statistics(sums, master, weight8, weight_inv[mode], E4M3)
 cast.gather_transposed(x8, inv, to.token, to.ends, how, True)
 route.gather(x8, inv, to, how)
 norm.rms_norm(new(R, D), floats(D), 1e-5, one, one, how, True)
@@ -97,6 +103,7 @@ if mode == 1:
     norm.rms_norm_backward(new(R, D), new(R, D), floats(D), floats(R))
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
     grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)
+    grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to, torch.bfloat16)
 if mode == 2:
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
 if mode == 3:
@@ -115,6 +122,8 @@ for m, n in ((2 * F, D), (D, F)):
     scales = [floats(R // 128, size) if mode == 3 else one for size in (m, n)]
     a8, b8 = new(m, R, dtype=back.fmt.dtype), new(n, R, dtype=torch.float8_e4m3fn)
     grouped_gemm.wgrad(a8, scales[0], b8, scales[1], mode, to)
+    if mode != 2:
+        grouped_gemm.wgrad(a8, scales[0], b8, scales[1], mode, to, torch.bfloat16)
 print(len(seen), "kernels")
 '''
 

@@ -1,0 +1,112 @@
+"""What a cast into FP8 did to the numbers, in one pass over what was cast and what it became: 3 or 5 bytes an element.
+
+Counts of what saturated and what vanished, squared error, squared norm, of x and its FP8 under scales of any kind. A
+program goes over tiles of 32 rows x 128 columns, each within one block of scales along its columns. Sums are FP32
+(counts: integers) inside a tile and FP64 over them. Each program has its own sums in memory, which it raises: so casts
+of one tensor are added up by launching again, nothing is locked, and the same casts give the same bits. The twin, and
+what the numbers mean: `trainer.health.casts`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precision.formats import Format
+from precision.kernels.common import TRITON_FP8, abs_bits, as_bf16, as_bytes
+
+PROGRAMS = 660
+"""At most so many work on a cast: five for each multiprocessor of a Hopper GPU, which are there all at once."""
+_ROUNDING = 1e-5  # of a scale that is known as its inverse
+_BLOCK = 128  # rows or columns that share a scale
+_ROWS, _COLUMNS = 32, _BLOCK
+
+
+@triton.jit(do_not_specialize=["R", "across", "tiles", "total", "count", "stride_g", "stride_r", "stride_c"])
+def _cast_statistics_kernel(
+    x, x8, inv, sums, R, C, across, tiles, total, count, stride_g, stride_r, stride_c,
+    F8: tl.constexpr, LIMIT: tl.constexpr, MASTER: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x, x8 [G, R, C]. sums [programs, 5]. Scales are looked up by strides, one for SHARE rows and COLUMNS columns, or
+    for all (stride 0). across: tiles in a row of them; tiles: in a matrix; total: in all. MASTER: x is rounded to BF16
+    first."""
+    program = tl.program_id(0)
+    saturated = tl.zeros((1,), tl.float64)
+    vanished = tl.zeros((1,), tl.float64)
+    error = tl.zeros((1,), tl.float64)
+    norm = tl.zeros((1,), tl.float64)
+    tile = program
+    while tile < total:
+        g = (tile // tiles).to(tl.int64)
+        r = (tile % tiles // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = tile % tiles % across
+        # 16 bytes of x at a time: left alone, each thread would read 16 bytes of x8, and of x with gaps
+        c = tl.max_contiguous(column * COLUMNS + tl.arange(0, COLUMNS), 4 if MASTER else 8)
+        inside = (r < R)[:, None] & (c < C)[None, :]
+        at = (g * R + r[:, None]) * C + c[None, :]
+        v = tl.load(x + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32)
+        bits = tl.load(x8 + at, mask=inside, other=0, eviction_policy="evict_first")
+        lookup = inv + g * stride_g + r // SHARE * stride_r + column.to(tl.int64) * stride_c
+        scale = tl.load(lookup, mask=r < R, other=1)
+        if MASTER:
+            v = as_bf16(v)
+        size = abs_bits(v).to(tl.float32, bitcast=True)
+        off = v - bits.to(F8, bitcast=True).to(tl.float32) * scale[:, None]
+        clipped = (size > (scale * LIMIT)[:, None]).to(tl.int32)
+        gone = (((bits & 0x7F) == 0) & (size != 0)).to(tl.int32)
+        both = tl.sum(clipped + (gone << 16))  # a tile has 2^12 elements
+        saturated += (both & 0xFFFF).to(tl.float64)
+        vanished += (both >> 16).to(tl.float64)
+        error += tl.sum(off * off).to(tl.float64)
+        norm += tl.sum(v * v).to(tl.float64)
+        tile += tl.num_programs(0)
+    to = sums + program * 5 + tl.arange(0, 1)
+    if program == 0:
+        tl.store(to, tl.load(to) + count)
+    tl.store(to + 1, tl.load(to + 1) + saturated)
+    tl.store(to + 2, tl.load(to + 2) + vanished)
+    tl.store(to + 3, tl.load(to + 3) + error)
+    tl.store(to + 4, tl.load(to + 4) + norm)
+
+
+def new_sums(*shape: int, device: torch.device) -> Tensor:
+    """Sums of so many tensors, [*shape, PROGRAMS, 5]."""
+    return torch.zeros(*shape, PROGRAMS, 5, dtype=torch.float64, device=device)
+
+
+def add_cast_statistics(sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    """Raise sums [PROGRAMS, 5] FP64, contiguous, by those of a cast: elements, saturated, underflown, squared error,
+    squared norm; the sum over programs is the result.
+
+    x, data [..., C]: what was cast, BF16 or a master in FP32, and what it became. scale_inv: [], [G] of a stack,
+    [..., 1], or for blocks of 1 x 128 or 128 x 128, [..., C / 128]; any strides.
+    """
+    if not x.numel():
+        return
+    C = x.shape[-1]
+    R, stacked = (x.shape[-2], x.dim() == 3) if x.dim() > 1 else (1, False)
+    share, strides = 1, (0, 0, 0)
+    if scale_inv.numel() > 1:
+        if scale_inv.dim() == 1:
+            assert stacked and len(scale_inv) == x.shape[0]
+            strides = scale_inv.stride(0), 0, 0
+        else:
+            if x.dim() > 3:
+                scale_inv, R, stacked = scale_inv.reshape(-1, scale_inv.shape[-1]), x.numel() // C, False
+            G, rows, columns = (scale_inv if stacked else scale_inv[None]).shape
+            assert (G in (1, x.shape[0]) if stacked else G == 1) and columns in (1, -(-C // _BLOCK))
+            assert rows in (1, R, -(-R // _BLOCK))
+            share = 1 if rows == R else _BLOCK
+            each = (scale_inv if stacked else scale_inv[None]).stride()
+            strides = tuple(0 if n == 1 else stride for n, stride in zip((G, rows, columns), each, strict=True))
+    elif x.dim() != 3:
+        R = x.numel() // C
+    across = triton.cdiv(C, _COLUMNS)
+    tiles = triton.cdiv(R, _ROWS) * across
+    total = x.numel() // (R * C) * tiles
+    _cast_statistics_kernel[(min(total, PROGRAMS),)](
+        x.contiguous(), as_bytes(data.contiguous()), scale_inv, sums, R, C, across, tiles, total, x.numel(), *strides,
+        TRITON_FP8[fmt.dtype], fmt.max * (1 + _ROUNDING), x.dtype == torch.float32, share, _ROWS, _COLUMNS,
+        num_warps=4,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
