@@ -137,6 +137,8 @@ class _Ffn(torch.autograd.Function):
             carrier.shape,
             carrier.dtype,
         )
+        assert weight1.dtype == weight2.dtype
+        ctx.weight_dtype = weight1.dtype
         ctx.weighted, ctx.added = weight is not None, add is not None
         return y.view(carrier.shape)
 
@@ -151,6 +153,7 @@ class _Ffn(torch.autograd.Function):
         dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
             grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
+            ctx.weight_dtype,
         )  # fmt: skip
         if dy_amax is not None:
             record_amax(dy_amax, amaxes[0])

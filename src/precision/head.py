@@ -70,7 +70,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dh_TD is not None:  # in FP32: as a factor of BF16 the gradient would be rounded first
             dh_TD = dh_TD.float().mul_(grads[0]).to(dh_TD.dtype)
         if dw_VD is not None:
-            dw_VD = dw_VD.mul_(grads[0]).to(ctx.weight_dtype)
+            into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
+            dw_VD = torch.mul(dw_VD, grads[0], out=into)
         return dh_TD, dw_VD, None, None, None
 
 
@@ -106,8 +107,8 @@ def _add_wgrad(dw: Tensor | None, dz: GradOperand, x: Tensor, backend: Backend, 
         if dw is None:
             return torch.mm(dz.data.t(), x, out_dtype=torch.float32)
         return torch.addmm(dw, dz.data.t(), x, out_dtype=torch.float32, out=dw)
-    fresh = backend.wgrad(dz, x, None, None, recipe)
-    return fresh.float() if dw is None else dw.add_(fresh)
+    fresh = backend.wgrad(dz, x, None, None, recipe, torch.float32)
+    return fresh if dw is None else dw.add_(fresh)
 
 
 def chunk_rows(tokens: int, vocabulary: int, logit_bytes: int) -> int:

@@ -14,7 +14,8 @@ is used: in `wire_dtype`, and `receive` makes the operand of it; or in FP8 that 
 of the master's shape and dtype that takes gradients and holds nothing.
 
 x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is
-kept for the backward pass. dy is quantised once for dgrad and wgrad. Gradients of weights go into FP32 sums.
+kept for the backward pass. dy is quantised once for dgrad and wgrad. dw leaves its kernel in the dtype of the weight
+that autograd sees: FP32, the master's, also where ranks share it. It goes into FP32 sums.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Gemms(torch.autograd.Function):
             dx = backend.dgrad(dy, WeightOperand(w, w_inv, w_t, w_t_inv), offsets, recipe)
             dx = dx.to(ctx.carrier_dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = backend.wgrad(dy, x, x_inv, offsets, recipe).to(ctx.weight_dtype)
+            dw = backend.wgrad(dy, x, x_inv, offsets, recipe, ctx.weight_dtype)
         return dx, dw, *(None,) * 10
 
 

@@ -100,11 +100,17 @@ class _Gemms(ReferenceBackend):
         return dx
 
     def wgrad(
-        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
+        self,
+        dy: GradOperand,
+        x: Tensor,
+        x_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        out: torch.dtype,
     ) -> Tensor:
         self._seen.note(f"{self.latest}/grad", dy.data.dtype)
         self._seen.note(f"{self.latest}/saved", x.dtype)
-        return super().wgrad(dy, x, x_inv, offsets, recipe)
+        return super().wgrad(dy, x, x_inv, offsets, recipe, out)
 
     def _note_scales(self, inv: Tensor | None, w_inv: Tensor | None, slot: Slot | None) -> None:
         """How the left operand is scaled, told from its scales and its weight's."""

@@ -140,9 +140,22 @@ class _Counting(ReferenceBackend):
         self.calls.append("dgrad")
         return super().dgrad(dy, weight, offsets, recipe)
 
-    def wgrad(self, dy, x, x_inv, offsets, recipe) -> Tensor:
+    def wgrad(self, dy, x, x_inv, offsets, recipe, out) -> Tensor:
         self.calls.append("wgrad")
-        return super().wgrad(dy, x, x_inv, offsets, recipe)
+        return super().wgrad(dy, x, x_inv, offsets, recipe, out)
+
+
+def test_the_weight_gradient_has_the_dtype_of_the_weight(chunk: int, recipe: Recipe) -> None:
+    layer = head(recipe("bf16"))
+    h, target = batch(torch.bfloat16)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.weight = nn.Parameter(layer.weight.detach().to(dtype))
+        loss = linear_cross_entropy(h, layer, target)
+        found.append((loss, *torch.autograd.grad(loss, (h, layer.weight), torch.tensor(3.0))))
+    (loss, dh, dw), (same_loss, same_dh, rounded) = found
+    assert torch.equal(loss, same_loss) and torch.equal(dh, same_dh)
+    assert dw.dtype == torch.float32 and torch.equal(rounded, dw.bfloat16()), "once, after the sum over chunks"
 
 
 def test_only_what_is_wanted_is_computed(recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ from precision.formats import Format
 from precision.kernels import ffn_ops, ops
 from precision.kernels.common import MODES, Cast
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
-from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
+from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight, transpose_weight
 
 if TYPE_CHECKING:
@@ -109,23 +109,27 @@ class CudaBackend:
         return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.scale_inv_t, offsets, recipe)
 
     def wgrad(
-        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
+        self,
+        dy: GradOperand,
+        x: Tensor,
+        x_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        out: torch.dtype,
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G]: FP32, or BF16 from torch's grouped BF16 product."""
+        """dw [N, K], or [G, N, K] for offsets [G], in `out` (torch's grouped BF16 product knows BF16 only)."""
         if dy.data_t is None or dy.scale_inv_t is None or x_inv is None:
             if offsets is not None:
-                return _grouped_mm(dy.data.t(), x, offs=offsets)
-            if x.dtype == torch.float32 or not x.is_cuda:
-                return dy.data.t() @ x
-            return torch.mm(dy.data.t(), x, out_dtype=torch.float32)
+                return _grouped_mm(dy.data.t(), x, offs=offsets).to(out)
+            return plain_wgrad(dy.data, x, out)
         if offsets is not None:
             return grouped_wgrad(
                 dy.data, dy.scale_inv, dy.exact, x, x_inv, offsets,
-                cast_of(recipe, recipe.grad).text, cast_of(recipe, recipe.input).text,
+                cast_of(recipe, recipe.grad).text, cast_of(recipe, recipe.input).text, out,
             )  # fmt: skip
         x_t, x_t_inv = ops.transpose(x, x_inv, cast_of(recipe, recipe.input).text)
         x_t_inv = x_inv if x_t_inv.numel() == 0 else x_t_inv
-        return scaled_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv, MODES[recipe.scaling.granularity])
+        return scaled_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv, MODES[recipe.scaling.granularity], out)
 
     def _nt(
         self,

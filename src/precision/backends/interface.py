@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from precision.formats import Format
@@ -94,7 +95,16 @@ class Backend(Protocol):
         ...
 
     def wgrad(
-        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
+        self,
+        dy: GradOperand,
+        x: Tensor,
+        x_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        out: torch.dtype,
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G], = dy^T x: FP32, or BF16 on its way into an FP32 sum."""
+        """dw [N, K], or [G, N, K] for offsets [G], = dy^T x in `out`, FP32 or BF16.
+
+        BF16: the FP32 sum rounded once, as it is stored. FP32: holds BF16 numbers where torch's product gives no more.
+        """
         ...

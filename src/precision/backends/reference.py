@@ -131,9 +131,20 @@ class ReferenceBackend:
         return self._nt(dy.data, dy.scale_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
 
     def wgrad(
+        self,
+        dy: GradOperand,
+        x: Tensor,
+        x_inv: Tensor | None,
+        offsets: Tensor | None,
+        recipe: GemmRecipe,
+        out: torch.dtype,
+    ) -> Tensor:
+        """dw [N, K], or [G, N, K] for offsets [G], in `out`; products of BF16 operands come in BF16."""
+        return self._wgrad(dy, x, x_inv, offsets, recipe).to(out)
+
+    def _wgrad(
         self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G]: BF16 (FP32 for FP32 operands), on its way into an FP32 sum."""
         if dy.scale_inv is None or x_inv is None:
             return _matmul_over_rows(dy.data, x, offsets)
         scaling = recipe.scaling

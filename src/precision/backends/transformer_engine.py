@@ -192,16 +192,16 @@ class TransformerEngineGemm:
 
 
 class _Lend(torch.autograd.Function):
-    """master [(G,) N, K] FP32 -> its compute weights, one a group; their gradients become one FP32 tensor."""
+    """master [(G,) N, K] -> its compute weights, one a group; their gradients become one tensor of its dtype."""
 
     @staticmethod
     def forward(ctx, master: Tensor, gemm: TransformerEngineGemm) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.device = master.shape, master.device
+        ctx.shape, ctx.dtype, ctx.device = master.shape, master.dtype, master.device
         return gemm.lend()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        dw = torch.empty(ctx.shape, dtype=torch.float32, device=ctx.device)
+        dw = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         torch._foreach_copy_(list(dw.unbind()) if dw.dim() == 3 else [dw], list(grads))  # pyright: ignore
         return dw, None
 

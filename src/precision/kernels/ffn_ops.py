@@ -20,7 +20,7 @@ from precision.kernels import grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
 from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
 from precision.kernels.route import Route, combine, gather, route
-from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
+from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -57,18 +57,16 @@ def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route
     return scaled_nt(a, a_inv, w, w_inv, mode, torch.bfloat16)
 
 
-def _wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, to: Route | None) -> Tensor:
-    """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] FP32."""
+def _wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, to: Route | None, out: torch.dtype) -> Tensor:
+    """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] in `out`."""
     if to is not None:
-        return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
-    return scaled_wgrad(a, a_inv, b, b_inv, mode)
+        return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to, out)
+    return scaled_wgrad(a, a_inv, b, b_inv, mode, out)
 
 
-def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None) -> Tensor:
-    """a [R, M], b [R, N] BF16 -> [(E,) M, N] FP32."""
-    if to is not None:
-        return grouped_gemm.wgrad_bf16(a, b, to)
-    return torch.mm(a.t(), b, out_dtype=torch.float32) if a.is_cuda else (a.t() @ b).float()
+def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None, out: torch.dtype) -> Tensor:
+    """a [R, M], b [R, N] BF16 -> [(E,) M, N] in `out`."""
+    return grouped_gemm.wgrad_bf16(a, b, to, out) if to is not None else plain_wgrad(a, b, out)
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -133,28 +131,30 @@ def _(
 def ffn_backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
+    out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
-    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] FP32, the router weights' gradient [T, K] FP32
-    (or empty), the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
+    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] in `out` (FP32 or BF16), the router weights'
+    gradient [T, K] FP32 (or empty), the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
 
     The amaxes are returned, not written into the arena: where an operator changes two views of one buffer, inductor
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11)."""
     amaxes = torch.zeros(2, device=dy.device)
     return *_backward(
-        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how
-    ), amaxes
+        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
+        out,
+    ), amaxes  # fmt: skip
 
 
 def _backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
-    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str,
+    dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str, out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
     if casts.forward is None or casts.grad is None:
-        return _backward_bf16(dy, x if to is None else x_rows, y1, to, w1, w2)
+        return _backward_bf16(dy, x if to is None else x_rows, y1, to, w1, w2, out)
     mode = casts.mode
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     if to is None:
@@ -183,7 +183,7 @@ def _backward(
         unseen = torch.zeros((), device=h.device)
         _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
-    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to)
+    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to, out)
     dx = _nt(d1, d1_inv, w1, w1_inv, mode, to)
     if to is None:
         xt, xt_inv = transpose(x, x_inv, casts.forward)
@@ -192,34 +192,36 @@ def _backward(
         dx, dweight = combine(dx, to, partial=dw)
         _, _, xt, xt_inv = gather_transposed(x, x_inv, to.token, to.ends, casts.forward, rows=False)
         assert dweight is not None
-    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, mode, to), dw2, dweight
+    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, mode, to, out), dw2, dweight
 
 
 @ffn_backward.register_fake
 def _(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
+    out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
     dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)
-    return dx, _empty(x, *w1.mT.shape), _empty(x, *w2.mT.shape), weights, _empty(x, 2)
+    dw1, dw2 = (_empty(x, *w.mT.shape, dtype=out) for w in (w1, w2))
+    return dx, dw1, dw2, weights, _empty(x, 2)
 
 
 def _backward_bf16(
-    dy: Tensor, x: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor
+    dy: Tensor, x: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor, out: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x: the rows of tokens for experts."""
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     d = gather(dy, None, to, None)[0] if to is not None else dy
     dh = _nt(d, d, w2, w2, 0, to)
     d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
-    dw2 = _wgrad_bf16(d, h, to)
+    dw2 = _wgrad_bf16(d, h, to, out)
     dx, dweight = _nt(d1, d1, w1, w1, 0, to), _empty(dy)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)
         assert made is not None
         dweight = made
-    return dx, _wgrad_bf16(d1, x, to), dw2, dweight
+    return dx, _wgrad_bf16(d1, x, to, out), dw2, dweight
 
 
 def _transpose(x8: Tensor, inv: Tensor, how: Cast, to: Route | None) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,10 @@ def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: 
 
 @torch.library.custom_op("octet::grouped_wgrad", mutates_args=())
 def grouped_wgrad(
-    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str
-) -> Tensor:
-    """dy [R, N], x [R, K] -> [G, N, K] FP32. BLOCK: dy's tiles are cast from the exact gradient."""
+    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
+    out: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dy [R, N], x [R, K] -> [G, N, K] in `out`, FP32 or BF16. BLOCK: dy's tiles are cast from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
     if made.mode == BLOCK.value:
         unseen = torch.zeros((), device=x.device)
@@ -41,14 +42,15 @@ def grouped_wgrad(
     else:
         _, _, dy_t, dy_t_inv = gather_transposed(dy, dy_inv, to.token, to.ends, made, rows=False)
     _, _, x_t, x_t_inv = gather_transposed(x, x_inv, to.token, to.ends, Cast.parse(how_x), rows=False)
-    return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to)
+    return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to, out)
 
 
 @grouped_wgrad.register_fake
 def _(
-    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str
-) -> Tensor:
-    return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=torch.float32)
+    dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
+    out: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=out)
 
 
 def tiles(offsets: Tensor, rows: int) -> Route:

@@ -1,4 +1,4 @@
-"""Plain FP8 GEMMs: cuBLAS through `torch._scaled_mm`, with the layouts of scales that it wants.
+"""Plain GEMMs: cuBLAS, FP8 through `torch._scaled_mm` with the layouts of scales that it wants.
 
     scales   a                                     b
     TENSOR   0-d                                   0-d
@@ -35,13 +35,20 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
 
 
-def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int) -> Tensor:
-    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] FP32 (BF16 on the way with BLOCK scales)."""
+def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
+    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out` (with BLOCK scales by way of BF16)."""
     if mode == BLOCK.value:
         if _ragged(a.shape[0], b.shape[0]):
-            return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]))[0]
-        return _block_scaled_mm(a, a_inv.t(), b, b_inv, False).float()
-    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=torch.float32, use_fast_accum=False)
+            return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]), out)[0]
+        return _block_scaled_mm(a, a_inv.t(), b, b_inv, False).to(out)
+    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=False)
+
+
+def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """a [R, M], b [R, N] -> a^T b [M, N] in `out`; FP32 of BF16 operands straight from cuBLAS's sum."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and out == torch.float32:
+        return torch.mm(a.t(), b, out_dtype=out)
+    return (a.t() @ b).to(out)
 
 
 @torch.library.custom_op("octet::block_scaled_mm", mutates_args=())

@@ -1,0 +1,137 @@
+"""A weight gradient leaves its kernel in the dtype of the weight that autograd sees: BF16 is FP32 rounded once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from precision import (
+    Feed,
+    GroupedLinear,
+    Linear,
+    Plan,
+    PrecisionConfig,
+    begin_step,
+    bind,
+    expert_ffn,
+    gated_ffn,
+    gemm_layers,
+)
+
+pytest.importorskip("triton", reason="Triton is missing")
+Recipe = Callable[..., PrecisionConfig]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+RECIPES = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"]
+ROWS, WIDTH, INNER, EXPERTS = 7, 48, 32, 2
+
+
+class _Layer(nn.Module):
+    """Of a kind: a linear, a stack of experts' linears, or the feed-forward layer of either."""
+
+    def __init__(self, config: PrecisionConfig, backend: str, kind: str):
+        super().__init__()
+        self.kind, self.plan = kind, Plan(config, 1)
+        grouped, whole = kind in ("grouped", "experts"), kind in ("ffn", "experts")
+        op = "moe.experts" if grouped else "ffn"
+
+        def layer(name: str, k: int, n: int) -> nn.Module:
+            row = self.plan.gemm(f"layers.0.{op}.{name}", op, k, n, EXPERTS if grouped else 1)
+            row = replace(row, recipe=replace(row.recipe, backend=backend))
+            return GroupedLinear(row) if grouped else Linear(row)
+
+        self.up = layer("up", WIDTH, 2 * INNER)
+        self.down = layer("down", INNER, WIDTH) if whole else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.up, Linear):
+            return (
+                self.up(x) if not isinstance(self.down, Linear) else gated_ffn(x, self.up, self.down, Feed(self.down))
+            )
+        assert isinstance(self.up, GroupedLinear)
+        if not isinstance(self.down, GroupedLinear):
+            return self.up(x, torch.tensor([3, ROWS], device=DEVICE).int())
+        expert = torch.arange(ROWS, device=DEVICE)[:, None] % EXPERTS
+        return expert_ffn(
+            x, expert, torch.full((ROWS, 1), 0.5, device=DEVICE), self.up, self.down, down_feed=Feed(self.down),
+            rows_feed=Feed(self.up), combine=torch.bfloat16, accumulate=torch.float32, add=None,
+        )  # fmt: skip
+
+
+def gradients(config: PrecisionConfig, backend: str, kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of weights, after one microbatch; autograd sees weights of a dtype, what multiplies is the same."""
+    torch.manual_seed(1)
+    layers = _Layer(config, backend, kind)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    layers.to(DEVICE)
+    begin_step(layers, bind(layers, layers.plan, DEVICE))
+    for layer in gemm_layers(layers):
+        layer.weight = nn.Parameter(layer.weight.detach().to(dtype))
+    x = (torch.randn(ROWS, WIDTH) * torch.logspace(-1, 1, ROWS)[:, None]).to(DEVICE, torch.bfloat16).requires_grad_()
+    y = layers(x)
+    with _Rounding({p.shape for p in layers.parameters()}) as rounding:
+        y.backward((torch.randn(y.shape) * 1e-4).to(y))
+    assert backend == "reference" or not rounding.casts, "it left its kernel in FP32, and took another pass"
+    return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+
+
+class _Rounding(TorchDispatchMode):
+    """Counts casts of FP32 into BF16 of given shapes, autograd's too, which it does in silence."""
+
+    def __init__(self, shapes: set[torch.Size]):
+        super().__init__()
+        self.shapes, self.casts = shapes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_to_copy" and out.shape in self.shapes:
+            self.casts += (args[0].dtype, out.dtype) == (torch.float32, torch.bfloat16)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "ffn", "experts"])
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_bf16_is_fp32_rounded_once(recipe: Recipe, name: str, backend: str, kind: str) -> None:
+    plain = backend == "cuda" and kind in ("linear", "ffn")  # cuBLAS
+    if name == "fp8_block" and plain and not ON_GPU:
+        pytest.skip("cuBLAS takes block scales on a GPU only")
+    whole, rounded = (gradients(recipe(name), backend, kind, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert whole.keys() == rounded.keys() and len(whole) == (1 if kind in ("linear", "grouped") else 2)
+    for weight, dw in whole.items():
+        assert dw.dtype == torch.float32 and dw.any() and rounded[weight].dtype == torch.bfloat16
+        if ON_GPU and plain:  # which may sum in another order for another format
+            torch.testing.assert_close(rounded[weight].float(), dw, rtol=2**-7, atol=1e-5 * float(dw.abs().max()))
+        else:
+            assert torch.equal(rounded[weight], dw.bfloat16())
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["", "e4m3:1:0:0:1"])
+def test_what_the_compiler_is_told_is_so(how: str, out: torch.dtype) -> None:
+    """The operators' stand-ins give the dtype, too."""
+    from precision.kernels import ffn_ops, gemm_ops
+
+    def some(*shape: int) -> Tensor:
+        made = torch.randn(shape, device=DEVICE)
+        return made.to(torch.float8_e4m3fn if how else torch.bfloat16)
+
+    checks = "test_faketensor" if how else ("test_schema", "test_faketensor")  # the former adds FP8
+    none, one, dy = torch.empty(0, device=DEVICE), torch.ones((), device=DEVICE), some(ROWS, WIDTH).bfloat16()
+    inv = one if how else none
+    y1 = torch.randn(ROWS, 2 * INNER, device=DEVICE).bfloat16()
+    w1, w2 = some(2 * INNER, WIDTH).mT, some(WIDTH, INNER).mT
+    given = dy, some(ROWS, WIDTH), inv, y1, torch.ones(2, device=DEVICE) if how else none, none, [none] * 6
+    hows = f"{how} {how}" if how else ""
+    torch.library.opcheck(
+        ffn_ops.ffn_backward, (*given, w1, inv, w2, inv, one * 0, one * 0, hows, out), test_utils=checks
+    )
+    if how:
+        ends = torch.tensor([3, ROWS], device=DEVICE).int()
+        torch.library.opcheck(
+            gemm_ops.grouped_wgrad, (given[1], one, dy, some(ROWS, INNER), one, ends, how, how, out), test_utils=checks
+        )
