@@ -43,8 +43,8 @@ def test_places(config: Callable[..., Config], recipe: str, recompute: str) -> N
     with aside.aside(engine), observing(lambda *cast: None), kurtosis.watching():
         aside.run(engine, tokens, 4)
     means = kurtosis.means(World(CPU))
-    torch.testing.assert_close(means["qkv"][1], of(torch.cat([seen["q"], seen["kv"]], -1)).mean())
-    torch.testing.assert_close(means["block"][1], of(seen["block"][0]).mean())
+    torch.testing.assert_close(means["qkv"][1], of(torch.cat([seen["q"], seen["kv"]], -1)).mean(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(means["block"][1], of(seen["block"][0]).mean(), rtol=1e-5, atol=0)
     again = 2 if recompute == "full" else 1
     assert kurtosis.sums[:, 1, 1].tolist() == [24 * again, 3 * 24 * again, 3 * 24 * again], "shared rows and two routed"
     assert torch.isfinite(means["ffn"]).all() and (means["ffn"] > 1).all()
