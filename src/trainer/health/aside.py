@@ -5,7 +5,7 @@ numbers are the host's. What a pass leaves behind is known, and is put away here
 
     amaxes of the arena       taken down before, put back after; scales and histories are only read
     compute weights           made anew at the start; the next step does the same from the same masters and scales
-    gradients                 dropped, each as soon as it is complete unless somebody wants it
+    gradients                 dropped, each as soon as it is complete unless somebody wants it, or not made at all
     weights gathered by FSDP  freed before and after
     load of the experts       an output of the model: nobody takes it
     debug.inject              disarmed: a fault belongs to its step
@@ -19,14 +19,14 @@ All ranks make the same passes: there are collectives in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from models import Losses
-from precision import refresh_weights
+from precision import gemm_layers, refresh_weights
 from trainer.parallel.totals import share_of
 
 if TYPE_CHECKING:
@@ -58,21 +58,34 @@ def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient | No
 
     batch: sequences of a step, of all ranks. Gradients are as large as in a step of so many, of which these are b: what
     scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. on_gradient:
-    None lets go of each as soon as it is complete.
+    None: nobody wants them; those of GEMMs are not made unless ranks share the weight, the others are let go of.
     """
     refresh_weights(engine.model, force=True)
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(_named(name, on_gradient or _let_go))
-        for name, parameter in engine.model.named_parameters()
-    ]
-    try:
+    with ExitStack() as after:
+        if on_gradient is None:
+            after.enter_context(_without_weight_gradients(engine.model))
+        for name, parameter in engine.model.named_parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(_named(name, on_gradient or _let_go))
+                after.callback(hook.remove)
         losses = engine.model(tokens.to(engine.device))
         total = losses.total if engine.injector is None else engine.injector.loss(losses.total)
         (total * (len(tokens) / batch)).backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return losses.detached(total)
+
+
+@contextmanager
+def _without_weight_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, a GEMM's backward pass stops at the gradient of its input, with all its casts: the gradients of weights
+    are a third of the products, and take 4 bytes a parameter to write."""
+    weights = [layer.weight for layer in gemm_layers(model) if not layer.is_sharded and layer.weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
 
 
 def look(engine: Engine, tokens: Tensor) -> None:

@@ -95,6 +95,21 @@ def test_training_does_not_notice(config: Configs, recipe: str, more: list[str])
         assert 0 < abs(line["shadow/loss_gap"]) < 0.01
 
 
+def test_a_look_makes_no_gradients_of_weights_and_sees_every_cast(config: Configs) -> None:
+    engine = build_engine(config("+recipe=fp8_delayed", "precision.table.lm_head=fp8"), CPU)
+    health = Health(replace(config().health, every=1), engine, lambda entry: None, 4, 2)
+    made: list[str] = []
+    for name, parameter in engine.model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: made.append(name))
+    health.before(1, batches()[0])
+    weights = {id(layer.weight) for layer in gemm_layers(engine.model)}
+    assert made and not weights & {id(engine.model.get_parameter(name)) for name in made}
+    assert all(p.requires_grad for p in engine.model.parameters())
+    result = train_step(engine, 1, batches()[0], 2)
+    seen = health.collect(result.load, result.verdict.ok)
+    assert torch.isfinite(seen["tensors/fp8/error"]).all(), "inputs, weights and gradients of each GEMM"
+
+
 def test_compiled_blocks_are_left_alone(config: Configs) -> None:
     dense = ["model.num_layers=1", "model.num_mtp_layers=0", "precision.backend=reference"]
     made = config("+recipe=fp8_delayed", *dense)
