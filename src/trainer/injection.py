@@ -28,11 +28,11 @@ class Injector:
         self._armed = False
         self._reads = True
         _, block = model.iter_blocks()[len(model.layers) // 2]
-        watch = next(m for m in block.modules() if isinstance(m, Watch))
-        if config.where is Where.activation:
-            watch.register_forward_pre_hook(self._spoil_activation)
-        elif config.where is Where.gradient:
-            watch.register_forward_hook(self._spoil_gradient)
+        self._watch: FaultyWatch | None = None
+        if config.where in (Where.activation, Where.gradient):
+            device = next(block.parameters()).device
+            self._watch = FaultyWatch(block.attn_watch, config.where, config.value, device)
+            block.add_module("attn_watch", self._watch)
         elif config.where is Where.weight:
             # not in `before`: where ranks share the weights, there is none before the block has gathered it
             block.register_forward_pre_hook(self._spoil_weight)
@@ -42,6 +42,8 @@ class Injector:
         """Call before each microbatch's forward pass, after the weights were made."""
         c = self._config
         self._armed = c.step <= step < c.step + c.steps and microbatch == 0 and self._reads
+        if self._watch is not None:
+            self._watch.armed.fill_(self._armed)
 
     def data(self, windows: np.ndarray) -> None:
         """Numbers, in the run's stream, of the windows that the next step reads; call it before each."""
@@ -53,24 +55,49 @@ class Injector:
         """The loss, spoilt if it is its turn."""
         return loss * self._value if self._armed and self._config.where is Where.loss else loss
 
-    def _spoil_activation(self, module: nn.Module, args: tuple[Tensor, ...]) -> Tensor | None:
-        return self._spoilt(args[0]) if self._armed and torch.is_grad_enabled() else None
-
-    def _spoil_gradient(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if self._armed and output.requires_grad:
-            output.register_hook(self._spoilt)
-
     @torch.no_grad()
     def _spoil_weight(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         operand = self._layer.operand
         if not self._armed or operand is None:
             return
-        if operand.scale_inv is None:
-            operand.data.view(-1)[0] = self._value
-        else:  # E4M3 has no infinity: a spoilt scale stands for both
-            operand.scale_inv.view(-1)[0] = self._value
+        spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity: a scale
+        spoilt.view(-1)[:1].fill_(self._value)  # stands for all; filled, since an item that is set waits for the GPU
 
-    def _spoilt(self, x: Tensor) -> Tensor:
-        first = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
-        first[0] = True
-        return torch.where(first.view(x.shape), self._value, x)
+
+class FaultyWatch(nn.Module):
+    """A watch that, while it is armed, sees a number in what passes through it, or in its gradient, spoilt.
+
+    A module of a class of its own, not a hook: compiled graphs are shared by all blocks whose modules are of the same
+    classes, whatever hooks they have. And armed by a tensor, so that the graph stays the same.
+    """
+
+    def __init__(self, watch: Watch, where: Where, value: float, device: torch.device):
+        super().__init__()
+        self.watch, self.where = watch, where
+        self.value = torch.tensor(value, device=device)
+        self.armed = torch.zeros((), dtype=torch.bool, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, spoilt if it is its turn."""
+        if not torch.is_grad_enabled():
+            return self.watch(x)
+        if self.where is Where.activation:
+            return self.watch(_spoilt(x, self.armed, self.value))
+        return _SpoilGradient.apply(self.watch(x), self.armed, self.value)
+
+
+class _SpoilGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(armed, value)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _spoilt(grads[0], *ctx.saved_tensors), None, None
+
+
+def _spoilt(x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
+    """x with `value` for its first number, if `armed`."""
+    first = (torch.arange(x.numel(), device=x.device) == 0).view(x.shape)
+    return torch.where(first & armed, value.to(x.dtype), x)

@@ -174,9 +174,11 @@ def as_bf16(x):
             "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x.to(tl.float32)],
             dtype=tl.int32, is_pure=True, pack=1,
         ).to(tl.float32, bitcast=True)  # fmt: skip
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
-    return tl.where(x != x, x, rounded)
+    else:
+        wide = x.to(tl.float32)
+        bits = wide.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+        return tl.where(wide != wide, wide, rounded)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from torch import Tensor
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
 from precision import Plan, PrecisionConfig, begin_step, bind
+from precision.hardware import detect
 
 PRECISIONS = Path(__file__).parents[3] / "configs" / "precision"
 SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "num_layers": 3, "num_heads": 4, "kv_lora_rank": 64}
@@ -37,7 +38,7 @@ def layer(case: str, amaxes: list[Tensor], rank: int = 0, size: int = 1, group: 
     base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{recipe}.yaml")
     precision = OmegaConf.merge(*base, OmegaConf.from_dotlist(["backend=cuda"]))
     config = ModelConfig(**SIZES)
-    plan = Plan(OmegaConf.to_object(precision), config.num_layers)  # type: ignore[arg-type]
+    plan = Plan(OmegaConf.to_object(precision), config.num_layers, detect(device))  # type: ignore[arg-type]
     with torch.device("meta"):
         model = DeepSeek(config, plan)
     model.to_empty(device=device)

@@ -81,12 +81,15 @@ def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> Non
         assert kept_inv == inv_t
 
 
+GATHERED = (144, 272, torch.bfloat16)  # as ranks send them to each other
+
+
 @pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
 @pytest.mark.parametrize("stack", [(), (3,)])
-@pytest.mark.parametrize(("N", "K"), SHAPES[1:])
-def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int) -> None:
+@pytest.mark.parametrize(("N", "K", "dtype"), [(*shape, torch.float32) for shape in SHAPES[1:]] + [GATHERED])
+def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int, dtype: torch.dtype) -> None:
     N = -(-N // 16) * 16
-    w = values(N * (stack or (1,))[0], K, torch.float32).view(*stack, N, K)
+    w = values(N * (stack or (1,))[0], K, dtype).view(*stack, N, K)
     how = Cast(E4M3, mode, False, 0, mode != TENSOR)
     amax, row = (torch.zeros(stack, device=DEVICE) for _ in range(2))
     made = cast_weight(w, row, amax, how, None)

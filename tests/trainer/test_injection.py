@@ -1,0 +1,43 @@
+"""Faults also come up in compiled blocks, in their step and their place alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from precision import begin_step, bind
+from trainer.build import build_model
+from trainer.config import Config, InjectConfig, Where
+from trainer.injection import Injector
+from trainer.parallel import parallelize
+from trainer.schema import Recompute
+
+Configs = Callable[..., Config]
+
+
+@pytest.mark.parametrize("where", [Where.activation, Where.gradient])
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Recompute) -> None:
+    torch.compiler.reset()
+    device = torch.device("cpu")
+    plan, model = build_model(config("precision=bf16", "model.num_layers=3"), device)
+    injector = Injector(InjectConfig(step=2, where=where, value=float("inf")), model)
+    arena = bind(model, plan, device)
+    parallelize(model, recompute, True, backend="aot_eager")
+    tokens = torch.randint(6, 320, (2, 25), generator=torch.Generator().manual_seed(0))
+    bad = []
+    for step in (1, 2, 3):
+        begin_step(model, arena)
+        arena.amax.zero_()
+        injector.before(step, 0)
+        model(tokens).total.backward()
+        names = [name for name, ok in zip(arena.names, arena.amax.isfinite().tolist(), strict=True) if not ok]
+        bad.append(names)
+        model.zero_grad()
+    assert bad[0] == bad[2] == []
+    assert bad[1]
+    if where is Where.activation:
+        assert next(name for name in bad[1] if not name.endswith(":grad")) == "layers.1.attn"
+    else:
+        assert all(name.endswith(":grad") for name in bad[1]) and "layers.1.attn:grad" in bad[1]
+        assert not any(name.startswith("layers.2") for name in bad[1])
