@@ -110,6 +110,7 @@ if mode == 3:
     cast.cast_blocks(new(R // 2, D), one, back, rows=True, transposed=True, ends=to.ends, token=to.token)
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, None, one, None, None)
 weights.cast_weight(floats(E, 2 * F, D), floats(E), floats(E), how, None)
+weights.cast_weight(new(E, 2 * F, D), floats(E), floats(E), how, None)
 if mode != 2:
     weights.cast_weight(floats(D, F), one, one, how, None, transposed=False)
     weights.transpose_weight(new(E, 2 * F, D, dtype=torch.float8_e4m3fn), None)
