@@ -2,6 +2,7 @@
 
     python scripts/bench/experts.py                            16,384 tokens, top-6 of 64, 2048 -> 2 x 1408 -> 2048
     python scripts/bench/experts.py --tokens 32768 --variants a2 bf16 fp8_delayed
+    python scripts/bench/experts.py --gradients fp32 bf16      ours with weight gradients in both formats
     python scripts/bench/experts.py --table                    lines for the table behind backend=auto
 
 Routing is random, as an untrained router's: equal groups flatter whatever pads. Backward gives the gradients of the
@@ -9,8 +10,13 @@ input, of both weights and of the router's weights.
 
     a2           plain code, BF16: torch._grouped_mm, the project's Triton gather, SwiGLU and combine (on a CPU: torch)
     bf16 fp8_*   ours: precision.expert_ffn with layers built from the recipe's plan; x and dy come in BF16
+    * dw16       the same with weights that autograd sees in BF16, so with weight gradients in BF16
     te_*         two te.GroupedLinear; permutation by index_select, compiled SwiGLU, row counts as a list on the host
-    bf16 limit, fp8 limit    the six grouped GEMMs with operands that are ready
+    bf16 limit, fp8 limit    the six grouped GEMMs with operands that are ready, weight gradients in BF16 and in FP32
+
+Weight gradients: a2 and te_* give BF16, ours FP32, as training does, on one GPU and on many: masters are FP32, and so
+are the sums and what ranks exchange. FP32 is twice the bytes to write; `--gradients bf16` takes the difference out of a
+comparison.
 
 "ms +w" has the weights made within, as in a step of one microbatch; elsewhere they are ready. TF/s count the GEMMs'
 multiplications and additions of the rows that exist, casts and padding count as time only. "x a2", "x te" and "of
@@ -38,7 +44,7 @@ from precision.permutation import permutation
 from precision.rates import record
 from trainer.cli import guarded
 
-WITH_WEIGHTS, FORWARD = " +w", " forward"
+WITH_WEIGHTS, FORWARD, IN_BF16 = " +w", " forward", " dw16"
 MIB = 2**20
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -77,6 +83,9 @@ def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"tokens": 16384, "hidden": 2048, "width": 1408, "experts": 64, "chosen": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument(
+        "--gradients", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help="of weights, ours (default: fp32)"
+    )
     parser.add_argument("--table", action="store_true", help="print entries for src/precision/rates")
     layers.add_arguments(parser, ("a2", "limit"))
     measure.add_arguments(parser)
@@ -89,6 +98,8 @@ def run() -> None:
     backend = layers.backend_of(options.backend)
     if options.table and backend != "cuda":
         raise ValueError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
+    if options.table and "fp32" not in options.gradients:
+        raise ValueError("--table: the table of rates is of training, whose gradients are FP32; add --gradients fp32")
     facts = measure.header()
     problem = Problem(options)
     least, most = (int(n) for n in torch.bincount(problem.expert_TK.flatten(), minlength=problem.E).aminmax())
@@ -98,7 +109,7 @@ def run() -> None:
     )
     kept: dict[str, dict[str, float]] = {}
     te = layers.transformer_engine(options.variants)
-    timings = measure.measure(variants(problem, options.variants, te, kept), options)
+    timings = measure.measure(variants(problem, options.variants, options.gradients, te, kept), options)
     measure.say(report(problem, timings, kept))
     if options.table:
         measure.say("\n".join(entries(problem, timings)))
@@ -106,7 +117,9 @@ def run() -> None:
     measure.write_json(options.json, facts, results)
 
 
-def variants(problem: Problem, names: list[str], te: TransformerEngine | None, kept: dict) -> list[Variant]:
+def variants(
+    problem: Problem, names: list[str], gradients: list[str], te: TransformerEngine | None, kept: dict
+) -> list[Variant]:
     """What runs in turn; what each keeps for backward goes to `kept`."""
     out: list[Variant] = []
     for name in names:
@@ -115,7 +128,8 @@ def variants(problem: Problem, names: list[str], te: TransformerEngine | None, k
         elif name == "a2":
             out += measure.attempt(name, lambda: contestant(problem, "a2", *plain(problem), kept))
         elif name in OURS:
-            out += measure.attempt(name, lambda name=name: ours(problem, name, kept))
+            for bf16 in (each == "bf16" for each in dict.fromkeys(gradients)):
+                out += measure.attempt(name, lambda name=name, bf16=bf16: ours(problem, name, kept, bf16))
         elif te is not None:
             out += measure.attempt(name, lambda name=name: theirs(problem, te, name, kept))
     return out
@@ -190,8 +204,9 @@ class _Ours(nn.Module):
         self.rows_feed, self.down_feed = Feed(self.gate_up), Feed(self.down)
 
 
-def ours(problem: Problem, recipe: str, kept: dict) -> list[Variant]:
-    """precision.expert_ffn of a recipe, with its weights ready, and with them made within."""
+def ours(problem: Problem, recipe: str, kept: dict, bf16: bool) -> list[Variant]:
+    """precision.expert_ffn of a recipe, with its weights ready, and with them made within. bf16: gradients of weights
+    in BF16; then weights are not made within, as there are no masters."""
     plan = layers.plan_of(recipe, measure.device(), problem.T, problem.backend)
     module, arena = layers.ready(_Ours(plan, problem), plan, measure.device())
     assert isinstance(module, _Ours)
@@ -205,9 +220,14 @@ def ours(problem: Problem, recipe: str, kept: dict) -> list[Variant]:
         )  # fmt: skip
 
     both = module.gate_up, module.down
+    for layer in both if bf16 else ():
+        layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
     made = [t for layer in both if layer.operand is not None for t in layer.operand if t is not None]
-    out = contestant(problem, recipe, [layer.weight for layer in both], call, kept, made)
+    name = recipe + IN_BF16 if bf16 else recipe
+    out = contestant(problem, name, [layer.weight for layer in both], call, kept, made)
     layers.settle(module, arena)
+    if bf16:
+        return out
 
     def with_weights() -> None:
         begin_step(module, arena)
@@ -314,14 +334,15 @@ def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[st
     for name, timing in timings.items():
         if name.endswith((WITH_WEIGHTS, FORWARD)):
             continue
-        low = name in ("a2", "bf16", "te_bf16")
+        low = name.removesuffix(IN_BF16) in ("a2", "bf16", "te_bf16")
         ahead, made = timings.get(name + FORWARD), timings.get(name + WITH_WEIGHTS)
         row = measure.columns(timing, problem.flops)
         row["fwd"] = show(ahead.short if ahead else None, ".3f", 1e3)
         row["bwd"] = show(timing.short - ahead.short if ahead else None, ".3f", 1e3)
         row["ms +w"] = show(made.short if made else None, ".3f", 1e3)
         row["x a2"] = both(base, timing)
-        row["x te"] = both(timings.get(TE.get(name, "")), timing) if name in TE else ""
+        rival = TE.get(name.removesuffix(IN_BF16))
+        row["x te"] = both(timings.get(rival), timing) if rival else ""
         row["of limit"] = (
             "" if name.endswith("limit") else measure.share(timings.get(f"{'bf16' if low else 'fp8'} limit"), timing)
         )

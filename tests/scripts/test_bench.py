@@ -120,6 +120,7 @@ def test_linear_of_a_model(tmp_path: Path, bench: Run) -> None:
         ("linear", ["--table"], "--table: the table of rates is of the cuda backend, and reference serves here"),
         ("linear", ["--model", "deepseek_tny"], "did you mean deepseek_tiny?"),
         ("experts", ["--chosen", "9", "--experts", "8"], "--chosen 9: a token chooses 1 to --experts 8"),
+        ("experts", ["--table", "--gradients", "bf16", "--backend", "cuda"], "add --gradients fp32"),
         ("step", ["model.num_layers=2"], "no recipe to measure; name one: fp8_delayed"),
     ],
 )
@@ -138,7 +139,8 @@ def test_mistakes_are_one_line(
 
 def test_experts(tmp_path: Path, bench: Run) -> None:
     size = ["--tokens", "24", "--hidden", "32", "--width", "16", "--experts", "4", "--chosen", "2"]
-    done = bench("experts", tmp_path, *size, *QUICK, "--hold", "0.001", "--json", "out.json")
+    both = ["--gradients", "fp32", "bf16"]
+    done = bench("experts", tmp_path, *size, *both, *QUICK, "--hold", "0.001", "--json", "out.json")
     assert done.returncode == 0, done.stderr
     assert "24 tokens, top-2 of 4" in done.stdout
     assert {"a2", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"} <= set(rows(done.stdout))
@@ -146,6 +148,9 @@ def test_experts(tmp_path: Path, bench: Run) -> None:
     # 48 rows: the input of both GEMMs, SwiGLU's input, and a few indices
     assert 48 * 2 * (32 + 16 + 32) <= kept["bf16"] < 1.5 * 48 * 2 * (32 + 16 + 32)
     assert kept["fp8_delayed"] < kept["bf16"] < kept["a2"]
+    for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block"):
+        assert kept[f"{name} dw16"] == kept[name] and f"{name} dw16 " in done.stdout
+        assert f"{name} +w" in kept and f"{name} dw16 +w" not in kept
 
 
 def test_attention(tmp_path: Path, bench: Run) -> None:
