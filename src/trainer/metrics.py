@@ -60,9 +60,14 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Tensors of one device, of any shape, in one copy -> numbers, and of those with dimensions nested lists."""
     if not tensors:
         return {}
-    together = torch.cat([t.detach().double().flatten() for t in tensors.values()]).cpu()
-    parts = together.split([t.numel() for t in tensors.values()])
-    return {key: part.view(t.shape).tolist() for (key, t), part in zip(tensors.items(), parts, strict=True)}
+    alike: dict[torch.dtype, list[str]] = {}  # put together first: fewer launches
+    for key, tensor in tensors.items():
+        alike.setdefault(tensor.dtype, []).append(key)
+    order = [key for keys in alike.values() for key in keys]
+    groups = [torch.cat([tensors[key].detach().flatten() for key in keys]).double() for keys in alike.values()]
+    parts = torch.cat(groups).cpu().split([tensors[key].numel() for key in order])
+    found = {key: part.view(tensors[key].shape).tolist() for key, part in zip(order, parts, strict=True)}
+    return {key: found[key] for key in tensors}
 
 
 def load_metrics(load: Tensor) -> dict[str, Tensor]:
