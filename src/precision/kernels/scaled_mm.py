@@ -45,8 +45,8 @@ def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, 
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    """a [R, M], b [R, N] -> a^T b [M, N] in `out`. FP32 of BF16 operands comes straight from cuBLAS's sum; for BF16 cuBLAS
-    may round parts of a sum, too (torch's `allow_bf16_reduced_precision_reduction`)."""
+    """a [R, M], b [R, N] -> a^T b [M, N] in `out`. FP32 of BF16 operands comes straight from cuBLAS's sum; for
+    BF16, cuBLAS may round parts of a sum, too (torch's `allow_bf16_reduced_precision_reduction`)."""
     if a.is_cuda and a.dtype == torch.bfloat16 and out == torch.float32:
         return torch.mm(a.t(), b, out_dtype=out)
     return (a.t() @ b).to(out)
