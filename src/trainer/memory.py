@@ -13,6 +13,9 @@
     BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
                       as it runs
 
+In a step of one microbatch activations go as gradients come, block by block: both are told as they are when together
+they are most. (With more, the gradients of the first are there while the second keeps its activations.)
+
 Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
 """
 
@@ -47,6 +50,9 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
         "activations": _activations(config, plan) * tokens,
         "head": head_gradient_bytes(plan),
     }
+    one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.world
+    if one_microbatch:
+        memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
     if config.health.shadow_every:
         memory["BF16 shadow"] = _shadow(config, plan, degrees)
     if degrees.world == 1:
@@ -54,7 +60,7 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
     wholes = _wholes(config, plan, degrees)  # bytes in FP32 of what a rank gathers, by part
     largest = max(size for name, size in wholes.items() if name)
     memory["compute weights"] = _gathered(config, plan, degrees)
-    if not each and t.global_batch_size > t.microbatch_size * degrees.world:
+    if not each and not one_microbatch:
         memory["gradients"] += sum(wholes.values())
     else:
         memory["gradients"] += largest
@@ -104,6 +110,22 @@ def _block_of(name: str) -> str:
     """layers.3.attn.q -> layers.3; the empty text for what stands beside the blocks."""
     kind, _, rest = name.partition(".")
     return f"{kind}.{rest.partition('.')[0]}" if kind in ("layers", "mtp") else ""
+
+
+def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: float) -> dict[str, float]:
+    """Activations and gradients when together they are most, of one microbatch: in the backward pass of some block, of
+    which both are there, or when all gradients are made. Blocks are taken to keep alike."""
+    sizes: dict[str, float] = defaultdict(float)
+    for name, row in plan.gemms.items():
+        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.shard
+        sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / ranks
+    sizes.pop("", None)  # beside the blocks: the head's is counted apart, the embedding's comes last
+    kept, made, peak = activations, 0.0, (0.0, gradients)
+    for size in reversed(sizes.values()):
+        made += size
+        peak = max(peak, (kept, made), key=sum)
+        kept -= activations / len(sizes)
+    return {"gradients": peak[1], "activations": peak[0]}
 
 
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:

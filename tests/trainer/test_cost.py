@@ -79,7 +79,7 @@ def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> N
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
     assert all(one.microbatch * one.microbatches == 8 for one in found)
-    assert not layouts(*moonlight, replace(H200S, gpus=2), 8)
+    assert not layouts(*moonlight, replace(H200S, gpus=1), 8)
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model(
 )
 def test_ranks_that_share_a_model_hold_their_parts_of_it(degrees: str, part: tuple[float, float]):
     """part: of everything else, and of the experts' weights."""
-    batch = "trainer.microbatch_size=1 trainer.global_batch_size=8"
+    batch = "trainer.microbatch_size=8 trainer.global_batch_size=64 trainer.sequence_length=4096"
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         overrides = f"model=moonlight_16b +recipe=fp8_delayed {batch} {degrees}".split()
         made = load(compose("train", overrides=overrides))
@@ -153,6 +153,23 @@ def test_ranks_that_share_a_model_hold_their_parts_of_it(degrees: str, part: tup
     text = report(made, plan)
     assert f"memory of each of 8 ranks (replicate {made.parallel.replicate}, shard {made.parallel.shard}" in text
     assert "communication" in text
+
+
+def test_activations_go_as_gradients_come(config: Make):
+    """In a step of one microbatch; with two, the first one's gradients wait beside the second one's activations."""
+    length = "trainer.sequence_length={}".format
+
+    def forecast(*overrides: str) -> dict[str, float]:
+        made = config("model.num_layers=6", *overrides)
+        return forecast_memory(made, check(made))
+
+    one = "trainer.global_batch_size=2", "trainer.microbatch_size=2"
+    two = "trainer.global_batch_size=4", "trainer.microbatch_size=2"
+    long, short = forecast(*one, length(512)), forecast(*one, length(2))
+    assert long["activations"] == forecast(*two, length(512))["activations"], "as the backward pass begins"
+    assert 0 < long["gradients"] < 0.4 * long["parameters"]
+    assert short["activations"] == 0 and short["gradients"] == short["parameters"], "as it ends"
+    assert sum(long.values()) < sum(forecast(*two, length(512)).values())
 
 
 def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
