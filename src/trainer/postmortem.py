@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import struct
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -53,8 +54,9 @@ def of_a_collective(error: BaseException) -> tuple[bool, bool]:
     return is_one, is_one and ("timed out" in says or "timeout" in says)
 
 
-def pending_operation() -> str | None:
-    """The collective operation that this process has begun first and that is not over: `all_gather of [16, 64]`.
+def pending_operation(seconds: float = 0.0) -> str | None:
+    """The collective operation that this process has begun first, so many seconds ago or more, and that is not over:
+    `all_gather of [16, 64]`.
 
     From torch's flight recorder, which keeps the last two thousand or so of each backend; NCCL's come first, since
     nothing but the recorder tells which one a GPU waits in. None if there is none, or torch does not record.
@@ -63,12 +65,12 @@ def pending_operation() -> str | None:
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a private name each, and a CPU build has the second
         dump = getattr(c10d, name, None)
-        if dump is not None and (found := _first_pending(dump(True, False))) is not None:
+        if dump is not None and (found := _first_pending(dump(True, False), seconds)) is not None:
             return found
     return None
 
 
-def _first_pending(record: bytes | str) -> str | None:
+def _first_pending(record: bytes | str, seconds: float = 0.0) -> str | None:
     try:
         entries = [entry for entry in json.loads(record)["entries"] if isinstance(entry, dict)]
     except (ValueError, KeyError, TypeError):
@@ -77,6 +79,8 @@ def _first_pending(record: bytes | str) -> str | None:
     if not waiting:
         return None
     first = min(waiting, key=lambda entry: entry.get("time_created_ns", 0))
+    if seconds and time.time_ns() - first.get("time_created_ns", 0) < seconds * 1e9:
+        return None
     backend, _, operation = str(first.get("profiling_name", "?")).rpartition(":")
     sizes = ", ".join(str(size) for size in first.get("input_sizes", [])[:2] if size)
     return f"{backend} {operation.lstrip('_')}".strip() + (f" of {sizes}" if sizes else "")

@@ -3,7 +3,8 @@
 A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
 of hosts and not of GPUs: has anybody been told to stop? It is under way while the next step runs, and read at that
 one's end, so that nobody waits for it: the run stops one step later than a single process would. Since the ranks of a
-run cannot be more than one step apart, it also tells a rank that hangs: the others wait for it there.
+run cannot be more than one step apart, it also tells a rank that hangs: the others wait for it there, or, if they
+ask for a number of their GPU's first, in the operation that the GPU waits in.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 import torch
+
+from trainer.postmortem import pending_operation
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -52,8 +55,11 @@ class StopSignals:
             work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
             assert work is not None
             self._question = number, work
-            deadline = time.monotonic() + self._world.timeout
-            self._world.crew.overdue = lambda: time.monotonic() > deadline and not work.is_completed()
+            timeout = self._world.timeout
+            deadline = time.monotonic() + timeout
+            self._world.crew.overdue = lambda: (
+                time.monotonic() > deadline and (not work.is_completed() or pending_operation(timeout) is not None)
+            )
 
     def _answer(self, number: torch.Tensor, work: Work) -> int:
         self._question = None

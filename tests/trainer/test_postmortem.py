@@ -1,6 +1,7 @@
 """What a process that waits in vain can say about what it waits in."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ def test_the_operation_that_was_begun_first_is_the_one_that_hangs() -> None:
     assert _first_pending(record(DONE, LATER, {**FIRST, "input_sizes": [[16, 64], []]})) == (
         "nccl all_gather_base of [16, 64]"
     )
+
+
+def test_one_that_has_just_begun_is_not_overdue() -> None:
+    begun = {**FIRST, "time_created_ns": time.time_ns() - int(5e9)}
+    assert _first_pending(record(begun), 4.0) and _first_pending(record(begun), 60.0) is None
 
 
 @pytest.mark.parametrize("text", [record(DONE), record(), "", "[]", "{}", record(3)])
