@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from precision import Plan
+from precision.ffn import is_fused
 from precision.head import is_chunked
 
 
@@ -86,10 +87,15 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool 
     for name, row in gemms.items():
         if row is head and chunked:
             continue
+        ffn, _, kind = name.rpartition(".")
+        fused = kind in ("gate_up", "down") and is_fused(gemms[f"{ffn}.gate_up"].recipe, gemms[f"{ffn}.down"].recipe)
+        if fused and kind == "down":
+            continue  # its input is computed again
+        rows = 1 if fused and row.recipe.is_fp8 else row.rows_per_token  # in FP8 rows are gathered again, too
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
         again = attention_again and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
-            kept["gemm"] += row.in_features * row.rows_per_token * row.recipe.saved.bytes
+            kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
         if name.endswith(".gate_up"):
             kept["swiglu"] += row.out_features * row.rows_per_token * row.recipe.output.bytes
     for name, row in plan.tensors.items():

@@ -18,6 +18,7 @@ from precision.linear import GroupedLinear, Linear, quantize
 from precision.observe import is_observed
 from precision.operand import Feed, GradRows, Operand
 from precision.permutation import permutation
+from precision.plan import GemmRecipe
 from precision.scaling import record_amax
 
 
@@ -61,13 +62,16 @@ def expert_ffn(
 
 
 def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
-    """Whether the backend has kernels for the whole layer; they round where BF16 results are summed in FP32. Not while
-    somebody wants to see what is cast (see `observe`)."""
-    recipe = gate_up.recipe
-    if is_observed():
-        return False
-    plain = recipe.output.dtype == torch.bfloat16
-    return recipe == down.recipe and recipe.backend == "cuda" and recipe.input.bytes <= 2 and plain
+    """Whether the whole layer runs in kernels (`is_fused`). Not while somebody wants to see what is cast (see
+    `observe`)."""
+    return not is_observed() and is_fused(gate_up.recipe, down.recipe)
+
+
+def is_fused(gate_up: GemmRecipe, down: GemmRecipe) -> bool:
+    """Whether the backend has kernels for a whole layer of these recipes; they round where BF16 results are summed in
+    FP32. Of such a layer x and the first GEMM's result are kept, of experts in BF16 x's rows."""
+    plain = gate_up.output.dtype == torch.bfloat16
+    return gate_up == down and gate_up.backend == "cuda" and gate_up.input.bytes <= 2 and plain
 
 
 def _fused(

@@ -1,6 +1,7 @@
 """Closed forms agree with the models that are built, and with the sizes that were published."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from models import DeepSeek, ModelConfig
 from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan, bind, gemm_layers
-from precision.config import Precision
+from precision.config import BackendChoice, Precision
+from precision.hardware import Gpu
 
 OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 
@@ -74,3 +76,23 @@ def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
     assert losses.total.requires_grad
     measured = sum(size for pointer, size in kept.items() if pointer not in weights) - head_gradient_bytes(plan)
     assert sum(kept_bytes_per_token(config, plan).values()) == pytest.approx(measured / (batch * length), rel=0.02)
+
+
+@pytest.mark.parametrize(("recipe", "x"), [("bf16", 6 * 2048 * 2), ("fp8_delayed", 2048), ("fp8_block", 2048)])
+def test_experts_in_kernels_keep_x_and_one_result(
+    recipe: str, x: int, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
+) -> None:
+    """Rows of x, or x in FP8, and [gate, up] of the rows in BF16: what scripts/bench/experts.py finds on a GPU."""
+    config = replace(model_config("moonlight_16b"), num_layers=2)
+    plans = []
+    for backend in (BackendChoice.reference, BackendChoice.cuda):
+        precision = on_meta(config, recipe)[1].config
+        precision.backend = backend
+        plans.append(Plan(precision, config.num_layers, Gpu("NVIDIA H200", (9, 0))))
+        with torch.device("meta"):
+            DeepSeek(config, plans[-1])
+    reference, cuda = (kept_bytes_per_token(config, plan) for plan in plans)
+    width = 2 if recipe == "bf16" else 1
+    downs = width * (11264 + 2816 + 6 * 1408)  # of the dense layer, the shared experts and the routed ones
+    assert reference["gemm"] - cuda["gemm"] == downs + 6 * 2048 * width - x
+    assert reference["swiglu"] == cuda["swiglu"] == 2 * 2 * (11264 + 2816 + 6 * 1408)
