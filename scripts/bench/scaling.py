@@ -9,9 +9,8 @@ count runs in processes of its own, all steps on random tokens. In the table, of
 
     tokens/s/GPU     of steps in a row, none waited for; the median of --rounds times --steps of them
     of 1 GPU         that, against the smallest count that ran
-    of no messages   the step with weights that stay gathered and gradients that are not reduced, against the step: 1
-                     where communication hides behind the arithmetic (n/a where that does not fit into the memory, and
-                     with experts on other ranks the tokens still travel)
+    of no messages   the step with copies within the GPU in the place of what FSDP sends (weights, gradients), against
+                     the step: 1 where messages hide behind the arithmetic (tokens still travel to other ranks' experts)
     peak             the most memory a rank took; forecast: what dry_run=true said
 """
 
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,20 +178,44 @@ def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any)
 
 
 def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
-    """The same without FSDP's messages; None in one process, and where gathered weights do not fit."""
+    """The same with copies within the device in the place of FSDP's messages; None in one process. The model is of no
+    use afterwards."""
     from torch.distributed.fsdp import FSDPModule
 
     if not world.many:
         return None
+    gather, scatter = silent_messages()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(False, recurse=False)
-            module.set_reshard_after_forward(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-    try:
-        return timed(steps, options, world)
-    except torch.OutOfMemoryError:
-        return None
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+    return timed(steps, options, world)
+
+
+def silent_messages() -> tuple[Any, Any]:
+    """What FSDP calls to gather and to reduce: its own part stands for everybody's."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    class Memory:
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    class Gather(Memory, AllGather):
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        ) -> None:
+            for rank, part in enumerate(output_tensor.chunk(dist.get_world_size(group))):
+                if rank != dist.get_rank(group):  # its own part lies there already
+                    part.copy_(input_tensor)
+
+    class Scatter(Memory, ReduceScatter):
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> None:
+            output_tensor.copy_(input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    return Gather(), Scatter()
 
 
 if __name__ == "__main__":
