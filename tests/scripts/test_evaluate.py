@@ -6,41 +6,27 @@ import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from trainer.config import load
 from trainer.data import prepare
 from trainer.evaluation import Scores, evaluate, perplexity
 from trainer.saved import open_run
-from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 EVALUATE = ROOT / "scripts" / "evaluate.py"
-SMALL = [
-    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
-    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
-    "model.moe_intermediate_size=32", "model.num_experts=4", "model.num_mtp_layers=0", "trainer.device=cpu",
-    "trainer.global_batch_size=4", "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2",
-    "eval.every=3", "eval.batches=2", "logging.every=1", "logging.console.enabled=false", "data=text",
-    "data.validation_fraction=0.3", "health.every=0", "checkpoint.keep=0", "checkpoint.every=3", "trainer.max_steps=6",
-]  # fmt: skip
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
     """Folder of runs, each in the recipe of its name."""
     folder = tmp_path_factory.mktemp("evaluate")
-    (folder / "text").mkdir()
-    for i in range(12):
-        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(20))
-        (folder / "text" / f"file{i}.txt").write_text(words)
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for name in ("fp8_delayed", "fp8_block", "fp32"):
-            places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-            Trainer(load(compose("train", [*SMALL, *places, f"precision={name}", f"run.name={name}"]))).train()
+    small_runs.write(folder, files=12, words=20)
+    keys = ["model.num_mtp_layers=0", "data.validation_fraction=0.3", "trainer.max_steps=6", "checkpoint.every=3"]
+    for name in ("fp8_delayed", "fp8_block", "fp32"):
+        small_runs.train(folder, name, f"precision={name}", "eval.every=3", "eval.batches=2", *keys)
     return folder
 
 

@@ -8,51 +8,33 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
-from trainer.config import Config, load
 from trainer.replay import Course, Replay, config_of, find, replay
-from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
-    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
-    "model.moe_intermediate_size=32", "model.num_experts=4", "model.num_mtp_layers=0", "trainer.device=cpu",
-    "trainer.global_batch_size=4", "trainer.microbatch_size=2", "trainer.sequence_length=24", "optim.warmup_steps=2",
-    "eval.batches=1", "eval.every=0", "logging.every=1", "logging.console.enabled=false", "data=text",
-    "data.validation_fraction=0.05", "health.every=0", "checkpoint.keep=0", "run.name=run",
-]  # fmt: skip
+KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"
 FAULT = "debug.inject={step: 4, where: gradient, value: inf}"
 Fold = dict[str, bytes]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def train(folder: Path, *keys: str) -> Path:
-    """A run in `folder`."""
-    text = folder / "text"
-    text.mkdir()
-    for i in range(6):
-        (text / f"file{i}.txt").write_text(" ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(120)))
-    places = [f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / 'runs'}"]
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config: Config = load(compose("train", overrides=[*SMALL, *places, *keys]))
-    return Trainer(config).train().folder
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
     """Six steps in FP8, the fourth dropped; checkpoints after 3 and 6."""
     folder = tmp_path_factory.mktemp("run")
-    return train(folder, "precision=fp8_delayed", "trainer.max_steps=6", "checkpoint.every=3", FAULT)
+    small_runs.write(folder)
+    keys = ["precision=fp8_delayed", "trainer.max_steps=6", "checkpoint.every=3"]
+    return small_runs.train(folder, "run", *KEYS, *keys, FAULT)
 
 
 @pytest.fixture(scope="module")
-def gone_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gone_back(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
     """Steps 5 and 6 were dropped, and the run went back to step 4; it ends with step 8."""
     bad_data = "debug.inject={step: 1, steps: 99, where: loss, value: nan, windows: [16, 24]}"
     keys = ["precision=fp32", "trainer.max_steps=8", "checkpoint.every=2", "recovery.max_consecutive_skips=1"]
-    return train(tmp_path_factory.mktemp("gone_back"), *keys, bad_data)
+    folder = tmp_path_factory.mktemp("gone_back")
+    small_runs.write(folder)
+    return small_runs.train(folder, "run", *KEYS, *keys, bad_data)
 
 
 def again(course: Course, *overrides: str, against: str = "bf16", faults: bool = True) -> Replay:

@@ -3,45 +3,28 @@
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 
-from trainer.config import load
 from trainer.saved import open_run
-from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "scripts" / "sample.py"
-SMALL = [
-    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
-    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
-    "model.moe_intermediate_size=32", "model.num_experts=4", "model.max_position_embeddings=64", "trainer.device=cpu",
-    "trainer.global_batch_size=4", "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2",
-    "eval.batches=1", "eval.every=0", "logging.every=1", "logging.console.enabled=false", "data=text",
-    "data.validation_fraction=0.05", "health.every=0", "checkpoint.keep=0",
-]  # fmt: skip
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, small_runs: Any) -> Path:
     """Folder of runs: `fp8`, which has learned a little, and `plain`, without multi-token prediction."""
     folder = tmp_path_factory.mktemp("sample")
-    (folder / "text").mkdir()
-    for i in range(6):
-        words = " ".join(f"def f{i * j % 17}(x): return x + {j}  # é\n" for j in range(120))
-        (folder / "text" / f"file{i}.txt").write_text(words)
-    wanted = {
-        "fp8": ["precision=fp8_delayed", "trainer.max_steps=16", "checkpoint.every=8", "optim.lr=1e-2"],
-        "plain": ["precision=fp32", "trainer.max_steps=1", "model.num_mtp_layers=0"],
-    }
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for name, more in wanted.items():
-            places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-            Trainer(load(compose("train", [*SMALL, *places, f"run.name={name}", *more]))).train()
+    small_runs.write(folder, end="  # é\n")
+    fp8 = ["precision=fp8_delayed", "trainer.max_steps=16", "checkpoint.every=8", "optim.lr=1e-2"]
+    small_runs.train(folder, "fp8", "model.max_position_embeddings=64", *fp8)
+    plain = ["precision=fp32", "trainer.max_steps=1", "model.num_mtp_layers=0"]
+    small_runs.train(folder, "plain", "model.max_position_embeddings=64", *plain)
     return folder
 
 

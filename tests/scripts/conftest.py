@@ -1,0 +1,49 @@
+"""Small runs for the scripts that read them."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from trainer.config import load
+from trainer.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
+    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
+    "model.moe_intermediate_size=32", "model.num_experts=4", "trainer.device=cpu", "trainer.global_batch_size=4",
+    "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2", "eval.batches=1", "eval.every=0",
+    "logging.every=1", "logging.console.enabled=false", "data=text", "data.validation_fraction=0.05", "health.every=0",
+    "checkpoint.keep=0",
+]  # fmt: skip
+
+
+class SmallRuns:
+    """Trains small models in folders."""
+
+    words = SMALL
+    """What train.py would be told, places apart."""
+
+    @staticmethod
+    def write(folder: Path, files: int = 6, words: int = 120, end: str = "\n") -> Path:
+        """Some text, always the same: FOLDER/text."""
+        text = folder / "text"
+        text.mkdir()
+        for i in range(files):
+            lines = (f"def f{i * j % 17}(x): return x + {j}{end}" for j in range(words))
+            (text / f"file{i}.txt").write_text(" ".join(lines))
+        return text
+
+    @staticmethod
+    def train(folder: Path, name: str, *keys: str) -> Path:
+        """FOLDER/NAME, a run on FOLDER/text."""
+        places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = load(compose("train", [*SMALL, *places, f"run.name={name}", *keys]))
+        return Trainer(config).train().folder
+
+
+@pytest.fixture(scope="session")
+def small_runs() -> type[SmallRuns]:
+    return SmallRuns
