@@ -48,6 +48,7 @@ from trainer.checkpoint import (
 )
 from trainer.environment import environment
 from trainer.files import replace_file, trim
+from trainer.places import anchored
 
 if TYPE_CHECKING:
     from trainer.config import Config, RunConfig
@@ -142,7 +143,7 @@ class RunDir:
 
             def first() -> tuple[str, str | None, int]:
                 texts = {
-                    CONFIG: OmegaConf.to_yaml(OmegaConf.structured(config)),
+                    CONFIG: OmegaConf.to_yaml(OmegaConf.structured(anchored(config))),
                     "overrides.txt": "".join(f"{override}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,

@@ -20,6 +20,7 @@ from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
 from trainer.distributed import World
 from trainer.environment import environment
+from trainer.places import anchored
 from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
@@ -103,7 +104,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
     written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))
-    assert load(written) == config  # pyright: ignore[reportArgumentType]
+    assert load(written) == anchored(config)  # pyright: ignore[reportArgumentType]
     assert (run.path / "overrides.txt").read_text().splitlines() == overrides
     assert (run.path / "precision_plan.txt").read_text() == "the plan\n"
     assert json.loads((run.path / "environment.json").read_text())["torch"] == torch.__version__

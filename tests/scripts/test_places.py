@@ -1,0 +1,90 @@
+"""A run that was started with relative paths is used from another folder, and resumed from both."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.config import Config, load
+from trainer.data import Source
+from trainer.data.config import MixEntry
+from trainer.places import anchored
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_a_run_is_used_from_anywhere(small_runs: Any, run_python: Run, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    small_runs.write(here)
+    keys = ["trainer.max_steps=2", "model.num_mtp_layers=0", "precision=fp32", "checkpoint.every=1"]
+    start = [ROOT / "train.py", *small_runs.words, *keys, "run.name=mine", "run.resume=auto"]
+    places = ["data.path=../here/text", "data.cache_dir=cache"]
+
+    def say(cwd: Path, *words: object) -> str:
+        done = run_python(*words, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for _ in range(2):
+        say(here, *start, *places)
+    run = here / "runs" / "mine"
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    assert (data["path"], data["cache_dir"]) == (str(here / "text"), str(here / "cache"))
+    assert not list(run.glob("*.before_step_*")), "resumed with the same words, nothing has changed"
+
+    given = Path("..") / "here" / "runs" / "mine"
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss/validation"]
+    told = say(there, ROOT / "scripts" / "evaluate.py", given)
+    assert f"the run logged loss/validation {logged:.4f} at this step" in told and "another one" not in told
+    assert say(there, ROOT / "scripts" / "sample.py", given, "--tokens", "2", "--prompt", "def")
+    assert "step 2: from step_00000001" in say(there, ROOT / "scripts" / "replay_step.py", given, "2")
+    assert not any(there.iterdir()), "the cache is where it was"
+
+    more = [*start, "data.path=../here/text", "run.dir=../here/runs", "trainer.max_steps=3"]
+    say(there, *more, "data.cache_dir=own")
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 3 and (there / "own").is_dir() and not (there / "runs").exists(), "what is given now holds"
+    data = yaml.safe_load((run / "config.yaml").read_text())["data"]
+    assert (data["path"], data["cache_dir"]) == (str(here / "text"), str(there / "own"))
+
+
+@pytest.fixture
+def config(small_runs: Any) -> Config:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return load(compose("train", small_runs.words))
+
+
+def test_what_is_no_path_stays(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local" / "set").mkdir(parents=True)
+    mix = [
+        MixEntry("a", path="org/name"),
+        MixEntry("b", path="local/set"),
+        MixEntry("c", source=Source.files, path="x"),
+    ]
+    data = replace(config.data, source=Source.hf, path="org/name", mix=mix, tokenizer="t.json")
+    alerts = replace(config.health.alerts, command="./tell 'a b' c.txt")
+    made = replace(config, data=data, health=replace(config.health, alerts=alerts))
+    kept = anchored(made)
+    assert kept.data.path == "org/name"
+    assert [entry.path for entry in kept.data.mix] == ["org/name", f"{tmp_path}/local/set", f"{tmp_path}/x"]
+    assert kept.data.tokenizer == f"{tmp_path}/t.json" and kept.data.cache_dir == f"{tmp_path}/.cache/data"
+    assert kept.health.alerts.command == f"{tmp_path}/tell 'a b' c.txt"
+    assert (kept.run.dir, kept.run.resume, kept.run.init_from) == (f"{tmp_path}/runs", "never", None)
+    run = replace(config.run, resume="runs/a", init_from="../b")
+    other = anchored(replace(made, run=run, data=replace(data, path="local/set", tokenizer=None)))
+    assert other.data.path == f"{tmp_path}/local/set" and other.data.tokenizer is None
+    assert (other.run.resume, other.run.init_from) == (f"{tmp_path}/runs/a", str(tmp_path.parent / "b"))
+    assert anchored(kept) == kept and made.data.mix[1].path == "local/set", "and the config itself is as it was"
+    plain = replace(config.health.alerts, command="notify-send x")
+    assert anchored(replace(config, health=replace(config.health, alerts=plain))).health.alerts.command == plain.command
