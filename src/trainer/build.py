@@ -125,7 +125,7 @@ class Parts:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
         self.run.heal(step, self.sinks.event)
-        self.checkpointer.save(step, self.state(), _identity(self.config), began)
+        self.checkpointer.save(step, self.state(), _identity(self.config), began, self.ladder.row_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
         """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""

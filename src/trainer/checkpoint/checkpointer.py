@@ -103,13 +103,21 @@ class Checkpointer:
         the others."""
         self._buffers.reserve(self._own(split(state)[1])[1])
 
-    def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any], began: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        began: float | None = None,
+        before: int | None = None,
+    ) -> None:
         """Save `state` (a tree of tensors, `Part`s and JSON scalars, see `tree`) as the checkpoint of `step`.
 
         Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
         without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
-        began: when training stopped for it (`time.perf_counter`), if that was before the call.
+        began: when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest
+        checkpoint of a step below it stays, whatever `keep` says, until the next save.
 
         All ranks call it for the same steps, with states of the same names; what is not a `Part`, rank 0's is saved.
         No rank waits for another one here.
@@ -132,7 +140,7 @@ class Checkpointer:
         held = time.perf_counter() - began
         staged = {name: replace(parts[name], data=copy) for name, copy in copies.items()}
         self._last = step
-        self._pending = self._thread.submit(self._write, step, staged, text, held)
+        self._pending = self._thread.submit(self._write, step, staged, text, held, before)
 
     def wait(self) -> None:
         """Return when the last save is on the disk. Raises its error (CheckpointError), once, if it is not."""
@@ -171,7 +179,7 @@ class Checkpointer:
         parts = {name: part for name, part in parts.items() if part.writes and not part.is_empty}
         return parts, {name: part.data for name, part in parts.items()}
 
-    def _write(self, step: int, parts: dict[str, Part], text: str, held: float) -> None:
+    def _write(self, step: int, parts: dict[str, Part], text: str, held: float, before: int | None) -> None:
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
         temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
@@ -190,7 +198,7 @@ class Checkpointer:
         seconds = time.perf_counter() - start
         size = sum(digest.bytes for digest in files.values())
         try:
-            delete_superseded(self.folder, step, self._keep)
+            delete_superseded(self.folder, step, self._keep, before)
         except OSError as error:
             message = f"old checkpoints in {self.folder} could not be deleted: {error}"
             self._on_event("alert", step, message, rule="disk", path=str(self.folder), failed=True)

@@ -74,6 +74,11 @@ class Ladder:
         """Whether too many steps in a row were dropped."""
         return len(self.row) > self._config.max_consecutive_skips
 
+    @property
+    def row_begins(self) -> int | None:
+        """The first step of a row that has not ended: a checkpoint from before it may be needed. None: there is none."""
+        return self.row[0].step if self.row else None
+
     def choose(self, committed: int, checkpoints: Path, on_event: OnEvent) -> Rewind | str:
         """The rewind that the row calls for, or why there can be none. committed: steps up to the row."""
         first, last = self.row[0].step, self.row[-1].step

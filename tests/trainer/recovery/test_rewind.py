@@ -134,6 +134,21 @@ def test_a_run_that_cannot_go_back_stops_and_says_why(config: Configs, keys: lis
     assert says in str(stop.value)
 
 
+def test_a_stop_in_a_row_leaves_what_the_ladder_goes_back_to(config: Configs) -> None:
+    """Two dropped steps, then the end; whoever goes on meets the third. `keep` would leave the last checkpoint only."""
+    keys = (*RUN, BAD_DATA, "checkpoint.keep=1")
+    run = Trainer(config(*keys, "trainer.max_steps=9")).train().folder
+
+    def steps() -> list[str]:
+        return sorted(path.name for path in (run / "checkpoints").iterdir() if "set_aside" not in path.name)
+
+    assert steps() == ["step_00000006", "step_00000009"], "of step 7, which was committed, there is none"
+    Trainer(config(*keys)).train()
+    (event,) = events(run, "rollback")
+    assert (event["step"], event["first"], event["to"]) == (10, 8, 6)
+    assert steps() == ["step_00000013"], "without a row, as many as keep says"
+
+
 def test_fewer_dropped_steps_in_a_row_than_the_limit_change_nothing(config: Configs) -> None:
     run = Trainer(config(*RUN, BAD_DATA, "recovery.max_consecutive_skips=3")).train().folder
     assert not events(run, "rollback") and lines(run / "metrics.jsonl")[-2]["recovery/skipped_steps"] == 3
