@@ -115,8 +115,12 @@ def test_commands_run(page: str, checkout: Path, run_python: Run) -> None:
             cut = {"docs/benchmarks.md": benched, "docs/export.md": exported}.get(page, on_docs)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
-            two = ["--standalone", "--nproc_per_node=2", *(word for word in words if not word.startswith("--"))]
-            line = ["-m", "torch.distributed.run", *on_docs([*two, "trainer.microbatch_size=2"])]
+            two = ["--standalone", "--nproc_per_node=2"]
+            what = [word for word in words if not word.startswith("--nproc")]
+            what = (
+                [*what[:1], "--sizes", "64K"] if "bench" in what[0] else on_docs([*what, "trainer.microbatch_size=2"])
+            )
+            line = ["-m", "torch.distributed.run", *two, *what]
             done = run_python(*line, cwd=checkout, environment=environment)
         else:
             # make: what its targets do is what this test is part of; that they exist is all that is left to check
