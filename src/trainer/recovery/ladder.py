@@ -76,7 +76,7 @@ class Ladder:
 
     @property
     def row_begins(self) -> int | None:
-        """The first step of a row that has not ended: a checkpoint from before it may be needed. None: there is none."""
+        """First step of a row that goes on: a checkpoint from before it may be needed. None: there is no row."""
         return self.row[0].step if self.row else None
 
     def choose(self, committed: int, checkpoints: Path, on_event: OnEvent) -> Rewind | str:
