@@ -39,6 +39,7 @@ from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, nu
 from trainer.data.workers import pack_all
 
 REPORT_SECONDS = 0.2
+REVISIONS = "revisions.json"
 MEGABYTE = 1_000_000
 
 Progress = Callable[[str, int, int], None]
@@ -174,6 +175,7 @@ def _build(
     partial = _partial(folder)
     partial.mkdir(exist_ok=True)
     if not (partial / SUMMARY).is_file():
+        revisions = _pin(partial, readers)
         tokenizer = _tokenizer(partial, readers, data, vocab_size, report)
         _check_entries(num_entries(tokenizer), vocab_size)
         end_of_text_id(tokenizer, data.end_of_text)
@@ -194,9 +196,21 @@ def _build(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when they are still"
                 )
-        _finish(packing, done, log, readers, key)
+        _finish(packing, done, log, readers, key, revisions)
     _tidy(partial)
     os.rename(partial, folder)
+
+
+def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:
+    """The commits of datasets of the hub, by source: those that this folder was begun with, or the present ones.
+    ValueError for one that cannot be had any more: no folder has text of two."""
+    path = partial / REVISIONS
+    begun = json.loads(path.read_text()) if path.is_file() else {}
+    found = {reader.part.name: reader.pin(begun.get(reader.part.name)) for reader in readers}
+    revisions = {name: commit for name, commit in found.items() if commit is not None}
+    if revisions and not begun:
+        write_json(path, revisions)
+    return revisions
 
 
 def _tokenizer(
@@ -304,7 +318,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str) -> None:
+def _finish(
+    packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str, revisions: dict[str, str]
+) -> None:
     """One validation file a source, and prepared.json. ValueError if there is nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
@@ -348,6 +364,7 @@ def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[
         "train": train if len(train) > 1 else ["train.bin"],
         "validation": validation,
         "documents": documents,
+        "revisions": revisions,
         "skipped": [asdict(each) for each in skipped.found.values()],
     }
     write_json(packing.folder / SUMMARY, listing)
@@ -355,7 +372,7 @@ def _finish(packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[
 
 def _tidy(partial: Path) -> None:
     """Leave what prepared.json names. A process that is killed in here leaves the rest to the next one."""
-    for pattern in ("held-*", "done-*.json", "*.tmp"):
+    for pattern in ("held-*", "done-*.json", "*.tmp", REVISIONS):
         for path in partial.glob(pattern):
             path.unlink()
     if read_summary(partial)["train"] == ["train.bin"]:

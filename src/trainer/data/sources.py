@@ -51,6 +51,11 @@ class Reader(Protocol):
     num_bytes: int
     """About how much text it is; 0 if nobody knows."""
 
+    def pin(self, commit: str | None) -> str | None:
+        """Read no other state than `commit` from now on. Returns the state, if the source names it; before anything is
+        read."""
+        ...
+
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         """All of it."""
         ...
@@ -105,6 +110,9 @@ class Files:
         if packed and kind is Format.parquet:
             raise ValueError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
         return kind, packed
+
+    def pin(self, commit: str | None) -> None:
+        """Files have no commits: the fingerprint says what state they are in."""
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         for damage in self._corpus.missing:
