@@ -19,6 +19,7 @@ from trainer.cli import compose, guarded
 from trainer.config import load
 from trainer.data import Prepared
 from trainer.data.bars import prepare_with_bars
+from trainer.data.idle import without_effect
 
 
 def main() -> int:
@@ -39,6 +40,7 @@ def run() -> None:
     if own.out is not None and len(configs) > 1:
         raise ValueError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
     for config in configs:
+        print("".join(f"{line}\n" for line in without_effect(config.data)), end="", flush=True)
         start = time.monotonic()
         prepared = prepare_with_bars(config.data, config.model.vocab_size, own.out)
         print(summary(prepared, time.monotonic() - start))

@@ -36,7 +36,7 @@ from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shards import as_parts, model_state
-from trainer.preflight import check_sharing, reduces_each_microbatch
+from trainer.preflight import check_sharing, reduces_each_microbatch, without_effect
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
@@ -224,6 +224,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
         to, alone = config.health.alerts, world.size == 1
         run.notes.extend(_left_out(data, run.first_step))
+        run.notes.extend(Note("config", run.first_step, line) for line in without_effect(config, world.size))
         sinks = Sinks(config.logging, run, t.max_steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
         alerts = _alerts(config, run, world)

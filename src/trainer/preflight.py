@@ -17,6 +17,7 @@ from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.config import Config, Device, Switch
 from trainer.data.config import check_data
+from trainer.data.idle import without_effect as data_without_effect
 from trainer.health.config import check_alerts, check_looks, check_power
 from trainer.health.notify import check_targets
 from trainer.host import pick_device
@@ -191,6 +192,29 @@ def _check_recovery(r: RecoveryConfig) -> None:
         _refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
 
 
+def without_effect(config: Config, world_size: int) -> list[str]:
+    """Settings that change nothing beside the others, in a run of so many processes: a line each, for the user to see.
+    What would be wrong is refused by `check`."""
+    lines, p, w = data_without_effect(config.data), config.parallel, config.recovery.rewind
+
+    def idle(key: str, value: object, why: str, fix: str) -> None:
+        lines.append(f"{key}={value} has no effect: {why}; {fix}")
+
+    if world_size == 1:
+        for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
+            if (choice := getattr(p, key)) is not Switch.auto:
+                idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
+    if config.health.shadow_every > config.trainer.max_steps:
+        why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
+        idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
+    never = "recovery.rewind.max=0" if not w.max else "checkpoint.every=0" if not config.checkpoint.every else None
+    if never is not None:
+        for key, value, usual in (("margin", w.margin, 0), ("lr_factor", w.lr_factor, 1)):
+            if value != usual:
+                idle(f"recovery.rewind.{key}", value, f"{never}, the run never goes back", "change one of them")
+    return lines
+
+
 def _check_profile(config: Config) -> None:
     steps, last = config.profile.steps, config.trainer.max_steps
     if steps is None:
@@ -258,6 +282,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
+            *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
 

@@ -14,7 +14,8 @@ from trainer.build import build_model
 from trainer.config import Config, load
 from trainer.memory import forecast_memory, what_grew
 from trainer.parallel.mesh import resolve
-from trainer.preflight import check, report
+from trainer.preflight import check, report, without_effect
+from trainer.trainer import Trainer
 
 Make = Callable[..., Config]
 PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
@@ -227,3 +228,39 @@ def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys:
     made = config("parallel=fsdp", *keys)
     with pytest.raises(ValueError, match=message):
         check(made, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "says"),
+    [
+        (
+            ["data.stop=all_exhausted"],
+            1,
+            "data.stop=all_exhausted has no effect: without weights all text is read, once",
+        ),
+        (["parallel.reshard_after_forward=true"], 1, "parallel.reshard_after_forward=true has no effect: one process"),
+        (["parallel.reshard_after_forward=true"], 2, None),
+        (["health.shadow_every=7"], 1, "health.shadow_every=7 has no effect: the run ends before, trainer.max_steps=6"),
+        (["health.shadow_every=6"], 1, None),
+        (["recovery.rewind.margin=1"], 1, "recovery.rewind.margin=1 has no effect: checkpoint.every=0, the run never"),
+        (
+            ["recovery.rewind.lr_factor=0.5", "recovery.rewind.max=0"],
+            1,
+            "lr_factor=0.5 has no effect: recovery.rewind.m",
+        ),
+        (["recovery.rewind.margin=1", "checkpoint.every=3"], 1, None),
+        ([], 1, None),
+    ],
+)
+def test_settings_without_effect_are_named(config: Make, keys: list[str], ranks: int, says: str | None):
+    lines = without_effect(config(*keys), ranks)
+    assert len(lines) == (says is not None) and (says is None or says in lines[0])
+
+
+def test_settings_without_effect_are_said_at_the_start_and_by_a_dry_run(config: Make):
+    made = config("data.stop=all_exhausted", "trainer.max_steps=1", "health.every=0", "precision=fp32")
+    (line,) = without_effect(made, 1)
+    assert report(made, check(made)).endswith(f"\n{line}") and "no effect" not in report(config(), check(config()))
+    run = Trainer(made).train().folder
+    assert f"config: {line}" in (run / "logs" / "rank0.log").read_text()
+    assert '"kind":"config"' in (run / "events.jsonl").read_text().replace('": "', '":"')
