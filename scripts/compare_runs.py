@@ -32,6 +32,7 @@ from trainer.cli import guarded
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
+PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
 SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
@@ -58,6 +59,12 @@ class Run:
         return self.config.get("trainer.seed")
 
     @property
+    def tokenizer(self) -> bytes:
+        """What its tokens mean, and mostly learned from its text."""
+        path = self.path / "tokenizer.json"
+        return path.read_bytes() if path.is_file() else b""
+
+    @property
     def last_step(self) -> int:
         return max(step for values in self.series.values() for step in values)
 
@@ -75,7 +82,10 @@ class Run:
     def differs_in(self, other: "Run") -> set[str]:
         """Keys of the config that matter and are not the same."""
         keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
-        return {key for key in keys if self.config.get(key) != other.config.get(key)}
+        different = {key for key in keys if self.config.get(key) != other.config.get(key)}
+        if self.tokenizer == other.tokenizer:  # runs of two machines have the same data in two places
+            different -= {key for key in PLACES if names(self.config.get(key)) == names(other.config.get(key))}
+        return different
 
 
 def main() -> int:
@@ -130,6 +140,13 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
     config = flat(yaml.safe_load((path / CONFIG).read_text()))
     return Run(path, config, series)
+
+
+def names(place: Any) -> Any:
+    """What a path, or each of a mix, is called, wherever it is."""
+    if isinstance(place, list):
+        return [{**entry, "path": names(entry.get("path"))} for entry in place]
+    return Path(place).name if isinstance(place, str) else place
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -145,6 +145,20 @@ def test_another_model_is_refused(runs: Path, tmp_path: Path, compare: Run) -> N
     assert "model.hidden_size=64, but bf16 has 32: another model" in done.stderr
 
 
+def test_the_same_data_in_another_place_is_the_same(runs: Path, tmp_path: Path, compare: Run) -> None:
+    """A run of another machine; where the text is called otherwise, or gave another tokenizer, it is other data."""
+    other = tmp_path / "moved"
+    shutil.copytree(runs / "bf16", other)
+    config = (other / "config.yaml").read_text()
+    assert f"path: {runs / 'corpus'}" in config
+    (other / "config.yaml").write_text(config.replace(f"path: {runs / 'corpus'}", "path: /far/away/corpus"))
+    done = compare(runs, "bf16", str(other), "--no-plots")
+    assert done.returncode == 0, done.stderr
+    (other / "tokenizer.json").write_text("{}")
+    done = compare(runs, "bf16", str(other), "--no-plots")
+    assert "data.path=/far/away/corpus" in done.stderr and "other data" in done.stderr
+
+
 def test_without_matplotlib_it_says_how_to_get_it(runs: Path) -> None:
     code = (
         "import importlib.util, runpy, sys; find = importlib.util.find_spec;"
