@@ -43,15 +43,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from soak_bits import Wrong, compare
 
 import trainer.agreement
 import trainer.parallel.fsdp
 import trainer.trainer  # noqa: F401
-from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, read, verify
+from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, verify
 
 ROOT = Path(__file__).resolve().parents[1]
-BITWISE = ("loss/", "optim/", "moe/", "fp8/")
-STATE = ("model", "optimizer", "arena", "guard", "loader", "rng")
 DISK_LIMIT = 400_000
 """Bytes: less than a checkpoint's tensors, more than anything else that a run writes."""
 BATCH = 4
@@ -64,10 +63,6 @@ COMMON = [
     "checkpoint.keep=3", "data=text", "run.resume=auto",
     "data.validation_fraction=0.01", "health.dashboard=false",
 ]  # fmt: skip
-
-
-class Wrong(AssertionError):
-    """What the soak test looks for."""
 
 
 @dataclass
@@ -290,53 +285,6 @@ def alarms(run: Path) -> int:
 DISTURBANCES = [kill, kill, stop, stop, damage, fill_disk]
 
 
-# ----------------------------------------------------------------------------------------------------------- verdict
-
-
-def compare(course: Course) -> None:
-    """Wrong, unless the disturbed run has the bits of the reference."""
-    ours, theirs = metrics(course.run), metrics(course.folder / "reference")
-    if ours.keys() != theirs.keys():
-        raise Wrong(f"metrics of other steps: {sorted(ours.keys() ^ theirs.keys())}")
-    for step, values in theirs.items():
-        wrong = [key for key in values.keys() | ours[step].keys() if values.get(key) != ours[step].get(key)]
-        if wrong:
-            raise Wrong(f"step {step}: {wrong[0]} is {ours[step].get(wrong[0])}, not {values.get(wrong[0])}")
-    left, right = (list_checkpoints(run / "checkpoints")[-1] for run in (course.run, course.folder / "reference"))
-    (ours, _), (theirs, _) = read(left), read(right)
-    for branch in STATE:
-        if (where := difference(ours[branch], theirs[branch], branch)) is not None:
-            raise Wrong(f"{left.name}: {where} is not the reference's")
-
-
-def metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """step -> what must not depend on what happened to the process."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        known = steps.setdefault(entry["step"], {})
-        for key, value in entry.items():
-            if key.startswith(BITWISE) and known.setdefault(key, value) != value:
-                raise Wrong(f"{run.name}: step {entry['step']} has {key} twice, {known[key]} and {value}")
-    return steps
-
-
-def difference(ours: Any, theirs: Any, where: str) -> str | None:
-    """The first place where two trees differ in a bit."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        as_bytes = (x.contiguous().reshape(-1).view(torch.uint8) for x in (ours, theirs))
-        return None if same and torch.equal(*as_bytes) else where
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        if ours.keys() != theirs.keys():
-            return f"{where} ({ours.keys() ^ theirs.keys()})"
-        found = (difference(value, theirs[key], f"{where}/{key}") for key, value in ours.items())
-        return next((place for place in found if place is not None), None)
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        return difference(dict(enumerate(ours)), dict(enumerate(theirs)), where)
-    return None if ours == theirs else where
-
-
 # ------------------------------------------------------------------------------------------------------------- rounds
 
 
@@ -399,7 +347,7 @@ def soak(folder: Path, rounds: int, seed: int, steps: int, ranks: int) -> None:
         codes, said = course.end(600)
         if set(codes) != {0}:
             raise Wrong(f"course {course.number}: it ended with {codes}: {said}")
-        compare(course)
+        compare(course.run, course.folder / "reference")
         print(f"course {course.number}: {here} rounds later the same bits in {steps} steps", flush=True)
 
 

@@ -17,15 +17,11 @@
 Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
 
-One process trains in a folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies,
-however it dies. Of the ranks of a run, rank 0 opens the folder and the others are told where it is. Where torchrun has
-started them anew, those before may be dying still: rank 0 waits for the lock.
+One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and the others are
+told where it is. Where torchrun has started them anew, those before may be dying still: rank 0 waits for the lock.
 """
 
-import fcntl
 import json
-import os
-import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +44,7 @@ from trainer.checkpoint import (
 )
 from trainer.environment import environment
 from trainer.files import replace_file, trim
+from trainer.lock import is_in_place, take_lock
 from trainer.places import anchored
 
 if TYPE_CHECKING:
@@ -106,7 +103,7 @@ class RunDir:
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
         with ExitStack() as on_error:
-            self._lock: TextIO | None = _lock(self.path, self._note, patience)
+            self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
             state = _state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
@@ -188,8 +185,8 @@ class RunDir:
         try:
             if self._lock is None or (self.path / CONFIG).is_file():
                 return
-            if not _is_in_place(self._lock, self.path):  # `rm -rf NAME/*` leaves it
-                lock = _lock(self.path, on_event, 0.0)
+            if not is_in_place(self._lock, self.path):  # `rm -rf NAME/*` leaves it
+                lock = take_lock(self.path, on_event, 0.0)
                 self._lock.close()
                 self._lock = lock
             for name, content in self._kept.items():
@@ -363,45 +360,3 @@ def _verify(checkpoint: Path, setting: str) -> None:
         raise ValueError(
             f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"
         ) from None
-
-
-def _lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
-    """Take the folder for this process, after `patience` seconds at most. The lock goes with the file object."""
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / ".lock").open("a+")
-    deadline = time.monotonic() + patience
-    try:
-        while not _try_lock(file) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
-        ) from None
-    except OSError as error:  # some network file systems cannot lock
-        on_event(
-            "alert", 0, f"{path} cannot be locked ({error.strerror}): make sure that only one process trains in it"
-        )
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    return file
-
-
-def _is_in_place(lock: TextIO, path: Path) -> bool:
-    """Whether the lock that this process holds is still the folder's."""
-    try:
-        return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -15,11 +15,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prlimit")
 
 
 @pytest.fixture(scope="module")
-def soak() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
+def soak_bits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak_bits", ROOT / "scripts" / "soak_bits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -31,21 +30,21 @@ def test_a_few_rounds_end_with_the_same_bits() -> None:
     assert done.stdout.count("round ") == 2 and "ended with the bits of the undisturbed one" in done.stdout
 
 
-def test_one_bit_is_seen(soak: ModuleType) -> None:
+def test_one_bit_is_seen(soak_bits: ModuleType) -> None:
     ours = {"a": [torch.zeros(3)], "b": 1.0}
-    assert soak.difference(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
-    assert soak.difference(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"
-    assert soak.difference(ours, {"a": [torch.zeros(3)], "b": 2.0}, "x") == "x/b"
-    assert soak.difference(ours, {"a": []}, "x") is not None
+    assert soak_bits.difference(ours, {"a": [torch.zeros(3)], "b": 1.0}, "x") is None
+    assert soak_bits.difference(ours, {"a": [torch.tensor([0.0, -0.0, 0.0])], "b": 1.0}, "x") == "x/a/0"
+    assert soak_bits.difference(ours, {"a": [torch.zeros(3)], "b": 2.0}, "x") == "x/b"
+    assert soak_bits.difference(ours, {"a": []}, "x") is not None
 
 
-def test_a_step_that_was_logged_twice_must_be_the_same(soak: ModuleType, tmp_path: Path) -> None:
+def test_a_step_that_was_logged_twice_must_be_the_same(soak_bits: ModuleType, tmp_path: Path) -> None:
     def write(*values: float) -> None:
         lines = [json.dumps({"step": 1, "loss/lm": value, "perf/x": i}) + "\n" for i, value in enumerate(values)]
         (tmp_path / "metrics.jsonl").write_text("".join(lines))
 
     write(1.5, 1.5)
-    assert soak.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
+    assert soak_bits.metrics(tmp_path) == {1: {"loss/lm": 1.5}}
     write(1.5, 1.25)
-    with pytest.raises(soak.Wrong, match="step 1 has loss/lm twice"):
-        soak.metrics(tmp_path)
+    with pytest.raises(soak_bits.Wrong, match="step 1 has loss/lm twice"):
+        soak_bits.metrics(tmp_path)

@@ -1,16 +1,11 @@
 """Sinks: every line whole, every event heard, nothing that a sink does stops training."""
 
-import errno
 import io
 import json
 import logging
-import os
 import re
 import resource
-import shutil
-import threading
 import time
-import tracemalloc
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +16,8 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.files import replace_file, trim
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
-from trainer.sinks.jsonl import JsonLines
 from trainer.watch import News
 
 METRICS = {
@@ -91,133 +84,6 @@ def screen() -> Screen:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# ---------------------------------------------------------------------------------------------------- JSON lines
-
-
-def test_lines_from_many_threads_stay_whole(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "x.jsonl", pytest.fail)
-
-    def work(worker: int) -> None:
-        for i in range(200):
-            sink.write({"worker": worker, "i": i, "padding": "x" * (i * 50)})
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sink.close()
-    found = lines(tmp_path / "x.jsonl")
-    assert sorted((entry["worker"], entry["i"]) for entry in found) == [(w, i) for w in range(4) for i in range(200)]
-
-
-def test_numbers_come_back_exactly_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "x.jsonl", pytest.fail)
-    entry = {"a": 0.1 + 0.2, "b": 2**60, "c": 5e-324, "nan": float("nan"), "inf": float("inf"), "text": "naïve\n"}
-    sink.write(entry)
-    assert lines(tmp_path / "x.jsonl") == [entry | {"nan": None, "inf": None}]  # visible before close
-    sink.close()
-
-
-def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, told.append)
-    sink.write({"step": 1})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
-    try:
-        for step in (2, 3):
-            sink.write({"step": step})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sink.write({"step": 4})
-    sink.close()
-    assert lines(path) == [{"step": 1}, {"step": 4}]
-    assert len(told) == 2 and str(path) in told[0]
-    assert told[1] == f"{path} can be written again; 2 lines were lost"
-
-
-def test_lines_that_are_dropped_after_a_full_disk_leave_no_hole(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, lambda text: None)
-    for step in (1, 2, 3):
-        sink.write({"step": step})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
-    try:
-        sink.write({"step": 4})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sink.trim(1)
-    sink.write({"step": 2})
-    sink.close()
-    assert lines(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_lines_are_dropped_of_files_larger_than_memory(tmp_path: Path) -> None:
-    path, row = tmp_path / "x.jsonl", " " * 2000
-    path.write_bytes(b"".join(f'{{"step": {step}, "row": "{row}"}}\n'.encode() for step in range(5000)))
-    tracemalloc.start()
-    dropped = trim(path, 3999)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert dropped == 1000 and peak < 1_000_000
-    assert [line["step"] for line in lines(path)] == list(range(4000))
-
-
-def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "recovery.json"
-    replace_file(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"recovery\.json"):
-            replace_file(path, b"new, and too long")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
-
-
-def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:
-    told: list[str] = []
-    path = tmp_path / "run" / "x.jsonl"
-    path.parent.mkdir()
-    sink = JsonLines(path, told.append)
-    sink.write({"step": 1})
-    shutil.rmtree(path.parent)
-    for step in (2, 3):
-        sink.write({"step": step})
-    sink.close()
-    assert lines(path) == [{"step": 2}, {"step": 3}]
-    assert told == [f"{path} was deleted or moved: a new one goes on from here"]
-
-
-def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, told.append)
-    sink.write({"step": 1})
-
-    def read_only(*_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
-    monkeypatch.setattr(os, "ftruncate", read_only)
-    try:
-        sink.write({"step": 2})
-    finally:
-        monkeypatch.undo()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not path.read_bytes().endswith(b"\n")
-    sink.write({"step": 3})
-    sink.close()
-    assert lines(path) == [{"step": 1}, {"step": 3}]
 
 
 # ---------------------------------------------------------------------------------------------------- who hears what

@@ -1,0 +1,53 @@
+"""One process in a run folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however
+it dies. The file says whose it is."""
+
+import fcntl
+import os
+import platform
+import time
+from pathlib import Path
+from typing import TextIO
+
+from trainer.checkpoint import OnEvent
+
+
+def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
+    """Take the folder for this process, after `patience` seconds at most. The lock goes with the file object."""
+    path.mkdir(parents=True, exist_ok=True)
+    file = (path / ".lock").open("a+")
+    deadline = time.monotonic() + patience
+    try:
+        while not _try(file) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
+        ) from None
+    except OSError as error:  # some network file systems cannot lock
+        on_event(
+            "alert", 0, f"{path} cannot be locked ({error.strerror}): make sure that only one process trains in it"
+        )
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    return file
+
+
+def is_in_place(lock: TextIO, path: Path) -> bool:
+    """Whether the lock that this process holds is still the folder's."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
+    except FileNotFoundError:
+        return False
+
+
+def _try(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
