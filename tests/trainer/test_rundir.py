@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
 from trainer.distributed import World
-from trainer.environment import environment
 from trainer.places import anchored
 from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
 
@@ -369,16 +368,6 @@ def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert opened(runs, resume="auto").is_new
-
-
-# ---------------------------------------------------------------------------------------------------- environment
-
-
-def test_environment_says_what_a_run_ran_with() -> None:
-    found = environment()
-    assert found["torch"] == torch.__version__ and found["packages"]["torch"] in torch.__version__
-    assert json.loads(json.dumps(found)) == found
-    assert found["git"] is None or re.fullmatch(r"[0-9a-f]{40}", found["git"]["commit"])
 
 
 def test_a_run_that_is_started_anew_waits_until_the_one_before_is_gone(runs: Path, opened: Any) -> None:
