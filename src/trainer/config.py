@@ -221,7 +221,8 @@ class ParallelConfig:
     moves least; auto: once a step where a whole set of FP32 gradients fits."""
     fp8_all_gather: Switch
     """true: weights that compute in FP8 are quantised before they are gathered, in half the bytes, where their scales
-    allow it; false: gathered in BF16 and quantised after; auto: false. The numbers are the same."""
+    allow it; false: gathered in BF16 and quantised after; auto: true where the `cuda` backend computes in FP8. The
+    numbers are the same."""
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""

@@ -39,6 +39,7 @@ CASES |= {f"{r} compiled": [f"precision={r}", "precision.backend=cuda", "compile
 CASES |= {"fp8_delayed full": [*CASES["fp8_delayed"], "recompute=full"]}
 IN_FP8 = ["fp8_delayed", "fp8_block", "fp8_delayed compiled"]  # weights that are quantised before they travel
 CASES |= {f"{name} gathered": [*CASES[name], "parallel.fp8_all_gather=true"] for name in IN_FP8}
+CASES = {name: keys if "gathered" in name else [*keys, "parallel.fp8_all_gather=false"] for name, keys in CASES.items()}
 OUT = "--out"
 STEPS, QUIET = 6, 4  # the step that must not wait
 SPEED = ["model=deepseek_300m", "trainer.global_batch_size=16", "trainer.microbatch_size=4"]

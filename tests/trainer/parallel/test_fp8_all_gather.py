@@ -15,15 +15,21 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from precision import gemm_layers
+from models import DeepSeek
+from precision import Plan, gemm_layers
+from precision.config import BackendChoice
+from precision.hardware import Gpu
 from trainer.build import build_engine
-from trainer.config import load
+from trainer.config import Switch, load
 from trainer.distributed import World
+from trainer.memory import gathers_in_fp8, travels_in_fp8
 from trainer.parallel import gather
+from trainer.parallel.mesh import Degrees
 from trainer.preflight import check
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+HOPPER = Gpu("NVIDIA H200", (9, 0))
 STEPS = 2
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
@@ -144,6 +150,23 @@ def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) ->
         config = load(compose("train", overrides=[*RUN, *FSDP, *keys, "parallel.fp8_all_gather=true"]))
     with pytest.raises(ValueError, match=why):
         check(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "on"),
+    [("fp8_delayed", HOPPER, True), ("fp8_block", HOPPER, True), ("bf16", HOPPER, False), ("fp8_delayed", None, False)],
+)
+def test_by_itself_it_is_on_where_there_are_kernels(precision: str, gpu: Gpu | None, on: bool) -> None:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *FSDP, f"precision={precision}"]))
+    config.precision.backend = BackendChoice.cuda if gpu else BackendChoice.reference
+    plan = Plan(config.precision, config.model.num_layers, gpu)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    assert config.parallel.fp8_all_gather is Switch.auto
+    assert gathers_in_fp8(config, plan) is on
+    travel = [travels_in_fp8(config, row, Degrees(shard=2)) for row in plan.gemms.values() if row.recipe.is_fp8]
+    assert any(travel) is on
 
 
 if __name__ == "__main__":
