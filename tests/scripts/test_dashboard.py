@@ -84,6 +84,7 @@ def test_serving_until_it_is_interrupted(runs: Path) -> None:
     serving = subprocess.Popen(
         command("a", "later", "--serve", "--port", "0"),
         cwd=runs, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored below a shell's background job
     )  # fmt: skip
     assert serving.stdout is not None
     assert serving.stdout.readline() == "later is not there yet; it will be shown when it is\n"
