@@ -10,7 +10,6 @@ and started again, it goes on. --out FOLDER: there, instead of in the cache.
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,6 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     return guarded(run)
 
 

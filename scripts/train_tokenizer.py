@@ -8,7 +8,6 @@ and prepare_data.py train one by themselves; one of its own can be used for seve
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     return guarded(run)
 
 

@@ -32,7 +32,7 @@ from trainer.health.power import PowerMeter, find_gpus
 from trainer.health.rules import training_rules
 from trainer.host import tune_host
 from trainer.injection import Injector
-from trainer.memory import gathers_in_fp8
+from trainer.memory import travels_in_fp8
 from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
@@ -327,8 +327,8 @@ def build_model(
 
         reshard = config.parallel.reshard_after_forward
         keep = None if reshard is Switch.auto else reshard is Switch.true
-        mesh = build_mesh(degrees, device.type)
-        materialise(model, mesh, device, config.trainer.seed, keep, gathers_in_fp8(config, plan))
+        fp8 = any(travels_in_fp8(config, row, degrees) for row in plan.gemms.values())
+        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keep, fp8)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)

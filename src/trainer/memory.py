@@ -158,20 +158,10 @@ def _travelling(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float
     return sizes
 
 
-def gathers_in_fp8(config: Config, plan: Plan) -> bool:
-    """`parallel.fp8_all_gather`; auto: where the kernels of the cuda backend compute in FP8."""
-    choice = config.parallel.fp8_all_gather
-    return choice is Switch.true or (choice is Switch.auto and any(map(_has_fp8_kernels, plan.gemms.values())))
-
-
-def _has_fp8_kernels(row: GemmRow) -> bool:
-    return row.recipe.is_fp8 and row.recipe.backend == "cuda"
-
-
 def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
-    """Whether ranks quantise their parts of this weight before it is gathered (see `gathers_in_fp8`)."""
+    """Whether ranks quantise their parts of this weight before it is gathered (`parallel.fp8_all_gather`)."""
     choice = config.parallel.fp8_all_gather
-    if choice is Switch.false or (choice is Switch.auto and not _has_fp8_kernels(row)):
+    if choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
         return False
     if row.op == "moe.experts":
         ranks, rest, rows = degrees.expert_shard, row.groups // degrees.expert % degrees.expert_shard, None

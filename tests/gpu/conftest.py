@@ -1,5 +1,7 @@
 """Tests that need a GPU: skipped without one."""
 
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,3 +16,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.is_relative_to(HERE):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def milliseconds() -> Callable[[Callable[[], object]], float]:
+    """milliseconds(run): median time of the GPU for one call."""
+
+    def measure(run: Callable[[], object]) -> float:
+        run()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(10)]
+        for begin, end in events:
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+    return measure

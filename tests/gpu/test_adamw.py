@@ -4,7 +4,6 @@ pytest tests/gpu/test_adamw.py -s -k bandwidth      # prints what ways to cut th
 """
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,19 +171,7 @@ def test_the_optimizer_uses_it(clip: float | None, monkeypatch: pytest.MonkeyPat
             assert (state[key] - expected[key]).norm() <= 1e-4 * expected[key].norm()
 
 
-def milliseconds(run: Callable[[], object], repeat: int = 10) -> float:
-    """Median time of the GPU for one call."""
-    run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-
-def test_bandwidth() -> None:
+def test_bandwidth(milliseconds: Callable[[Callable[[], object]], float]) -> None:
     """Two layers of 64 experts, and many small tensors: at least a tenth faster than torch's fused AdamW."""
     shapes = [(64, 2816, 2048), (64, 2048, 1408)] * 2 + [(2048, 3072)] * 8 + [(2048,)] * 100
     count = sum(math.prod(shape) for shape in shapes)

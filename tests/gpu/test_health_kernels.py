@@ -6,7 +6,6 @@ What they compute: tests/precision/kernels/test_update_norms.py and test_cast_st
 """
 
 import math
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -19,40 +18,36 @@ from trainer.health.casts import add_cast_sums, cast_sums, new_sums
 SHAPES = [(64, 2816, 2048), (64, 2048, 1408)] * 2 + [(2048, 3072)] * 8 + [(2048,)] * 100
 
 
-def milliseconds(run: Callable[[], object], repeat: int = 10) -> float:
-    """Median time of the GPU for one call."""
-    run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-
-def reaches(name: str, run: Callable[[], object], size: int) -> float:
-    """Terabytes a second; nothing in `run` may wait for the device."""
-    run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    ms = milliseconds(run)
-    print(f"{name:36s} {ms:7.3f} ms   {size / ms / 1e9:5.2f} TB/s")
-    return size / ms / 1e9
+Reaches = Callable[[str, Callable[[], object], int], float]
 
 
 @pytest.fixture(scope="module")
-def copying() -> float:
+def reaches(milliseconds: Callable[[Callable[[], object]], float]) -> Reaches:
+    """reaches(name, run, bytes): terabytes a second; nothing in `run` may wait for the device."""
+
+    def measure(name: str, run: Callable[[], object], size: int) -> float:
+        run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ms = milliseconds(run)
+        print(f"{name:36s} {ms:7.3f} ms   {size / ms / 1e9:5.2f} TB/s")
+        return size / ms / 1e9
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def copying(reaches: Reaches) -> float:
     """What a copy reaches, TB/s."""
     x = torch.zeros(1 << 28, device="cuda")
     y = torch.empty_like(x)
     return reaches("copy", lambda: y.copy_(x), 8 << 28)
 
 
-def test_norms(copying: float) -> None:
+def test_norms(copying: float, reaches: Reaches) -> None:
     """Two layers of 64 experts, and many small tensors."""
     from precision.kernels.adamw import FusedAdamW
 
@@ -68,7 +63,7 @@ def test_norms(copying: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["master", "bf16"])
 @pytest.mark.parametrize("kind", ["one", "rows", "blocks", "tiles"])
-def test_statistics_of_casts(copying: float, dtype: torch.dtype, kind: str) -> None:
+def test_statistics_of_casts(copying: float, reaches: Reaches, dtype: torch.dtype, kind: str) -> None:
     shape = G, R, C = 64, 2816, 2048
     x = torch.randn(shape, device="cuda").to(dtype)
     inv = {

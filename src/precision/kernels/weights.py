@@ -161,7 +161,8 @@ def cast_weight(
     Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128]
     and its transpose.
     """
-    master = master.float()  # BF16 read by the kernels failed two of six tests on an H200, which is not understood
+    # Two tests failed on an H200 whose names were lost; by their place they had the kernels read BF16. So they do not.
+    master = master.float()
     *stack, N, K = master.shape
     G, device = stack[0] if stack else 1, master.device
     blocks = triton.cdiv(N, 128), triton.cdiv(K, 128)
