@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models.layers import FFN, RMSNorm
 from models.mla import MLA, LatentCache
 from models.moe import MoE
-from precision import Plan, Watch
+from precision import Kurtosis, Plan, Watch
 
 
 class Block(nn.Module):
@@ -32,6 +32,7 @@ class Block(nn.Module):
         self.attn_watch = plan.watch(f"{name}.attn")
         self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
         self.ffn_watch: Watch
+        self.kurtosis = Kurtosis("block")
         self.around_attention: Callable[..., Tensor] | None = None  # (function, *args) -> function(*args), recomputed
 
     def attend(
@@ -63,6 +64,7 @@ class DenseBlock(Block):
         """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         h_BSD = h_BSD + self.ffn_watch(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
+        self.kurtosis(h_BSD)
         no_loss = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         return h_BSD, no_loss, torch.zeros(0, dtype=torch.int64, device=h_BSD.device)
 
@@ -82,4 +84,6 @@ class MoEBlock(Block):
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         B, S, _ = h_BSD.shape
         y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_BSD.flatten(0, 1), self.moe.feed), B)
-        return h_BSD + self.ffn_watch(y_TD).unflatten(0, (B, S)), balance_loss, load_E  # no view: FSDP warns of one
+        h_BSD = h_BSD + self.ffn_watch(y_TD).unflatten(0, (B, S))
+        self.kurtosis(h_BSD)
+        return h_BSD, balance_loss, load_E  # no view: FSDP warns of one

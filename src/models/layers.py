@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import YarnConfig
-from precision import Feed, Linear, Operand, Plan, gated_ffn, rms_norm
+from precision import Feed, Kurtosis, Linear, Operand, Plan, gated_ffn, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -96,10 +96,11 @@ class FFN(nn.Module):
         self.gate_up = Linear(plan.gemm(f"{name}.gate_up", op, hidden_size, 2 * intermediate_size))
         self.down = Linear(plan.gemm(f"{name}.down", op, intermediate_size, hidden_size))
         self.feed, self.down_feed = Feed(self.gate_up), Feed(self.down)
+        self.kurtosis = Kurtosis("ffn")
 
     def forward(self, x: Operand | Tensor) -> Tensor:
         """x [..., D], normalised and made for `self.feed` -> [..., D]."""
-        return gated_ffn(x, self.gate_up, self.down, self.down_feed)
+        return gated_ffn(x, self.gate_up, self.down, self.down_feed, self.kurtosis)
 
 
 def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import RMSNorm, apply_rope
-from precision import Feed, Linear, Operand, Plan, attention_core, latent_attention
+from precision import Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
 
 LATENT_NORM_EPS = 1e-6
 
@@ -75,6 +75,7 @@ class MLA(nn.Module):
         self.core_dtype = plan.tensor(f"{name}.core", "attn.core").dtype
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
+        self.kurtosis = Kurtosis("qkv")
         self.num_heads, self.softmax_scale = num_heads, softmax_scale
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
@@ -82,35 +83,42 @@ class MLA(nn.Module):
     def forward(self, x: Operand | Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table`; mask as from `document_mask`, or
         None: every position sees all before it -> [B, S, D]."""
-        return self._expanded(*self._project(x, rope_2SP), mask)
+        q_BSx, latent, k_rope = self._queries(x), *self._latent(x, rope_2SP)
+        kv_BSx = self.kv_b(latent)
+        self.kurtosis(q_BSx, kv_BSx)
+        return self._expanded(*self._by_head(q_BSx, rope_2SP), kv_BSx, k_rope, mask)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
         positions. Without gradients."""
         first = cache.length == 0
-        q_nope, q_rope, latent, k_rope = self._project(x, rope_2SP)
+        q_nope, q_rope = self._by_head(self._queries(x), rope_2SP)
+        latent, k_rope = self._latent(x, rope_2SP)
         cache.append(latent.read() if isinstance(latent, Operand) else latent, k_rope[:, :, 0])
         if first:
-            return self._expanded(q_nope, q_rope, latent, k_rope)
+            return self._expanded(q_nope, q_rope, self.kv_b(latent), k_rope)
         w_k_HNC, w_v_HVC = cache.weights
         q_BTHC = torch.einsum("bthn,hnc->bthc", q_nope.to(self.core_dtype), w_k_HNC)
         q = torch.cat([q_BTHC, q_rope.to(self.core_dtype)], -1).transpose(1, 2)
         out_BHTC = latent_attention(q, cache.latent_BLx, self.kv_a_widths[0], self.softmax_scale)
         return self.o(torch.einsum("bhtc,hvc->bthv", out_BHTC, w_v_HVC).flatten(2))
 
-    def _project(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor, Operand | Tensor, Tensor]:
-        """q_c [B, S, H, N], RoPE(q_r) [B, S, H, R], c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]."""
-        q_nope_BSHN, q_rope_BSHR = self._queries(x).unflatten(-1, (self.num_heads, -1)).split(self.q_widths, -1)
+    def _by_head(self, q_BSx: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor]:
+        """q_c [B, S, H, N], RoPE(q_r) [B, S, H, R]."""
+        q_nope_BSHN, q_rope_BSHR = q_BSx.unflatten(-1, (self.num_heads, -1)).split(self.q_widths, -1)
+        return q_nope_BSHN, apply_rope(q_rope_BSHR, rope_2SP)
+
+    def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
+        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]."""
         c_kv_BSC, k_rope_BSR = self.kv_a(x).split(self.kv_a_widths, -1)
-        latent_BSC = self.kv_norm(c_kv_BSC, self.kv_feed)
-        k_rope_BS1R = apply_rope(k_rope_BSR[:, :, None], rope_2SP)
-        return q_nope_BSHN, apply_rope(q_rope_BSHR, rope_2SP), latent_BSC, k_rope_BS1R
+        return self.kv_norm(c_kv_BSC, self.kv_feed), apply_rope(k_rope_BSR[:, :, None], rope_2SP)
 
     def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Operand | Tensor, k_rope: Tensor, mask: Tensor | None = None
+        self, q_nope: Tensor, q_rope: Tensor, kv_BSx: Tensor, k_rope: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention among these positions, with keys and values of each head; see `_project` -> [B, S, D]."""
-        kv_BSHx = self.kv_b(latent).unflatten(-1, (self.num_heads, -1))
+        """Attention among these positions, of keys and values [B, S, H (N + V)] as `kv_b` makes them; see `_by_head`,
+        `_latent` -> [B, S, D]."""
+        kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_nope_BSHN, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
         q = torch.cat([q_nope, q_rope], -1)
         k = torch.cat([k_nope_BSHN, k_rope.expand(-1, -1, self.num_heads, -1)], -1)

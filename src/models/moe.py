@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from models.layers import FFN
 from models.router import Gate
-from precision import Feed, GradRows, GroupedLinear, Linear, Operand, Plan, expert_ffn
+from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, expert_ffn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +50,7 @@ class Experts(nn.Module):
         self.gate_up = grouped("gate_up", hidden_size, 2 * intermediate_size)
         self.down = grouped("down", intermediate_size, hidden_size)
         self.down_feed = Feed(self.down)
+        self.kurtosis = Kurtosis("ffn")
         layer = name.removesuffix("experts")
         dispatch = plan.tensor(f"{layer}dispatch", "moe.dispatch")
         self.combine = plan.tensor(f"{layer}combine", "moe.combine").dtype
@@ -86,6 +87,7 @@ class Experts(nn.Module):
             add=add_TD,
             grad=grad,
             choices=choices,
+            kurtosis=self.kurtosis,
         )
 
 

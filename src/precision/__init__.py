@@ -7,6 +7,7 @@ from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
 from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
+from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
 from precision.operand import Feed, GradRows, Operand
 from precision.plan import GemmRow, Plan
@@ -19,6 +20,7 @@ __all__ = [
     "GemmRow",
     "GradRows",
     "GroupedLinear",
+    "Kurtosis",
     "Linear",
     "Operand",
     "Plan",

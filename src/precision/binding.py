@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from precision.backends import get_backend
+from precision.kurtosis import Kurtosis, bind_kurtosis
 from precision.linear import GroupedLinear, Linear, refresh_weights
 from precision.plan import Plan
 from precision.scaling import ScalingArena
@@ -11,7 +12,8 @@ from precision.watch import Watch
 
 
 def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
-    """Give every slot of the model its rows in a new arena on `device`, and make the compute weights.
+    """Give every slot of the model its rows in a new arena on `device`, every `Kurtosis` its sums, and make the compute
+    weights.
 
     Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
     modules.
@@ -22,6 +24,7 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
         if isinstance(layer, Linear | GroupedLinear) and layer.te is None:
             get_backend(layer.recipe.backend)  # imported now: compiled code cannot
     arena = ScalingArena(slots, plan.config.scaling, plan.delayed, device)
+    bind_kurtosis([m for m in model.modules() if isinstance(m, Kurtosis)], device)
     refresh_weights(model, force=True)
     return arena
 

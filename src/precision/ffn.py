@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from precision.fused import combine_rows, gather_rows, swiglu
+from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, quantize
 from precision.observe import is_observed
 from precision.operand import Feed, GradRows, Operand
@@ -22,11 +23,14 @@ from precision.plan import GemmRecipe
 from precision.scaling import record_amax
 
 
-def gated_ffn(x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed) -> Tensor:
-    """x [..., D] -> [..., D]. gate_up: gate first. down_feed: the Feed of `down`."""
+def gated_ffn(
+    x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed, kurtosis: Kurtosis | None = None
+) -> Tensor:
+    """x [..., D] -> [..., D]. gate_up: gate first. down_feed: the Feed of `down`. kurtosis: of what `down` reads,
+    before it is cast."""
     if has_kernels(gate_up, down):
-        return _fused(x, gate_up, down)
-    return down(swiglu(gate_up(x), down_feed))
+        return _fused(x, gate_up, down, kurtosis=kurtosis)
+    return down(swiglu(gate_up(x), down_feed, kurtosis=kurtosis))
 
 
 def expert_ffn(
@@ -43,20 +47,23 @@ def expert_ffn(
     add: Tensor | None,
     grad: GradRows | None = None,
     choices: int = -1,
+    kurtosis: Kurtosis | None = None,
 ) -> Tensor:
     """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype;
     without add in combine's.
 
     rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
     experts' outputs and of the sum. grad: with what the output gradient is cast, if it has been FP8 before.
-    choices: how many of the T K there are, the others being expert E, which is none; -1: all.
+    choices: how many of the T K there are, the others being expert E, which is none; -1: all. kurtosis: as in
+    `gated_ffn`, of all experts' rows.
     """
     if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
-        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices)
+        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis)
     order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0], choices)
     weight_R = weight_TK.flatten().index_select(0, order_R)
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
-    rows_RD = down(swiglu(gate_up(rows, offsets_E), down_feed, weight_R), offsets_E, grad).to(combine)
+    h_RF = swiglu(gate_up(rows, offsets_E), down_feed, weight_R, kurtosis)
+    rows_RD = down(h_RF, offsets_E, grad).to(combine)
     total_TD = combine_rows(rows_RD, index_R, inverse_TK, accumulate)
     return total_TD.to(combine) if add is None else (total_TD + add).to(add.dtype)
 
@@ -83,6 +90,7 @@ def _fused(
     add: Tensor | None = None,
     grad: GradRows | None = None,
     choices: int = -1,
+    kurtosis: Kurtosis | None = None,
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
@@ -92,33 +100,39 @@ def _fused(
     carrier = x if isinstance(x, Tensor) else x.carrier if recipe.is_fp8 else x.tensor
     data = carrier.detach() if isinstance(x, Tensor) or not recipe.is_fp8 else x.data
     rows: tuple[Tensor | None, ...] = (None,) * 6
+    places: tuple[Tensor | None, ...] = (None,) * 3
     if recipe.is_fp8:
         of_grads = recipe if grad is None else recipe.under_given_scale
         how = f"{cast_of(recipe, recipe.input).text} {cast_of(of_grads, recipe.grad).text}"
         slots = down.input_slot, down.grad_slot, gate_up.grad_slot
         rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
+        places = tuple(slot.place for slot in slots if slot is not None)
         if grad is not None:
             # a scale of 0 is none: with current scaling the gradient between the GEMMs still takes its own
             between = rows[4] if of_grads is recipe else torch.zeros_like(grad.scale)
             rows = *rows[:2], *grad, between, rows[5]
+            places = places[0], None, places[2]  # dy was shown where it was cast first
         if isinstance(x, Operand):
             inv = x.scale_inv
         else:
             assert gate_up.input_slot is not None
             data, inv = quantize(x, gate_up.input_slot, recipe)
     return _Ffn.apply(
-        carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, how, choices
-    )
+        carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, *places,
+        None if kurtosis is None else kurtosis.sums, how, choices,
+    )  # fmt: skip
 
 
 class _Ffn(torch.autograd.Function):
     """Both GEMMs, the activation between them, and for experts the way to their rows and back. w1, w2: operands of
-    gate_up and down, four tensors each; then scale and amax rows of h, dy and [dg, du]."""
+    gate_up and down, four tensors each; then scale and amax rows of h, dy and [dg, du], and their places; h's
+    kurtosis."""
 
     @staticmethod
     def forward(
         ctx, carrier, weight1, weight2, x, x_inv, w1, w1_inv, w1t, w1t_inv, w2, w2_inv, w2t, w2t_inv,
-        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, how, choices,
+        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, h_place, dy_place, d1_place,
+        kurtosis, how, choices,
     ) -> Tensor:  # fmt: skip
         from precision.kernels import ffn_ops
 
@@ -128,19 +142,15 @@ class _Ffn(torch.autograd.Function):
         inv = none if x_inv is None else x_inv.reshape(-1, x_inv.shape[-1]) if x_inv.dim() else x_inv
         y, *kept = ffn_ops.ffn_forward(
             x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
-            _or(h_scale, none), _or(h_amax, unseen), how, choices,
+            _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none),
         )  # fmt: skip
         keep_x = x2 if how or expert is None else none  # experts in BF16 keep rows instead
         ctx.save_for_backward(
             keep_x, inv, *kept, (w1 if w1t is None else w1t).mT, w1t_inv, (w2 if w2t is None else w2t).mT, w2t_inv
         )
         # arena rows are not saved for backward: other views of the arena are written in between
-        ctx.rows, ctx.how, ctx.shape, ctx.dtype = (
-            (dy_scale, dy_amax, d1_scale, d1_amax),
-            how,
-            carrier.shape,
-            carrier.dtype,
-        )
+        ctx.rows, ctx.places = (dy_scale, dy_amax, d1_scale, d1_amax), (dy_place, d1_place)
+        ctx.how, ctx.shape, ctx.dtype = how, carrier.shape, carrier.dtype
         assert weight1.dtype == weight2.dtype
         ctx.weight_dtype = weight1.dtype
         ctx.weighted, ctx.added = weight is not None, add is not None
@@ -157,14 +167,14 @@ class _Ffn(torch.autograd.Function):
         dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
             grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
-            ctx.weight_dtype,
+            ctx.weight_dtype, *ctx.places,
         )  # fmt: skip
         if dy_amax is not None:
             record_amax(dy_amax, amaxes[0])
             record_amax(d1_amax, amaxes[1])
         dx = dx.to(ctx.dtype).view(ctx.shape)
         gone = (None,) * 11
-        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 8
+        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 12
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.kurtosis import Kurtosis
 from precision.linear import quantize
 from precision.observe import is_observed
 from precision.operand import Feed, Operand, stand_in
@@ -152,9 +153,9 @@ def _norm_and_cast(x: Tensor, gain: Tensor, eps: float, feed: Feed | None) -> Op
     from precision.backends.cuda import cast_of
 
     if feed is None or feed.slot is None or feed.recipe is None:
-        return _NormAndCast.apply(x, gain, eps, None, None, "", True)[0]
+        return _NormAndCast.apply(x, gain, eps, None, None, None, "", True)[0]
     how = cast_of(feed.recipe, feed.recipe.input).text
-    rows = feed.slot.scale, feed.slot.amax
+    rows = feed.slot.scale, feed.slot.amax, feed.slot.place
     carrier, data, inv = _NormAndCast.apply(x, gain, eps, *rows, how, feed.wants_tensor)
     return Operand(carrier, data, inv, kept=feed.wants_tensor)
 
@@ -170,6 +171,7 @@ class _NormAndCast(torch.autograd.Function):
         eps: float,
         scale_row: Tensor | None,
         amax: Tensor | None,
+        place: Tensor | None,
         how: str,
         plain: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +180,7 @@ class _NormAndCast(torch.autograd.Function):
         x2 = x.reshape(-1, x.shape[-1])
         scale_row = x.new_empty(1, dtype=torch.float32) if scale_row is None else scale_row
         amax = x.new_empty(1, dtype=torch.float32) if amax is None else amax
-        y, data, inv, rstd = ops.rms_norm(x2, gain, eps, scale_row, amax, how, plain)
+        y, data, inv, rstd = ops.rms_norm(x2, gain, eps, scale_row, amax, how, plain, place)
         ctx.save_for_backward(x, gain, rstd)
         data = data.view(x.shape) if how else data
         inv = inv.unflatten(0, x.shape[:-1]) if how and inv.dim() else inv
@@ -191,16 +193,21 @@ class _NormAndCast(torch.autograd.Function):
 
         x, gain, rstd = ctx.saved_tensors
         dx, dgain = ops.rms_norm_backward(grads[0].reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), gain, rstd)
-        return dx.view(x.shape), dgain, None, None, None, None, None
+        return dx.view(x.shape), dgain, *(None,) * 6
 
 
-def swiglu(gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None) -> Operand | Tensor:
+def swiglu(
+    gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None, kurtosis: Kurtosis | None = None
+) -> Operand | Tensor:
     """silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first -> [..., F]; FP32 inside.
 
     row_weight [...] FP32: multiplies each row. A router's weight applied here spares keeping the experts' outputs, and
-    its gradient falls out of SwiGLU's.
+    its gradient falls out of SwiGLU's. kurtosis: is given the result before it is cast.
     """
-    return deliver(_SwiGlu.apply(gate_up, row_weight), feed)
+    h = _SwiGlu.apply(gate_up, row_weight)
+    if kurtosis is not None:
+        kurtosis(h)
+    return deliver(h, feed)
 
 
 def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed | None = None) -> Operand | Tensor:

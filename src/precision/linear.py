@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.formats import read_back
-from precision.observe import report
+from precision.observe import is_observed, is_sampled, tell
 from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe, GemmRow
 from precision.resolve import TE
@@ -35,7 +35,7 @@ from precision.scaling import Slot
 
 class _Gemms(torch.autograd.Function):
     """All three GEMMs. carrier is x's autograd edge; x, x_inv its operand; weight the master parameter, w_* its
-    operand."""
+    operand; grad_* what the output gradient's slot has."""
 
     @staticmethod
     def forward(
@@ -51,6 +51,7 @@ class _Gemms(torch.autograd.Function):
         offsets: Tensor | None,
         grad_scale: Tensor | None,
         grad_amax: Tensor | None,
+        grad_place: Tensor | None,
         recipe: GemmRecipe,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
@@ -59,7 +60,7 @@ class _Gemms(torch.autograd.Function):
         y = get_backend(recipe.backend).forward(x2, x2_inv, operand, offsets, recipe)
         ctx.save_for_backward(x2, x2_inv, w, w_inv, w_t, w_t_inv, offsets)
         # arena rows are not saved for backward: other views of the arena are written in between
-        ctx.grad_scale, ctx.grad_amax, ctx.recipe = grad_scale, grad_amax, recipe
+        ctx.grad_scale, ctx.grad_amax, ctx.grad_place, ctx.recipe = grad_scale, grad_amax, grad_place, recipe
         ctx.carrier_dtype, ctx.weight_dtype, ctx.shape = carrier.dtype, weight.dtype, carrier.shape
         return y.view(*carrier.shape[:-1], y.shape[-1])
 
@@ -70,7 +71,7 @@ class _Gemms(torch.autograd.Function):
         backend = get_backend(recipe.backend)
         exact = grads[0].reshape(-1, grads[0].shape[-1])
         if recipe.is_fp8:
-            dy = backend.quantize_grad(exact, ctx.grad_scale, ctx.grad_amax, recipe)
+            dy = backend.quantize_grad(exact, ctx.grad_scale, ctx.grad_amax, recipe, ctx.grad_place)
         else:
             exact = exact.to(recipe.grad.dtype)
             dy = GradOperand(exact, exact)
@@ -80,14 +81,15 @@ class _Gemms(torch.autograd.Function):
             dx = dx.to(ctx.carrier_dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             dw = backend.wgrad(dy, x, x_inv, offsets, recipe, ctx.weight_dtype)
-        return dx, dw, *(None,) * 10
+        return dx, dw, *(None,) * 11
 
 
 def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
     """FP8 data and inverse scales of x [..., K] under an input slot; records its amax. Straight-through: no autograd
     edge."""
     assert slot.scale is not None and slot.amax is not None, "precision.bind(model, ...) has not been called"
-    return get_backend(recipe.backend).quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe)
+    backend = get_backend(recipe.backend)
+    return backend.quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe, slot.place)
 
 
 class _GemmLayer(nn.Module):
@@ -143,6 +145,7 @@ class _GemmLayer(nn.Module):
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with same(kept):
             self.operand = backend.quantize_weight(weight, scale, amax, self.recipe.input, self.recipe, self.operand)
+        self._tell(weight, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 
     @torch.no_grad()
@@ -153,7 +156,7 @@ class _GemmLayer(nn.Module):
         """
         backend = get_backend(self.recipe.backend)
         data, inv = backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
-        report(None if self.weight_slot is None else self.weight_slot.amax, part, data, inv, self.recipe.input)
+        self._tell(part, WeightOperand(data, inv))
         return data, inv
 
     @torch.no_grad()
@@ -182,11 +185,17 @@ class _GemmLayer(nn.Module):
             assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
             backend = get_backend(self.recipe.backend)
             self.operand = backend.quantize_weight(master, scale, amax, self.recipe.input, self.recipe, out)
+            self._tell(master, self.operand)
         elif out is None or out.data.data_ptr() == master.data_ptr():
             self.operand = WeightOperand(master.to(self.recipe.input.dtype))
         else:
             out.data.copy_(master)
         self.operand_version = self.weight._version
+
+    def _tell(self, weight: Tensor, made: WeightOperand) -> None:
+        """A weight is shown whole: what shares a scale may be rows and columns of it."""
+        if (is_observed() or is_sampled()) and self.weight_slot is not None and made.scale_inv is not None:
+            tell(self.weight_slot.place, weight, made.data, made.scale_inv, self.recipe.input)
 
     def _gemms(self, x: Tensor | Operand, offsets: Tensor | None, grad: GradRows | None = None) -> Tensor:
         weight = self.operand
@@ -196,16 +205,16 @@ class _GemmLayer(nn.Module):
         if not self.recipe.is_fp8:
             plain = x.tensor if isinstance(x, Operand) else x
             data = plain.detach().to(self.recipe.input.dtype)
-            return _Gemms.apply(plain, self.weight, data, None, *weight, offsets, None, None, self.recipe)
+            return _Gemms.apply(plain, self.weight, data, None, *weight, offsets, None, None, None, self.recipe)
         assert self.input_slot is not None and self.grad_slot is not None
         if isinstance(x, Operand):
             carrier, data, inv = x.carrier, x.data, x.scale_inv
         else:
             carrier = x
             data, inv = quantize(x, self.input_slot, self.recipe)
-        rows, recipe = (self.grad_slot.scale, self.grad_slot.amax), self.recipe
-        if grad is not None:
-            rows, recipe = (grad.scale, grad.amax), recipe.under_given_scale
+        rows, recipe = (self.grad_slot.scale, self.grad_slot.amax, self.grad_slot.place), self.recipe
+        if grad is not None:  # shown where it was cast first
+            rows, recipe = (grad.scale, grad.amax, None), recipe.under_given_scale
         return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe)
 
 

@@ -1,100 +1,151 @@
-"""Watching tensors being quantised: what went in, what came out, and whose arena row it was.
+"""Watching tensors being quantised: what went in, what came out, and whose scaling row it was. In two ways:
 
-    with observing(observer):
-        model(tokens).total.backward()
+    with observing(observer):       apart. A pass made for the purpose, eager; every cast is shown whole. Kernels that
+        model(tokens)...            cast on the way show nothing of what they cast, so they step aside: norms and
+                                    feed-forward layers are put together from plain ops with the backend's own casts and
+                                    GEMMs between them. The numbers may differ from those of the kernels by roundings
 
-Inside, every cast into FP8 that a scaling row stands for is told to the observer, whichever backend makes it: the input
-and the output gradient of each GEMM and its weight (made anew inside, or it is not seen). Kernels that cast on the way
-show nothing of what they cast, so they step aside: norms and feed-forward layers are put together from plain ops, as
-the reference backend does, with the backend's own casts and GEMMs between them. The numbers may then differ from those
-of the kernels by roundings.
+    with sampling(observer):        in passing. The step itself, compiled or not, kernels and bits as ever; of each
+        train_step(...)             tensor every k-th row is shown, whole rows and at most `SAMPLE` of them a cast, and
+                                    weights whole
 
-The state is one per process, not per thread: on a GPU the backward pass runs in a thread of autograd's. Nothing here
-may be compiled: whoever observes runs eagerly.
+What samples is host code. A compiled graph holds the casting kernels as custom operators, whose bodies are Python that
+runs at each call; there, after the cast, stands `if is_sampled()`. So nothing is compiled anew for a step that is
+sampled, and one that is not pays for an `if`. Rows that a kernel never had in memory are made once more, for the sample
+alone, by the same kernels. Where plain ops cast and are traced, an operator that does nothing else (`octet::report`)
+stands behind them. A CUDA graph replays kernels and no Python: whoever replays one has to run a sampled step otherwise.
+
+Whose a cast is goes by the slot's `place`, its row of the arena as a number in host memory: compiled blocks share a
+graph, and of a tensor on the GPU inductor may hand on a copy, so that its address says nothing.
+
+The state is one per process, not per thread: on a GPU the backward pass runs in a thread of autograd's. Code that is
+traced may ask `is_observed`, since observers run eagerly, and never `is_sampled`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from precision.backends import Backend, GradOperand, WeightOperand, get_backend, replaced
-from precision.formats import Format
-from precision.plan import GemmRecipe
-from precision.resolve import CUDA, REFERENCE
+from precision.formats import BY_NAME, Format
 
-Observer = Callable[[Tensor, Tensor, Tensor, Tensor, Format], None]
-"""Is told of casts: (amax_row, x, data, scale_inv, fmt). x was cast into `data`, of its shape and in `fmt`, which is
-read as data * scale_inv (see `Operand`, `WeightOperand`). amax_row: the view into the arena that the tensor's slot
-has."""
+SAMPLE = 4096
+"""At most so many rows of a cast are shown to whoever samples."""
+
+
+class Observer(Protocol):
+    """Is told of casts."""
+
+    def __call__(
+        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+    ) -> None:
+        """x was cast into `data`, of its shape and in `fmt`, which is read as data * scale_inv (see `Operand`,
+        `WeightOperand`). place: the tensor's first row in the arena. live [rows] int: below 0 where a row of x stands
+        for nothing and may hold anything; None: all rows count."""
+        ...
+
 
 _observer: Observer | None = None
+_sampler: Observer | None = None
 
 
 def is_observed() -> bool:
-    """Whether somebody watches, so that kernels that cast on the way are to step aside."""
+    """Whether somebody watches apart, so that kernels that cast on the way are to step aside."""
     return _observer is not None
 
 
-def report(amax_row: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
-    """Tell whoever watches of a cast that has not passed a backend's `quantize*`."""
-    if _observer is not None and amax_row is not None:
-        _observer(amax_row, x.detach(), data, scale_inv, fmt)
+def is_sampled() -> bool:
+    """Whether somebody samples the step that runs. For operators' bodies and what is never traced."""
+    return _sampler is not None
 
 
 @contextmanager
-def observing(observer: Observer, backends: tuple[str, ...] = (REFERENCE,)) -> Iterator[None]:
-    """Tell `observer` of every cast made inside. backends: whose doors to watch (`Plan.gemms`' recipes name them);
-    Transformer Engine has none."""
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every cast made inside, whole. Nothing inside may be compiled. A weight has to be made anew
+    inside, or it is not seen; Transformer Engine shows nothing."""
     global _observer
-    assert _observer is None, "one observer at a time"
-    with ExitStack() as doors:
-        for name in backends:
-            if name in (REFERENCE, CUDA):
-                doors.enter_context(replaced(name, cast(Backend, _Reporting(get_backend(name)))))
-        _observer = observer
-        try:
-            yield
-        finally:
-            _observer = None
+    assert _observer is None and _sampler is None, "one observer at a time"
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
 
 
-class _Reporting:
-    """A backend that tells of what it quantises."""
+@contextmanager
+def sampling(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of rows of every cast made inside."""
+    global _sampler
+    assert _observer is None and _sampler is None, "one observer at a time"
+    _sampler = observer
+    try:
+        yield
+    finally:
+        _sampler = None
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+@contextmanager
+def unsampled() -> Iterator[None]:
+    """Inside, passes that are no step's own (a warm-up, a recording) go unseen."""
+    global _sampler
+    kept, _sampler = _sampler, None
+    try:
+        yield
+    finally:
+        _sampler = kept
 
-    def quantize(
-        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend`."""
-        data, inv = self._backend.quantize(x, scale_row, amax_row, fmt, recipe)
-        report(amax_row, x, data, inv, fmt)
-        return data, inv
 
-    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
-        """See `Backend`."""
-        made = self._backend.quantize_grad(dy, scale_row, amax_row, recipe)
-        if made.scale_inv is not None:
-            report(amax_row, dy, made.data, made.scale_inv, recipe.grad)
-        return made
+def every(rows: int) -> slice:
+    """Which of so many rows are shown: every k-th. k is odd, so that it falls in step neither with sequences nor with
+    tiles of experts' rows."""
+    return slice(None, None, -(-rows // SAMPLE) | 1 if rows > SAMPLE else 1)
 
-    def quantize_weight(
-        self,
-        master: Tensor,
-        scale_row: Tensor,
-        amax_row: Tensor,
-        fmt: Format,
-        recipe: GemmRecipe,
-        out: WeightOperand | None,
-    ) -> WeightOperand:
-        """See `Backend`."""
-        made = self._backend.quantize_weight(master, scale_row, amax_row, fmt, recipe, out)
-        assert made.scale_inv is not None
-        report(amax_row, master, made.data, made.scale_inv, fmt)
-        return made
+
+def part_of(scale_inv: Tensor, part: slice) -> Tensor:
+    """Inverse scales of these rows."""
+    return scale_inv[part] if scale_inv.dim() else scale_inv
+
+
+def tell(
+    place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+) -> None:
+    """Show x to whoever watches, as it is. place: of a slot; None: nobody's. Not to be traced."""
+    watcher = _observer or _sampler
+    if watcher is not None and place is not None:
+        watcher(int(place), x.detach(), data, scale_inv, fmt, live)
+
+
+def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    """Show rows of x [..., C] to whoever samples. Not to be traced."""
+    if place is None or not x.numel():
+        return
+    x, data = x.reshape(-1, x.shape[-1]), data.reshape(-1, data.shape[-1])
+    inv = scale_inv.reshape(-1, scale_inv.shape[-1]) if scale_inv.dim() else scale_inv
+    part = every(x.shape[0])
+    tell(place, x[part], data[part], part_of(inv, part), fmt)
+
+
+def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    """Tell of a cast of x [..., C] that plain ops have made, traced or not. amax: the arena row that it has raised."""
+    if place is None:
+        return
+    if torch.compiler.is_compiling():
+        _report(amax, place, x, data, scale_inv, fmt.name)
+    elif is_observed():
+        tell(place, x, data, scale_inv, fmt)
+    elif is_sampled():
+        tell_rows(place, x, data, scale_inv, fmt)
+
+
+@torch.library.custom_op("octet::report", mutates_args=("amax",))
+def _report(amax: Tensor, place: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: str) -> None:
+    """`report` in a graph. It says that it changes amax, which it does not, or it would be left out as useless."""
+    if is_sampled():
+        tell_rows(place, x, data, scale_inv, BY_NAME[fmt])
+
+
+@_report.register_fake
+def _(amax: Tensor, place: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: str) -> None:
+    return None

@@ -56,7 +56,7 @@ class Slot:
 
     `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. Of a stack
     they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other one has,
-    and fills its own.
+    and fills its own. `place` [1] int64, in host memory: the first of its rows, for whoever watches (see `observe`).
     """
 
     def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):
@@ -64,6 +64,7 @@ class Slot:
         self.part = range(len(names))
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
+        self.place: Tensor | None = None
 
 
 def record_amax(row: Tensor, amax: Tensor) -> None:
@@ -111,6 +112,7 @@ class ScalingArena:
             # .data: a version counter for each view, or one layer's write would invalidate what another saved
             rows = slice(start + slot.part.start, start + slot.part.stop) if slot.stacked else start
             slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
+            slot.place = torch.tensor([start], device="cpu")
             start = stop
 
     def begin_step(self) -> None:

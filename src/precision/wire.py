@@ -147,11 +147,11 @@ class GradFormat:
         slot, recipe = self.slot, self.recipe
         assert slot.scale is not None and slot.amax is not None
         if self.known or recipe.scaling.granularity is not Granularity.tensor:
-            return get_backend(recipe.backend).quantize(dy, slot.scale, slot.amax, recipe.grad, recipe)
+            return get_backend(recipe.backend).quantize(dy, slot.scale, slot.amax, recipe.grad, recipe, slot.place)
         own = absolute_max(dy)
         record_amax(slot.amax, own)
         data, inv = _cast_together(dy, own, exchange, recipe, gradient=True)
-        report(slot.amax, dy, data, inv, recipe.grad)
+        report(slot.place, slot.amax, dy, data, inv, recipe.grad)
         self.rows.scale.copy_(inv.reciprocal())
         return data, inv
 

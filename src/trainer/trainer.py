@@ -84,7 +84,7 @@ class Trainer:
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None
-                    if last or self.step == 1 or _due(self.step, config.logging.every) or parts.health.due(self.step):
+                    if last or self._is_logged(self.step):
                         self._log()
                     saves = last or _due(self.step, config.checkpoint.every)
                     with self._throughput.paused():
@@ -114,13 +114,19 @@ class Trainer:
             engine.injector.data(self.parts.loader.served)
         if (trouble := self.parts.health.before(self.step, tokens)) is not None:
             self.parts.sinks.event("alert", self.step, trouble, rule="memory_full")
-        result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
+        with self.parts.health.inside(self.step, self._is_logged(self.step)):
+            result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
         self._latest = result
         self._verdicts.append((result.verdict, self.parts.loader.served))
         if (
             engine.device.type == "cpu"
         ):  # nothing to wait for: say at once what the host would otherwise learn at the next log
             self._review()
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether a step is logged, as far as is known before it: the one after which a signal ends the run is, too."""
+        at_an_end = step in (1, self.config.trainer.max_steps)
+        return at_an_end or _due(step, self.config.logging.every) or self.parts.health.due(step)
 
     @torch.no_grad()
     def evaluate(self, whole: bool) -> float:

@@ -8,14 +8,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from precision import Feed, GroupedLinear, Linear, Plan, PrecisionConfig, bind, refresh_weights, rms_norm, swiglu
-from precision.backends import get_backend
+from precision import (
+    Feed,
+    GroupedLinear,
+    Linear,
+    Plan,
+    PrecisionConfig,
+    bind,
+    observe,
+    refresh_weights,
+    rms_norm,
+    swiglu,
+)
 from precision.backends.reference import _dequantize
 from precision.ffn import has_kernels
 from precision.formats import Format
-from precision.observe import is_observed, observing
+from precision.observe import every, is_observed, is_sampled, observing, sampling, unsampled
 
 Recipe = Callable[..., PrecisionConfig]
+
+
+def _nobody(place: int, x: Tensor, data: Tensor, inv: Tensor, fmt: Format, live: Tensor | None = None) -> None:
+    """Sees and does nothing."""
 
 
 class Net(nn.Module):
@@ -44,15 +58,14 @@ def test_every_cast_is_told_as_it_was_made(recipe: Recipe, name: str) -> None:
     arena = bind(net, plan, "cpu")
     seen: Counter[str] = Counter()
 
-    def observer(row: Tensor, x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> None:
-        seen[arena.names[(row.data_ptr() - arena.amax.data_ptr()) // 4]] += 1
+    def observer(place: int, x: Tensor, data: Tensor, inv: Tensor, fmt: Format, live: Tensor | None = None) -> None:
+        seen[arena.names[place]] += 1
         assert data.shape == x.shape and data.dtype == fmt.dtype and not x.requires_grad
         if x.dim() == 2 and x.shape[0] == 8:
             read = _dequantize(data, inv, 1, net.a.recipe) if inv.dim() else data.float() * inv
             assert (read - x).abs().max() <= 0.13 * x.abs().max()
 
     x = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
-    backend = get_backend("reference")
     with observing(observer):
         assert is_observed()
         refresh_weights(net, force=True)
@@ -61,7 +74,15 @@ def test_every_cast_is_told_as_it_was_made(recipe: Recipe, name: str) -> None:
     experts = ("experts:input", "experts:weight.0", "experts:grad")
     assert seen == dict.fromkeys(("a:input", *(f"{n}:{p}" for n in "ab" for p in parts[1:]), *experts), 1)
     net(x).sum().backward()
-    assert sum(seen.values()) == 8 and not is_observed() and get_backend("reference") is backend
+    assert sum(seen.values()) == 8 and not is_observed()
+    with sampling(observer):
+        assert is_sampled() and not is_observed()
+        with unsampled():
+            net(x).sum().backward()
+        assert sum(seen.values()) == 8
+        refresh_weights(net, force=True)
+        net(x).sum().backward()
+    assert set(seen.values()) == {2} and not is_sampled()
 
 
 def test_kernels_that_cast_on_the_way_step_aside(recipe: Recipe) -> None:
@@ -71,7 +92,7 @@ def test_kernels_that_cast_on_the_way_step_aside(recipe: Recipe) -> None:
     layer.recipe = replace(layer.recipe, backend="cuda")
     assert has_kernels(layer, layer)
     x, gain = torch.randn(4, 32, dtype=torch.bfloat16), torch.ones(32)
-    with observing(lambda *cast: None):
+    with observing(_nobody):
         assert not has_kernels(layer, layer)
         aside = rms_norm(x, gain, 1e-6, None, "cuda")
     plain = rms_norm(x, gain, 1e-6)
@@ -79,6 +100,15 @@ def test_kernels_that_cast_on_the_way_step_aside(recipe: Recipe) -> None:
 
 
 def test_an_observer_that_fails_does_not_stay() -> None:
-    with pytest.raises(RuntimeError, match="no"), observing(lambda *cast: None):
-        raise RuntimeError("no")
-    assert not is_observed()
+    for watching in (observing, sampling):
+        with pytest.raises(RuntimeError, match="no"), watching(_nobody):
+            raise RuntimeError("no")
+    assert not is_observed() and not is_sampled()
+
+
+def test_rows_are_few_and_fall_in_step_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "SAMPLE", 100)
+    for rows in (0, 1, 99, 100, 101, 200, 300, 12_345):
+        shown = range(rows)[every(rows)]
+        assert len(shown) <= 100 and (rows > 100 or len(shown) == rows)
+        assert shown.step % 2 == 1 and len(shown) * shown.step >= rows

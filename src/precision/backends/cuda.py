@@ -26,6 +26,7 @@ from precision.kernels.common import MODES, Cast
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight, transpose_weight
+from precision.observe import is_observed, tell
 
 if TYPE_CHECKING:
     from precision.plan import GemmRecipe
@@ -47,15 +48,29 @@ class CudaBackend:
     name = "cuda"
 
     def quantize(
-        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+        self,
+        x: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape and its inverse scales; records the amax."""
-        data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text)
-        return data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
+        """FP8 data of x's shape and its inverse scales; records the amax. (The operator tells whoever samples.)"""
+        data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text, place)
+        data, inv = data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
+        if is_observed():
+            tell(place, x, data, inv, fmt)
+        return data, inv
 
-    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
+    def quantize_grad(
+        self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
+    ) -> GradOperand:
         """dy [R, N] in FP8 with its transposed copy, in one pass where scales allow it."""
-        data, inv, data_t, inv_t = ops.cast_transposed(dy, scale_row, amax_row, cast_of(recipe, recipe.grad).text)
+        how = cast_of(recipe, recipe.grad).text
+        data, inv, data_t, inv_t = ops.cast_transposed(dy, scale_row, amax_row, how, place)
+        if is_observed():
+            tell(place, dy, data, inv, recipe.grad)
         return GradOperand(dy, data, inv, data_t, inv if inv_t.numel() == 0 else inv_t)
 
     def quantize_weight(

@@ -49,13 +49,22 @@ class Backend(Protocol):
     name: str
 
     def quantize(
-        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+        self,
+        x: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape [..., K] and its inverse scales; records the amax."""
+        """FP8 data of x's shape [..., K] and its inverse scales; records the amax. place: the slot's: whoever watches
+        is told of the cast (see `observe`)."""
         ...
 
-    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
-        """An output gradient [R, N] for both of its GEMMs; records the amax."""
+    def quantize_grad(
+        self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
+    ) -> GradOperand:
+        """An output gradient [R, N] for both of its GEMMs; records the amax, and tells of it as `quantize` does."""
         ...
 
     def quantize_weight(

@@ -30,6 +30,7 @@ from precision.backends import grouped
 from precision.backends.interface import GradOperand, WeightOperand
 from precision.config import Granularity
 from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
+from precision.observe import report
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
 
 if TYPE_CHECKING:
@@ -44,9 +45,22 @@ class ReferenceBackend:
     name = "reference"
 
     def quantize(
-        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+        self,
+        x: Tensor,
+        scale_row: Tensor,
+        amax_row: Tensor,
+        fmt: Format,
+        recipe: GemmRecipe,
+        place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """FP8 data of x's shape and its inverse scales; records the amax."""
+        data, inv = self._quantize(x, scale_row, amax_row, fmt, recipe)
+        report(place, amax_row, x, data, inv, fmt)
+        return data, inv
+
+    def _quantize(
+        self, x: Tensor, scale_row: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
+    ) -> tuple[Tensor, Tensor]:
         amax = absolute_max(x)
         record_amax(amax_row, amax)
         scaling = recipe.scaling
@@ -62,9 +76,11 @@ class ReferenceBackend:
         scale = scale_from_amax(_amax_along(tiles, (-3, -1)), fmt.max, scaling.margin, scaling.power_of_two)
         return _untile(saturating_cast(tiles, scale, fmt), x), scale.reciprocal().view(*x.shape[:-1], tiles.shape[-2])
 
-    def quantize_grad(self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe) -> GradOperand:
+    def quantize_grad(
+        self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
+    ) -> GradOperand:
         """dy [R, N] in FP8; wgrad makes what it needs of `exact` and `data`."""
-        return GradOperand(dy, *self.quantize(dy, scale_row, amax_row, recipe.grad, recipe))
+        return GradOperand(dy, *self.quantize(dy, scale_row, amax_row, recipe.grad, recipe, place))
 
     def quantize_weight(
         self,

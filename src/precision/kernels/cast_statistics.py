@@ -1,8 +1,9 @@
 """What a cast into FP8 did to the numbers, in one pass over what was cast and what it became: 3 or 5 bytes an element.
 
 Counts of what saturated and what vanished, squared error, squared norm, of x and its FP8 under scales of any kind. A
-program goes over tiles of 32 rows x 128 columns, each within one block of scales along its columns. Sums are FP32
-(counts: integers) inside a tile and FP64 over them. Each program has its own sums in memory, which it raises: so casts
+program goes over tiles of 32 rows x 128 columns, each within one block of scales along its columns. Rows may lie
+anywhere, so that every k-th of a matrix needs no copy, and some of them may not count. Sums are FP32 (counts: integers)
+inside a tile and FP64 over them. Each program has its own sums in memory, which it raises: so casts
 of one tensor are added up by launching again, nothing is locked, and the same casts give the same bits. The twin, and
 what the numbers mean: `trainer.health.casts`.
 """
@@ -22,16 +23,17 @@ _BLOCK = 128  # rows or columns that share a scale
 _ROWS, _COLUMNS = 32, _BLOCK
 
 
-@triton.jit(do_not_specialize=["R", "across", "tiles", "total", "count", "stride_g", "stride_r", "stride_c"])
+@triton.jit(do_not_specialize=["R", "across", "tiles", "total", "stride_g", "stride_r", "stride_c"])
 def _cast_statistics_kernel(
-    x, x8, inv, sums, R, C, across, tiles, total, count, stride_g, stride_r, stride_c,
-    F8: tl.constexpr, LIMIT: tl.constexpr, MASTER: tl.constexpr, SHARE: tl.constexpr,
+    x, x8, inv, live, sums, R, C, x_g, x_r, x8_g, x8_r, across, tiles, total, stride_g, stride_r, stride_c,
+    F8: tl.constexpr, LIMIT: tl.constexpr, MASTER: tl.constexpr, SHARE: tl.constexpr, LIVE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x, x8 [G, R, C]. sums [programs, 5]. Scales are looked up by strides, one for SHARE rows and COLUMNS columns, or
-    for all (stride 0). across: tiles in a row of them; tiles: in a matrix; total: in all. MASTER: x is rounded to BF16
-    first."""
+    """x, x8 [G, R, C], columns side by side. sums [programs, 5]. Scales are looked up by strides, one for SHARE rows
+    and COLUMNS columns, or for all (stride 0). across: tiles in a row of them; tiles: in a matrix; total: in all.
+    MASTER: x is rounded to BF16 first. LIVE: rows r of the one matrix with live[r] < 0 do not count."""
     program = tl.program_id(0)
+    elements = tl.zeros((1,), tl.float64)
     saturated = tl.zeros((1,), tl.float64)
     vanished = tl.zeros((1,), tl.float64)
     error = tl.zeros((1,), tl.float64)
@@ -43,12 +45,16 @@ def _cast_statistics_kernel(
         column = tile % tiles % across
         # 16 bytes of x at a time: left alone, each thread would read 16 bytes of x8, and of x with gaps
         c = tl.max_contiguous(column * COLUMNS + tl.arange(0, COLUMNS), 4 if MASTER else 8)
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        at = (g * R + r[:, None]) * C + c[None, :]
-        v = tl.load(x + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32)
-        bits = tl.load(x8 + at, mask=inside, other=0, eviction_policy="evict_first")
+        counts = r < R
+        if LIVE:
+            counts = counts & (tl.load(live + r, mask=counts, other=-1) >= 0)
+        inside = counts[:, None] & (c < C)[None, :]
+        at = x + g * x_g + r[:, None] * x_r + c[None, :]
+        v = tl.load(at, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32)
+        at = x8 + g * x8_g + r[:, None] * x8_r + c[None, :]
+        bits = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
         lookup = inv + g * stride_g + r // SHARE * stride_r + column.to(tl.int64) * stride_c
-        scale = tl.load(lookup, mask=r < R, other=1)
+        scale = tl.load(lookup, mask=counts, other=1)
         if MASTER:
             v = as_bf16(v)
         size = abs_bits(v).to(tl.float32, bitcast=True)
@@ -56,14 +62,14 @@ def _cast_statistics_kernel(
         clipped = (size > (scale * LIMIT)[:, None]).to(tl.int32)
         gone = (((bits & 0x7F) == 0) & (size != 0)).to(tl.int32)
         both = tl.sum(clipped + (gone << 16))  # a tile has 2^12 elements
+        elements += (tl.sum(counts.to(tl.int32)) * tl.minimum(C - column * COLUMNS, COLUMNS)).to(tl.float64)
         saturated += (both & 0xFFFF).to(tl.float64)
         vanished += (both >> 16).to(tl.float64)
         error += tl.sum(off * off).to(tl.float64)
         norm += tl.sum(v * v).to(tl.float64)
         tile += tl.num_programs(0)
     to = sums + program * 5 + tl.arange(0, 1)
-    if program == 0:
-        tl.store(to, tl.load(to) + count)
+    tl.store(to, tl.load(to) + elements)
     tl.store(to + 1, tl.load(to + 1) + saturated)
     tl.store(to + 2, tl.load(to + 2) + vanished)
     tl.store(to + 3, tl.load(to + 3) + error)
@@ -75,12 +81,15 @@ def new_sums(*shape: int, device: torch.device) -> Tensor:
     return torch.zeros(*shape, PROGRAMS, 5, dtype=torch.float64, device=device)
 
 
-def add_cast_statistics(sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def add_cast_statistics(
+    sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+) -> None:
     """Raise sums [PROGRAMS, 5] FP64, contiguous, by those of a cast: elements, saturated, underflown, squared error,
     squared norm; the sum over programs is the result.
 
     x, data [..., C]: what was cast, BF16 or a master in FP32, and what it became. scale_inv: [], [G] of a stack,
-    [..., 1], or for blocks of 1 x 128 or 128 x 128, [..., C / 128]; any strides.
+    [..., 1], or for blocks of 1 x 128 or 128 x 128, [..., C / 128]; any strides. live [R] int32, of a matrix: rows
+    below 0 do not count.
     """
     if not x.numel():
         return
@@ -105,8 +114,17 @@ def add_cast_statistics(sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor
     across = triton.cdiv(C, _COLUMNS)
     tiles = triton.cdiv(R, _ROWS) * across
     total = x.numel() // (R * C) * tiles
+    (x, *x_strides), (data, *data_strides) = (_rows(t, R) for t in (x, as_bytes(data)))
     _cast_statistics_kernel[(min(total, PROGRAMS),)](
-        x.contiguous(), as_bytes(data.contiguous()), scale_inv, sums, R, C, across, tiles, total, x.numel(), *strides,
-        TRITON_FP8[fmt.dtype], fmt.max * (1 + _ROUNDING), x.dtype == torch.float32, share, _ROWS, _COLUMNS,
+        x, data, scale_inv, sums if live is None else live.contiguous(), sums, R, C, *x_strides, *data_strides, across,
+        tiles, total, *strides, TRITON_FP8[fmt.dtype], fmt.max * (1 + _ROUNDING), x.dtype == torch.float32, share,
+        live is not None, _ROWS, _COLUMNS,
         num_warps=4,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
+
+
+def _rows(x: Tensor, R: int) -> tuple[Tensor, int, int]:
+    """x [..., C], seen as [G, R, C], with its first two strides."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x, 0, x.stride(0)
+    return x.contiguous(), R * x.shape[-1], x.shape[-1]

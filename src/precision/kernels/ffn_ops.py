@@ -22,6 +22,8 @@ from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
+from precision.kurtosis import add_kurtosis
+from precision.observe import every, is_sampled, part_of, tell, tell_rows
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -73,14 +75,16 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
     return torch.empty(shape or (0,), device=like.device, dtype=dtype)
 
 
-@torch.library.custom_op("octet::ffn_forward", mutates_args=("h_amax",))
+@torch.library.custom_op("octet::ffn_forward", mutates_args=("h_amax", "kurtosis"))
 def ffn_forward(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
-    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int = -1,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), of which so many choices are
     not none (-1: all; see `route`), add [T, D] (empty: none) -> y [T, D] BF16; then what backward reads: the first
-    GEMM's result, h's scales, rows of x (BF16 experts only), and the six tensors of the Route."""
+    GEMM's result, h's scales, rows of x (BF16 experts only), and the six tensors of the Route.
+
+    h_place, kurtosis [2] FP64 (empty: none): h's, for a step that is sampled."""
     casts = _Casts.parse(how)
     T, D = x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
@@ -94,6 +98,8 @@ def ffn_forward(
     h, h_inv = swiglu(
         y1, to.weight if to is not None else None, to.ends if to is not None else None, h_scale, h_amax, casts.forward
     )
+    if is_sampled():
+        _sample_h(y1, h, h_inv, to, casts, h_place, kurtosis)
     y = _nt(h, h_inv[0] if casts.mode == TENSOR.value else h_inv, w2, w2_inv, casts.mode, to)
     if to is not None:
         y, _ = combine(y, to, add if add.numel() else None)
@@ -108,7 +114,7 @@ def ffn_forward(
 @ffn_forward.register_fake
 def _(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
-    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int = -1,
+    add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
@@ -131,7 +137,7 @@ def _(
 def ffn_backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
-    out: torch.dtype,
+    out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
     returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] in `out` (FP32 or BF16), the router weights'
@@ -142,7 +148,7 @@ def ffn_backward(
     amaxes = torch.zeros(2, device=dy.device)
     return *_backward(
         dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
-        out,
+        out, dy_place, d1_place,
     ), amaxes  # fmt: skip
 
 
@@ -150,6 +156,7 @@ def _backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
     dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str, out: torch.dtype,
+    dy_place: Tensor | None, d1_place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
@@ -159,12 +166,20 @@ def _backward(
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     if to is None:
         d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
+        if is_sampled():
+            tell_rows(dy_place, dy, d, d_inv, casts.grad.fmt)
     elif mode == BLOCK.value:
         d, d_inv, dt, dt_inv = cast_blocks(
             dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
         )
+        if is_sampled():
+            part = every(d.shape[0])
+            live = to.token[part]
+            tell(dy_place, dy[live.clamp_min(0)], d[part], d_inv[part], casts.grad.fmt, live)
     else:
         d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
+        if is_sampled():
+            tell_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
     dh = _nt(d, d_inv, w2, w2_inv, mode, to)
@@ -183,6 +198,8 @@ def _backward(
         unseen = torch.zeros((), device=h.device)
         _, _, ht, ht_inv = cast_blocks(h, unseen, casts.forward, rows=False, transposed=True, again=True, ends=ends)
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
+    if is_sampled():
+        _sample_d1(dh, y1, d1, d1_inv, to, casts.grad, d1_place)
     dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to, out)
     dx = _nt(d1, d1_inv, w1, w1_inv, mode, to)
     if to is None:
@@ -199,7 +216,7 @@ def _backward(
 def _(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
-    out: torch.dtype,
+    out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = _empty(x, *routing[2].shape) if w1.dim() == 3 else _empty(x)
     dx = torch.empty(dy.shape, device=x.device, dtype=torch.bfloat16)
@@ -222,6 +239,39 @@ def _backward_bf16(
         assert made is not None
         dweight = made
     return dx, _wgrad_bf16(d1, x, to, out), dw2, dweight
+
+
+def _sample_h(
+    y1: Tensor, h: Tensor, h_inv: Tensor, to: Route | None, casts: _Casts, place: Tensor | None, kurtosis: Tensor
+) -> None:
+    """Show rows of h in BF16, made once more where only FP8 is in memory: their cast, and their kurtosis."""
+    part = every(y1.shape[0])
+    live = None if to is None else to.token[part]
+    exact, inv = h[part], h_inv
+    if casts.forward is not None:
+        exact, _ = swiglu(y1[part].contiguous(), *_sampled_route(to, part), h_inv, _empty(h, 1), None)
+        inv = h_inv[0] if casts.mode == TENSOR.value else h_inv[part]
+        tell(place, exact, h[part], inv, casts.forward.fmt, live)
+    if kurtosis.numel():
+        add_kurtosis(kurtosis, exact, live=live)
+
+
+def _sample_d1(
+    dh: Tensor, y1: Tensor, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast, place: Tensor | None
+) -> None:
+    """Show rows of [dg, du], made once more in BF16."""
+    part = every(y1.shape[0])
+    rows = dh[part].contiguous(), y1[part].contiguous()
+    exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)
+    tell(place, exact, d1[part], part_of(d1_inv, part), how.fmt, None if to is None else to.token[part])
+
+
+def _sampled_route(to: Route | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
+    """The router's weights of rows, and where these end: dead ones are made as well, of whatever there is."""
+    if to is None:
+        return None, None
+    weight = to.weight[part].contiguous()
+    return weight, torch.full((1,), len(weight), dtype=torch.int32, device=weight.device)
 
 
 def _transpose(x8: Tensor, inv: Tensor, how: Cast, to: Route | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The kernels as custom operators, so that compiled graphs take them as they are.
 
 Operators return new tensors and raise the arena's amax rows in place. A recipe travels as the text of a `Cast`; an
-optional tensor that is missing is empty.
+optional tensor that is missing is empty. Where a step is sampled, an operator shows rows of what it has cast, under the
+`place` of the slot (see `precision.observe`): the one thing here that is not in its result.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from precision.kernels import cast as _cast
 from precision.kernels import norm as _norm
 from precision.kernels.common import BLOCK, ROW, TENSOR, Cast, padded_rows
+from precision.observe import every, is_sampled, part_of, tell, tell_rows
 
 
 def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
@@ -28,28 +30,38 @@ def _transposed_scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
 
 
 @torch.library.custom_op("octet::cast", mutates_args=("amax",))
-def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor]:
+def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels.cast.cast`; x [R, C]."""
-    return _cast.cast(x.contiguous(), scale_row, amax, Cast.parse(how))[:2]
+    x, made = x.contiguous(), Cast.parse(how)
+    y, inv = _cast.cast(x, scale_row, amax, made)[:2]
+    if is_sampled():
+        tell_rows(place, x, y, inv, made.fmt)
+    return y, inv
 
 
 @cast.register_fake
-def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     made = Cast.parse(how)
     return torch.empty(x.shape, device=x.device, dtype=made.fmt.dtype), _scales(x, made, *x.shape)
 
 
 @torch.library.custom_op("octet::cast_transposed", mutates_args=("amax",))
-def cast_transposed(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_transposed(
+    x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels.cast.cast`; the scales of the transposed copy are empty where they are those of the other."""
-    made = Cast.parse(how)
-    y, inv, yt, inv_t = _cast.cast(x.contiguous(), scale_row, amax, made, transposed=True)
+    x, made = x.contiguous(), Cast.parse(how)
+    y, inv, yt, inv_t = _cast.cast(x, scale_row, amax, made, transposed=True)
     assert yt is not None and inv_t is not None
+    if is_sampled():
+        tell_rows(place, x, y, inv, made.fmt)
     return y, inv, yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
 
 
 @cast_transposed.register_fake
-def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = Cast.parse(how)
     (R, C), new = x.shape, {"device": x.device, "dtype": made.fmt.dtype}
     data, data_t = torch.empty(R, C, **new), torch.empty(C, padded_rows(R), **new)
@@ -73,17 +85,24 @@ def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("octet::rms_norm", mutates_args=("amax",))
 def rms_norm(
-    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool,
+    place: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.norm.rms_norm`; how empty: no FP8."""
-    made = Cast.parse(how) if how else None
-    return _norm.rms_norm(x.contiguous(), gain, eps, scale_row, amax, made, plain)
+    x, made = x.contiguous(), Cast.parse(how) if how else None
+    y, data, inv, rstd = _norm.rms_norm(x, gain, eps, scale_row, amax, made, plain)
+    if is_sampled() and made is not None and place is not None:
+        part = every(x.shape[0])
+        exact = y[part] if plain else _norm.rms_norm(x[part].contiguous(), gain, eps, scale_row, amax, None, True)[0]
+        tell(place, exact, data[part], part_of(inv, part), made.fmt)
+    return y, data, inv, rstd
 
 
 @rms_norm.register_fake
 def _(
-    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool,
+    place: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     R, C = x.shape
     y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
     rstd = torch.empty(R, device=x.device, dtype=torch.float32)

@@ -5,7 +5,7 @@ numbers are the host's. What a pass leaves behind is known, and is put away here
 
     amaxes of the arena       taken down before, put back after; scales and histories are only read
     compute weights           made anew at the start; the next step does the same from the same masters and scales
-    gradients                 dropped, each as soon as it is complete unless somebody wants it, or not made at all
+    gradients                 dropped, each as soon as whoever wants it has seen it
     weights gathered by FSDP  freed before and after
     load of the experts       an output of the model: nobody takes it
     debug.inject              disarmed: a fault belongs to its step
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Losses
-from precision import gemm_layers, refresh_weights
-from trainer.parallel.totals import share_of
+from precision import refresh_weights
 
 if TYPE_CHECKING:
     from trainer.build import Engine
@@ -52,56 +51,23 @@ def aside(engine: Engine) -> Iterator[None]:
         engine.arena.amax.copy_(amax)
 
 
-def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient | None = None) -> Losses:
+def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> Losses:
     """Forward and backward of tokens [b, S + 1] (this rank's), inside `aside`. Returns the losses, detached: of these
     tokens.
 
     batch: sequences of a step, of all ranks. Gradients are as large as in a step of so many, of which these are b: what
-    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. on_gradient:
-    None: nobody wants them; those of GEMMs are not made unless ranks share the weight, the others are let go of.
+    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks.
     """
     refresh_weights(engine.model, force=True)
     with ExitStack() as after:
-        if on_gradient is None:
-            after.enter_context(_without_weight_gradients(engine.model))
         for name, parameter in engine.model.named_parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(_named(name, on_gradient or _let_go))
+                hook = parameter.register_post_accumulate_grad_hook(_named(name, on_gradient))
                 after.callback(hook.remove)
         losses = engine.model(tokens.to(engine.device))
         total = losses.total if engine.injector is None else engine.injector.loss(losses.total)
         (total * (len(tokens) / batch)).backward()
     return losses.detached(total)
-
-
-@contextmanager
-def _without_weight_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, a GEMM's backward pass stops at the gradient of its input, with all its casts: the gradients of weights
-    are a third of the products, and take 4 bytes a parameter to write."""
-    weights = [layer.weight for layer in gemm_layers(model) if not layer.is_sharded and layer.weight.requires_grad]
-    for weight in weights:
-        weight.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_(True)
-
-
-def look(engine: Engine, tokens: Tensor) -> None:
-    """A forward pass alone, without gradients."""
-    refresh_weights(engine.model, force=True)
-    with torch.no_grad():
-        engine.model(tokens.to(engine.device))
-
-
-def own_sequences(engine: Engine, tokens: Tensor, count: int) -> Tensor:
-    """The first `count` of this rank's sequences of a global batch [B, S + 1]."""
-    return share_of(tokens, engine.world)[:count]
-
-
-def _let_go(name: str, parameter: nn.Parameter) -> None:
-    parameter.grad = None
 
 
 def _named(name: str, on_gradient: OnGradient) -> Callable[[nn.Parameter], None]:

@@ -41,15 +41,13 @@ class Rows:
         index = {name: i for i, name in enumerate(self.names)}
         self._of = [index[n] if is_fp8 else len(self.names) for n, is_fp8 in zip(names, scaled, strict=True)]
         self.of = torch.tensor(self._of, dtype=torch.int64, device=arena.amax.device)
-        self._first = arena.amax.data_ptr()
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def at(self, amax_row: Tensor) -> int | None:
-        """The row that a slot's view into the arena belongs to; None if it is no such view, or not in FP8."""
-        place = (amax_row.data_ptr() - self._first) // amax_row.element_size()
-        row = self._of[place] if 0 <= place < len(self._of) else len(self)
+    def at(self, place: int) -> int | None:
+        """The row of a slot's place in the arena; None if that is not in FP8."""
+        row = self._of[place]
         return row if row < len(self) else None
 
     def largest(self, of_arena: Tensor) -> Tensor:
@@ -70,11 +68,17 @@ class Casts:
         self._parts = new_sums(len(rows), device=device)
 
     @torch.no_grad()
-    def __call__(self, amax_row: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    def __call__(
+        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+    ) -> None:
         """See `observe.Observer`."""
-        row = self._rows.at(amax_row)
+        row = self._rows.at(place)
         if row is not None and x.numel():
-            add_cast_sums(self._parts[row], x, data, scale_inv, fmt)
+            add_cast_sums(self._parts[row], x, data, scale_inv, fmt, live)
+
+    def forget(self) -> None:
+        """What has been seen so far."""
+        self._parts.zero_()
 
     def shares(self, world: World) -> dict[str, Tensor]:
         """saturated, underflown, error: [rows] FP64, over all ranks; NaN where nothing was cast. A collective."""
@@ -102,14 +106,20 @@ def new_sums(*rows: int, device: torch.device) -> Tensor:
     return torch.zeros(*rows, 1, 5, dtype=torch.float64, device=device)
 
 
-def add_cast_sums(sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
-    """Raise sums [parts, 5] by those of a cast; see `cast_sums`."""
+def add_cast_sums(
+    sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+) -> None:
+    """Raise sums [parts, 5] by those of a cast; see `cast_sums`. live [R], of a matrix: rows below 0 do not count."""
     if has_kernel(x.device):
         from precision.kernels.cast_statistics import add_cast_statistics
 
-        add_cast_statistics(sums, x, data, scale_inv, fmt)
-    else:
-        sums[0] += plain_cast_sums(x, data, scale_inv, fmt)
+        add_cast_statistics(sums, x, data, scale_inv, fmt, live)
+        return
+    if live is not None:
+        rows = (live >= 0).nonzero().flatten()
+        x, data = x[rows], data.view(torch.uint8)[rows].view(data.dtype)
+        scale_inv = scale_inv[rows] if scale_inv.dim() else scale_inv
+    sums[0] += plain_cast_sums(x, data, scale_inv, fmt)
 
 
 def cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor:

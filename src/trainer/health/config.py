@@ -41,9 +41,9 @@ class AlertsConfig:
     scale_rise: float | None
     """A tensor's scale rises by this factor within a few lines."""
     saturated: float | None
-    """Share of a tensor that its cast to FP8 clips, at two looks on end."""
+    """Share of a tensor that its cast to FP8 clips, in two looks on end."""
     underflown: float | None
-    """Share of a tensor that its cast to FP8 makes zero, at two looks on end."""
+    """Share of a tensor that its cast to FP8 makes zero, in two looks on end."""
     kurtosis_power: float | None
     """p, where kurtosis grows as step^p."""
     shadow_loss_gap: float | None
@@ -74,9 +74,9 @@ class AlertsConfig:
 class HealthConfig:
     """What is watched beside the loss, and when somebody is told."""
 
-    every: int
-    """Steps between looks inside: one sequence runs aside, off the record, and shows what casts and activations do; 0:
-    never. Such a step is logged, whatever logging.every says."""
+    every: int | None
+    """Steps between looks inside: the step is sampled and shows what its casts and activations do; null: with every
+    logged line, 0: never. Such a step is logged, whatever logging.every says."""
     shadow_every: int
     """Steps between BF16 shadows: a microbatch runs aside in the run's precision and in BF16, and loss and gradients
     are compared; 0: never. Such a step is logged, too."""
@@ -118,8 +118,9 @@ def check_looks(health: HealthConfig, fp8: bool, transformer_engine: bool) -> No
     whether its modules do."""
     for key in ("every", "shadow_every"):
         value = getattr(health, key)
-        if value < 0:
-            raise ValueError(f"health.{key}={value}: out of range; set 0 or more")
+        if value is not None and value < 0:
+            also = ", or null for every logged line" if key == "every" else ""
+            raise ValueError(f"health.{key}={value}: out of range; set 0 or more{also}")
     shadow = f"health.shadow_every={health.shadow_every}"
     if health.shadow_every and transformer_engine:
         why = "Transformer Engine's modules compute in the precision they were made for"

@@ -1,10 +1,11 @@
-"""The health of a run, as the trainer asks for it: numbers of every logged step, looks inside, the BF16 shadow.
+"""The health of a run, as the trainer asks for it: numbers of every logged step, a look inside, the BF16 shadow.
 
-    before(step, tokens)     if due, a look (every `health.every` steps) or a shadow (every `health.shadow_every`):
-                             passes aside, over some of the step's own tokens, with the weights and scales that the step
-                             is about to use. So saturation is what the step will have, too: with delayed scaling the
-                             scales do not know these tokens yet
     due(step)                whether the step has to be logged for it
+    before(step, tokens)     a shadow if one is due (every `health.shadow_every`): passes aside, over some of the step's
+                             own tokens, with the weights and scales that the step is about to use
+    inside(step, logged)     around the step: if it looks inside, which is with every logged line or every
+                             `health.every` steps, casts and activations are sampled as they are made
+                             (`precision.observe`)
     collect(load, ok)        what there is on the device, vectors included, after a step that is logged
     tell(step, values)       the same on the host: summaries are returned for metrics.jsonl, vectors go to tensors.jsonl
 
@@ -14,7 +15,7 @@ tensors.jsonl: a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [bloc
 goes on, then a line for each logged step, lists in the order of those names:
 
     {"step": N, "fp8": {"scale": [...], "amax": [...]}, "moe": {"load_max_over_mean", "entropy", "bias_max"}}
-    looks add       "fp8": "saturated", "underflown", "error"; "blocks": {"kurtosis_qkv", "kurtosis_ffn",
+    a look adds     "fp8": "saturated", "underflown", "error"; "blocks": {"kurtosis_qkv", "kurtosis_ffn",
                     "kurtosis_block"}; "load": [[tokens of each expert], ...]
     shadows add     "shadow": {"cosine": {parameter: number}, "share": {parameter: number}}
 """
@@ -22,7 +23,8 @@ goes on, then a line for each logged step, lists in the order of those names:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +32,9 @@ import torch
 from torch import Tensor
 
 from models.block import MoEBlock
-from precision.observe import observing
-from trainer.health import aside, shadow
-from trainer.health.activations import PLACES, Kurtosis
+from precision.observe import sampling
+from trainer.health import shadow
+from trainer.health.activations import PLACES, BlockKurtosis
 from trainer.health.casts import Casts, Rows
 from trainer.health.config import HealthConfig
 from trainer.metrics import fp8_metrics
@@ -61,9 +63,8 @@ class Health:
         self._engine, self._write, self._batch, self._microbatch = engine, write, batch, microbatch
         self._looks, self._shadows = config.every, config.shadow_every
         self.note: str | None = None
-        if config.every and engine.plan.served_by("transformer_engine"):  # its modules cast behind closed doors
+        if config.every != 0 and engine.plan.served_by("transformer_engine"):  # its modules cast behind closed doors
             self._looks, self.note = 0, "no looks inside: Transformer Engine does not show what it casts (health.every)"
-        self._backends = tuple({row.recipe.backend for row in engine.plan.gemms.values()})
         self.rows = Rows(engine.arena)
         blocks = engine.model.iter_blocks()
         moe = [name for name, block in blocks if isinstance(block, MoEBlock)]
@@ -71,50 +72,61 @@ class Health:
             "names": {"fp8": self.rows.names, "blocks": [name for name, _ in blocks], "moe": moe}
         }
         self._parameters = shadow.module_names(engine)
+        self._casts, self._kurtosis = Casts(self.rows, engine.device), BlockKurtosis(blocks)
+        self._looked = False
         self._seen: dict[str, Tensor] = {}
 
     def due(self, step: int) -> bool:
-        """Whether a step looks inside or has a shadow."""
-        return _due(step, self._looks) or _due(step, self._shadows)
+        """Whether a step has to be logged, whatever else is: one that looks inside at an interval of its own, or has a
+        shadow."""
+        return _due(step, self._looks or 0) or _due(step, self._shadows)
 
     def before(self, step: int, tokens: Tensor) -> str | None:
         """Before step `step` on tokens [B, S + 1], the whole batch's. Nothing that training sees changes.
 
-        A pass here may need memory that a step does not. Where a process by itself has none, there are no more looks or
-        shadows, and what to tell of it is returned. (Others would wait in the pass's collectives: raised.)
+        A shadow may need memory that a step does not. Where a process by itself has none, there are no more, and what
+        to tell of it is returned. (Others would wait in the pass's collectives: raised.)
         """
-        self._seen, own = {}, share_of(tokens, self._engine.world)
-        key, every = "every", self._looks
+        self._seen, self._looked = {}, False
+        if not _due(step, self._shadows):
+            return None
+        own = share_of(tokens, self._engine.world)
         try:
-            if _due(step, self._looks):
-                self._seen |= self._look(own[:1])
-            key, every = "shadow_every", self._shadows
-            if _due(step, self._shadows):
-                found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
-                self._seen |= {"shadow/loss_gap": found.loss_gap}
-                self._seen |= {f"{VECTOR}shadow/cosine": found.cosine, f"{VECTOR}shadow/share": found.share}
+            found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
         except torch.OutOfMemoryError:
             if self._engine.world.many:
                 raise
-            self._looks, self._shadows = 0 if key == "every" else self._looks, 0
-            return f"health.{key}={every}: no memory for it beside training, none from here on; set health.{key}=0"
+            key, self._shadows = f"health.shadow_every={self._shadows}", 0
+            return f"{key}: no memory for it beside training, none from here on; set health.shadow_every=0"
+        self._seen |= {"shadow/loss_gap": found.loss_gap}
+        self._seen |= {f"{VECTOR}shadow/cosine": found.cosine, f"{VECTOR}shadow/share": found.share}
         return None
 
-    def _look(self, tokens: Tensor) -> dict[str, Tensor]:
-        e = self._engine
-        casts, kurtosis = Casts(self.rows, e.device), Kurtosis(e.model.iter_blocks(), e.device)
-        with aside.aside(e), observing(casts, self._backends), kurtosis.watching():
-            if len(self.rows):
-                aside.run(e, tokens, self._batch)
-            else:
-                aside.look(e, tokens)  # nothing is cast: there is nothing to see backward
-        seen = {f"{VECTOR}blocks/kurtosis_{place}": mean for place, mean in kurtosis.means(e.world).items()}
+    @contextmanager
+    def inside(self, step: int, logged: bool) -> Iterator[None]:
+        """Around step `step`, weights and all microbatches. logged: whether it will be, as far as is known."""
+        self._looked = logged if self._looks is None else _due(step, self._looks)
+        if not self._looked:
+            yield
+            return
+        self._casts.forget()
+        self._kurtosis.forget()
+        with sampling(self._casts):
+            yield
+
+    def _inside(self) -> dict[str, Tensor]:
+        """What the step has shown. A collective."""
+        world = self._engine.world
+        seen = {f"{VECTOR}blocks/kurtosis_{place}": mean for place, mean in self._kurtosis.means(world).items()}
         if len(self.rows):
-            seen |= {f"{VECTOR}fp8/{what}": share for what, share in casts.shares(e.world).items()}
+            seen |= {f"{VECTOR}fp8/{what}": share for what, share in self._casts.shares(world).items()}
         return seen
 
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
         """After a step: load [blocks with experts, E] of it, ok: whether it counted. A collective."""
+        if self._looked:
+            self._seen |= self._inside()
+            self._looked = False
         e, arena = self._engine, self._engine.arena
         norm, update = e.optimizer.norms(ok)
         found = {"optim/param_norm": norm, "optim/update_ratio": update / norm}

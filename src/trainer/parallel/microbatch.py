@@ -11,6 +11,10 @@ addresses each time, so
     weights       the GEMMs' operands are refreshed in place, scales and amaxes are rows of one arena: all at rest
     nothing       may wait for the host, or choose by a value that is on the device
 
+A replay runs no Python, and so shows nobody what it casts (`precision.observe`). Microbatches of a step that is sampled
+therefore run the plain way, into the gradients of the graphs: those of the first one are added to zeros, which changes
+no bit of them. Their activations take memory beside the graphs'.
+
 Before the recording the same microbatch runs a few times the plain way, on the stream that will record: kernels are
 compiled, tuned and loaded, libraries take their workspaces. Amaxes are maxima, so that this leaves no trace.
 
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek, Losses
+from precision.observe import is_sampled, unsampled
 
 WARM_UP = 3  # passes before a recording; the second one on adds to gradients, as later microbatches do
 
@@ -78,12 +83,17 @@ class Graphed:
         """See `Microbatch`. The first call, and the first one with index > 0, record. ValueError if that fails."""
         if self._first is None:
             self._tokens = tokens.clone()
-            self._warm_up(count)
-            self._first = self._record(0, count)
+            with unsampled():
+                self._warm_up(count)
+                self._first = self._record(0, count)
             self._gradients = [p.grad for p in self._parameters]
-        self._tokens.copy_(tokens)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient  # the optimizer lets go of them after each step
+        if is_sampled():
+            if index == 0:
+                torch._foreach_zero_([gradient for gradient in self._gradients if gradient is not None])
+            return self._run(tokens, index, count)
+        self._tokens.copy_(tokens)
         if index > 0 and self._later is None:
             self._later = self._record(index, count)
         recorded = self._first if index == 0 else self._later

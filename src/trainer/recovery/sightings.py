@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from models import Losses
 from models.block import Block
 from models.layers import Embedding
-from precision import GroupedLinear, Linear, Watch, gemm_layers, refresh_weights
+from precision import GroupedLinear, Linear, Watch, refresh_weights
 from precision.formats import Format
 from precision.observe import observing
 from precision.scaling import absolute_max
@@ -76,9 +76,11 @@ class Sightings:
         return next((row.sequences for row in self.rows.values() if row.sequences), [])
 
     @torch.no_grad()
-    def __call__(self, amax_row: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    def __call__(
+        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+    ) -> None:
         """See `observe.Observer`."""
-        at = self._casts.at(amax_row)
+        at = self._casts.at(place)
         if at is None or x.numel() == 0:
             return
         name = self._casts.names[at]
@@ -123,9 +125,8 @@ class Sightings:
             elif module is not model.norm and not isinstance(module, Linear | GroupedLinear | Embedding | Block):
                 continue
             hooks.append(module.register_forward_hook(self._hook(name)))
-        backends = tuple({layer.recipe.backend for layer in gemm_layers(model)})
         try:
-            with observing(self, backends):
+            with observing(self):
                 yield
         finally:
             for hook in hooks:

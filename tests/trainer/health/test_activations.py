@@ -7,16 +7,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import DeepSeek
-from models.block import Block
-from precision.observe import observing
+from precision import Kurtosis, observe
+from precision.formats import Format
+from precision.kurtosis import bind_kurtosis
+from precision.observe import sampling
 from trainer.build import build_engine
 from trainer.config import Config
 from trainer.distributed import World
-from trainer.health import aside
-from trainer.health.activations import Kurtosis
+from trainer.health.activations import BlockKurtosis
+from trainer.trainer import train_step
 
 CPU = torch.device("cpu")
+
+
+def nobody(place: int, x: Tensor, data: Tensor, inv: Tensor, fmt: Format, live: Tensor | None = None) -> None:
+    """Does not look at casts."""
 
 
 def of(x: Tensor) -> Tensor:
@@ -37,31 +42,39 @@ def test_places(config: Callable[..., Config], recipe: str, recompute: str) -> N
     block.attn.q_b.register_forward_hook(keep("q"))
     block.attn.kv_b.register_forward_hook(keep("kv"))
     block.register_forward_hook(keep("block"))
-    hooks = count_hooks(model)
-    kurtosis = Kurtosis(model.iter_blocks(), CPU)
+    kurtosis = BlockKurtosis(model.iter_blocks())
     tokens = torch.randint(320, (1, 25), generator=torch.Generator().manual_seed(0))
-    with aside.aside(engine), observing(lambda *cast: None), kurtosis.watching():
-        aside.run(engine, tokens, 4)
+    train_step(engine, 1, tokens, 1)
+    assert not kurtosis.sums.any(), "nobody has asked"
+    kept = set(model.state_dict())
+    assert not any("kurtosis" in name for name in kept)
+    with sampling(nobody):
+        train_step(engine, 2, tokens, 1)
     means = kurtosis.means(World(CPU))
     torch.testing.assert_close(means["qkv"][1], of(torch.cat([seen["q"], seen["kv"]], -1)).mean(), rtol=1e-5, atol=0)
     torch.testing.assert_close(means["block"][1], of(seen["block"][0]).mean(), rtol=1e-5, atol=0)
     again = 2 if recompute == "full" else 1
     assert kurtosis.sums[:, 1, 1].tolist() == [24 * again, 3 * 24 * again, 3 * 24 * again], "shared rows and two routed"
     assert torch.isfinite(means["ffn"]).all() and (means["ffn"] > 1).all()
-    assert count_hooks(model) == hooks
+    kurtosis.forget()
+    assert not kurtosis.sums.any()
 
 
-def count_hooks(model: DeepSeek) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-def test_numbers_and_outliers() -> None:
-    kurtosis = Kurtosis([(name, Block.__new__(Block)) for name in "abc"], CPU)
+def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [Kurtosis("block") for _ in range(3)]
+    sums = bind_kurtosis(modules, CPU)
     x = torch.randn(4000, 256, generator=torch.Generator().manual_seed(0))
-    kurtosis._add(0, "block", x)
     one = torch.zeros(8, 256)
     one[:6, 3] = 7.0  # all in one feature; two rows of zeros, which are no tokens
-    kurtosis._add(1, "block", one)
-    means = kurtosis.means(World(CPU))["block"]
-    assert float(means[0]) == pytest.approx(3.0, rel=0.02) and float(means[1]) == pytest.approx(256)
-    assert torch.isnan(means[2])
+    for row, tensor in enumerate((x, one)):
+        modules[row](tensor)
+    assert not sums.any()
+    with sampling(nobody):
+        modules[0](x.view(2, 2000, 256)[..., :100], x.view(2, 2000, 256)[..., 100:])
+        modules[1](one)
+    torch.testing.assert_close(sums[0], torch.tensor([float(of(x).sum()), 4000.0]).double(), rtol=1e-5, atol=0)
+    assert float(sums[1, 0] / sums[1, 1]) == pytest.approx(256) and sums[1, 1] == 6 and not sums[2].any()
+    monkeypatch.setattr(observe, "SAMPLE", 1000)
+    with sampling(nobody):
+        modules[2](x)
+    torch.testing.assert_close(sums[2], torch.tensor([float(of(x[::5]).sum()), 800.0]).double(), rtol=1e-5, atol=0)

@@ -73,10 +73,10 @@ def test_a_stack_of_experts_is_one_row(arena: tuple[ScalingArena, Linear, Groupe
     made, a, experts = arena
     rows = Rows(made)
     assert rows.names == ["a:input", "a:weight", "a:grad", "e:input", "e:weight", "e:grad"]
-    assert experts.weight_slot is not None and experts.weight_slot.amax is not None and a.grad_slot is not None
-    assert rows.at(experts.weight_slot.amax) == rows.at(experts.weight_slot.amax[2:]) == 4
-    assert a.grad_slot.amax is not None and rows.at(a.grad_slot.amax) == 2
-    assert rows.at(torch.zeros(())) is None and rows.at(made.amax[3]) is None  # a watch
+    assert experts.weight_slot is not None and experts.weight_slot.place is not None and a.grad_slot is not None
+    assert rows.at(int(experts.weight_slot.place)) == 4
+    assert a.grad_slot.place is not None and rows.at(int(a.grad_slot.place)) == 2
+    assert rows.at(3) is None  # a watch
     made.amax.copy_(torch.arange(11.0))
     made.scale.copy_(torch.tensor([1.0, 0, 3, 9, 9, 4, 8, 7, 0, 6, 5]))
     assert rows.largest(made.amax).tolist() == [0, 1, 2, 5, 9, 10]
@@ -86,10 +86,14 @@ def test_a_stack_of_experts_is_one_row(arena: tuple[ScalingArena, Linear, Groupe
 def test_shares_are_over_all_casts_of_a_row(arena: tuple[ScalingArena, Linear, GroupedLinear]) -> None:
     made, a, _ = arena
     seen = Casts(Rows(made), made.amax.device)
-    assert a.input_slot is not None and a.input_slot.amax is not None
+    assert a.input_slot is not None and a.input_slot.place is not None
+    place = int(a.input_slot.place)
     for x in (torch.full((2, 32), 500.0), torch.ones(2, 32), torch.ones(4, 32)):
-        seen(a.input_slot.amax, x, saturating_cast(x, torch.ones(()), E4M3), torch.ones(()), E4M3)
-    seen(a.input_slot.amax, torch.ones(0, 32), torch.ones(0, 32).to(E4M3.dtype), torch.ones(()), E4M3)
+        seen(place, x, saturating_cast(x, torch.ones(()), E4M3), torch.ones(()), E4M3)
+    seen(place, torch.ones(0, 32), torch.ones(0, 32).to(E4M3.dtype), torch.ones(()), E4M3)
     shares = seen.shares(World(made.amax.device))
+    clipped, live = torch.full((2, 32), 500.0), torch.tensor([-1, 0], dtype=torch.int32)
+    seen(place, clipped, saturating_cast(clipped, torch.ones(()), E4M3), torch.ones(()), E4M3, live)
+    assert float(seen.shares(World(made.amax.device))["saturated"][0]) == pytest.approx(3 / 9), "one row is none"
     assert float(shares["saturated"][0]) == 0.25 and float(shares["underflown"][0]) == 0
     assert torch.isnan(shares["error"][1:]).all(), "nothing was cast there"

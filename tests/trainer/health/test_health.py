@@ -1,4 +1,5 @@
-"""Looks and shadows change nothing in training, bit for bit; what they say is what happened; where it is written."""
+"""Looks inside and shadows change nothing in training, bit for bit; what they say is what happened; where it is
+written."""
 
 import json
 import math
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from precision import gemm_layers
-from precision.backends import get_backend
+from precision import gemm_layers, observe
+from precision.observe import is_sampled, observing
 from trainer.build import Engine, build_engine
 from trainer.config import Config
 from trainer.health import aside, shadow
+from trainer.health.casts import Casts
 from trainer.health.config import check_looks
 from trainer.health.health import COUNTS, Health, load_statistics
 from trainer.memory import forecast_memory
@@ -50,22 +52,24 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 def train(config: Config, watched: bool, compiler: Any = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """State after some steps, and what was written about each."""
-    engine, written = build_engine(config, CPU), list[dict[str, Any]]()
+    engine, entries, written = build_engine(config, CPU), list[dict[str, Any]](), list[dict[str, Any]]()
     if compiler is not None:
         torch._dynamo.reset()
         parallelize(engine.model, config.recompute, True, compiler)
     every = 1 if watched else 0
     shadow_every = every if any(layer.recipe.is_fp8 for layer in gemm_layers(engine.model)) else 0
     watch = replace(config.health, every=every, shadow_every=shadow_every)
-    health = Health(watch, engine, lambda entry: written.append(dict(entry)), 4, 2)
+    health = Health(watch, engine, lambda entry: entries.append(dict(entry)), 4, 2)
     for step, tokens in enumerate(batches(), start=1):
         health.before(step, tokens)
         assert all(p.grad is None for p in engine.model.parameters())
-        result = train_step(engine, step, tokens, 2)
-        assert bool(result.verdict.ok)
+        with health.inside(step, logged=True):
+            result = train_step(engine, step, tokens, 2)
+        assert bool(result.verdict.ok) and not is_sampled()
         if watched:
             collected = health.collect(result.load, result.verdict.ok)
-            written[-1:] = [*written[-1:], health.tell(step, {k: v.tolist() for k, v in collected.items()})]
+            line = health.tell(step, {k: v.tolist() for k, v in collected.items()})
+            written.append(line | entries[-1])
     return everything(engine), written
 
 
@@ -79,14 +83,12 @@ def train(config: Config, watched: bool, compiler: Any = None) -> tuple[dict[str
     ],
 )
 def test_training_does_not_notice(config: Configs, recipe: str, more: list[str]) -> None:
-    backend = get_backend("reference")
     made = config(f"+recipe={recipe}", "precision.backend=reference", *more)
     alone, _ = train(made, False)
     watched, lines = train(made, True)
     assert alone.keys() == watched.keys()
     for name, tensor in alone.items():
         assert torch.equal(tensor, watched[name]), name
-    assert get_backend("reference") is backend
     line = lines[-1]
     assert all(math.isfinite(line[f"act/kurtosis_{place}"]) for place in ("qkv", "ffn", "block"))
     assert ("fp8/error_worst" in line) == ("shadow/loss_gap" in line) == (recipe != "bf16")
@@ -95,28 +97,48 @@ def test_training_does_not_notice(config: Configs, recipe: str, more: list[str])
         assert 0 < abs(line["shadow/loss_gap"]) < 0.01
 
 
-def test_a_look_makes_no_gradients_of_weights_and_sees_every_cast(config: Configs) -> None:
-    engine = build_engine(config("+recipe=fp8_delayed", "precision.table.lm_head=fp8"), CPU)
-    health = Health(replace(config().health, every=1), engine, lambda entry: None, 4, 2)
-    made: list[str] = []
-    for name, parameter in engine.model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: made.append(name))
-    health.before(1, batches()[0])
-    weights = {id(layer.weight) for layer in gemm_layers(engine.model)}
-    assert made and not weights & {id(engine.model.get_parameter(name)) for name in made}
-    assert all(p.requires_grad for p in engine.model.parameters())
-    result = train_step(engine, 1, batches()[0], 2)
-    seen = health.collect(result.load, result.verdict.ok)
-    assert torch.isfinite(seen["tensors/fp8/error"]).all(), "inputs, weights and gradients of each GEMM"
+def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the observer apart sees of the same tokens, of all of them or of every third row."""
+    made = config("+recipe=fp8_delayed", "precision.table.lm_head=fp8", "precision.backend=reference")
+    engine, tokens = build_engine(made, CPU), batches()[0]
+    train_step(engine, 1, tokens, 2)
+    health = Health(replace(made.health, every=1), engine, lambda entry: None, 4, 2)
+    whole = Casts(health.rows, CPU)
+    with aside.aside(engine), observing(whole):
+        for microbatch in tokens.split(2):
+            aside.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
+    weights = torch.tensor([name.endswith(":weight") for name in health.rows.names])
+    for most in (observe.SAMPLE, 17):
+        monkeypatch.setattr(observe, "SAMPLE", most)
+        with health.inside(2, logged=True):
+            result = train_step(engine, 2, tokens, 2)
+        ours, theirs = (casts._parts.sum(1) for casts in (health._casts, whole))
+        theirs[weights] /= 2  # made for each pass there, once for a step here
+        seen = health.collect(result.load, result.verdict.ok)
+        assert torch.isfinite(seen["tensors/fp8/error"]).all(), "inputs, weights and gradients of each GEMM"
+        if most == 17:
+            assert (ours[:, 0] < theirs[:, 0] / 2)[~weights].all() and torch.equal(ours[weights], theirs[weights])
+            torch.testing.assert_close(ours[:, 3] / ours[:, 4], theirs[:, 3] / theirs[:, 4], rtol=1, atol=0)
+            break
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+        engine = build_engine(made, CPU)
+        train_step(engine, 1, tokens, 2)
+        health = Health(replace(made.health, every=1), engine, lambda entry: None, 4, 2)
 
 
-def test_compiled_blocks_are_left_alone(config: Configs) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_blocks_are_the_same_and_show_the_same(config: Configs, backend: str) -> None:
     dense = ["model.num_layers=1", "model.num_mtp_layers=0", "precision.backend=reference"]
     made = config("+recipe=fp8_delayed", *dense)
-    alone, watched = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
-    states = [train(made, counter is watched, counter)[0] for counter in (alone, watched)]
+    alone, watched = CompileCounterWithBackend(backend), CompileCounterWithBackend(backend)
+    (left, _), (state, lines) = (train(made, counter is watched, counter) for counter in (alone, watched))
     assert 0 < alone.frame_count == watched.frame_count
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in left.items())
+    eager = train(made, True)[1]
+    for group, wanted in (("fp8", ("saturated", "underflown", "error")), ("blocks", tuple(lines[-1]["blocks"]))):
+        for what in wanted:
+            ours, theirs = (torch.tensor(each[-1][group][what]) for each in (lines, eager))
+            torch.testing.assert_close(ours, theirs, rtol=0.1, atol=2e-3)
 
 
 def test_a_shadow_compares_with_the_bf16_run_itself(config: Configs) -> None:
@@ -141,7 +163,7 @@ def test_a_shadow_compares_with_the_bf16_run_itself(config: Configs) -> None:
 
 
 def test_saturation_shows_before_the_scale_knows(config: Configs) -> None:
-    """Weights that grow a thousandfold at once: the history's scale is too large for them, and the look says so."""
+    """Weights that grow a thousandfold at once: the history's scale is too large for them, and the step says so."""
     made = config("+recipe=fp8_delayed", "precision.backend=reference")
     engine, written = build_engine(made, CPU), list[dict[str, Any]]()
     health = Health(replace(made.health, every=2), engine, lambda entry: written.append(dict(entry)), 4, 2)
@@ -149,8 +171,9 @@ def test_saturation_shows_before_the_scale_knows(config: Configs) -> None:
     layer = next(layer for layer in gemm_layers(engine.model) if layer.recipe.is_fp8)
     with torch.no_grad():
         layer.weight.mul_(1000)
-    health.before(2, batches()[1])
-    found = health.tell(2, {k: v.tolist() for k, v in health.collect(torch.zeros(0, 4), torch.tensor(True)).items()})
+    with health.inside(2, logged=True):
+        result = train_step(engine, 2, batches()[1], 2)
+    found = health.tell(2, {k: v.tolist() for k, v in health.collect(result.load, result.verdict.ok).items()})
     assert found["fp8/saturated_worst"] > 0.9
     row = written[0]["names"]["fp8"].index("layers.0.attn.q:weight")
     assert written[1]["fp8"]["saturated"][row] > 0.9 and written[1]["fp8"]["error"][row] > 0.9
@@ -198,14 +221,27 @@ def test_what_a_run_writes(config: Configs) -> None:
     assert again[6] == names
 
 
-def test_a_look_without_memory_costs_looks_and_not_the_run(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_inside_with_every_logged_line(config: Configs) -> None:
+    keys = ["+recipe=fp8_delayed", "logging.every=2", "trainer.max_steps=5", "health.dashboard=false"]
+    for every, inside in (("null", [1, 2, 4, 5]), ("4", [4]), ("0", [])):
+        folder = Trainer(config(*keys, f"health.every={every}", f"run.name=every{every}")).train().folder
+        logged = [line for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
+        assert [line["step"] for line in logged] == [1, 2, 4, 5]
+        assert [line["step"] for line in logged if "fp8/error_mean" in line] == inside
+        assert [line["step"] for line in logged if "act/kurtosis_qkv" in line] == inside
+
+
+def test_a_shadow_without_memory_costs_shadows_and_not_the_run(
+    config: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(aside, "look", full)
-    folder = Trainer(config("health.every=2", "trainer.max_steps=4", "health.dashboard=false")).train().folder
+    monkeypatch.setattr(shadow, "compare", full)
+    keys = ["+recipe=fp8_delayed", "health.shadow_every=2", "trainer.max_steps=4", "health.dashboard=false"]
+    folder = Trainer(config(*keys)).train().folder
     (alert,) = (event for event in lines(folder / "events.jsonl") if event["kind"] == "alert")
-    assert alert["step"] == 2 and alert["message"].startswith("health.every=2: no memory for it")
+    assert alert["step"] == 2 and alert["message"].startswith("health.shadow_every=2: no memory for it")
     assert [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line] == [1, 2, 3, 4]
 
 
@@ -235,13 +271,15 @@ def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:
 
 
 def test_transformer_engine_is_not_looked_into(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = config("+recipe=fp8_delayed")
+    made = config("+recipe=fp8_delayed", "health.every=7")
     with pytest.raises(ValueError, match=r"health\.shadow_every=5: Transformer Engine"):
         check_looks(replace(made.health, shadow_every=5), fp8=True, transformer_engine=True)
     check_looks(made.health, fp8=True, transformer_engine=True)
     engine = build_engine(made, CPU)
     quiet = Health(made.health, engine, lambda entry: None, 4, 2)
-    assert quiet.note is None and quiet.due(made.health.every)
+    assert quiet.note is None and quiet.due(7)
     monkeypatch.setattr(engine.plan, "served_by", lambda backend: backend == "transformer_engine")
     health = Health(made.health, engine, lambda entry: None, 4, 2)
-    assert health.note is not None and "Transformer Engine" in health.note and not health.due(made.health.every)
+    assert health.note is not None and "Transformer Engine" in health.note and not health.due(7)
+    with health.inside(7, logged=True):
+        assert not is_sampled()

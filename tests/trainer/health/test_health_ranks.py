@@ -70,7 +70,8 @@ def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[
     health = Health(replace(config.health, every=every, shadow_every=every), engine, said.update, BATCH, 1)
     for step, tokens in enumerate(batches(), start=1):
         health.before(step, tokens)
-        result = train_step(engine, step, tokens, 1)
+        with health.inside(step, logged=True):
+            result = train_step(engine, step, tokens, 1)
         assert bool(result.verdict.ok)
         if every:
             said |= health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))

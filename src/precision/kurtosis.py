@@ -1,0 +1,93 @@
+"""Kurtosis of activations, taken in passing while a step is sampled (see `observe`).
+
+    kurtosis(x) = mean(x^4) / mean(x^2)^2          uncentred, over the features of one token (arXiv 2505.20524)
+
+A `Kurtosis` stands in the model where a tensor passes and is given it; by itself it does nothing. While somebody
+samples, it adds to `sums` [2] FP64 the kurtosis of every k-th token, and how many tokens these were. Rows of nothing
+but zeros stand for no token and do not count.
+
+`sums` is a view into one buffer of the model, bound like the rows of the arena (`bind`), with a version counter of its
+own: one module's write must not invalidate what another one saved. In a graph the module is an operator that changes
+its sums, which it does when it is sampled, so that the graph is the same in all steps.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from precision.observe import every, is_sampled
+
+
+class _Row:
+    """What a module holds of the buffer: no buffer of the module's, so that no checkpoint knows of it."""
+
+    def __init__(self):
+        self.sums: Tensor | None = None
+
+
+class Kurtosis(nn.Module):
+    """Takes the kurtosis of what passes at `place` of a block."""
+
+    def __init__(self, place: str):
+        super().__init__()
+        self.place, self.row = place, _Row()
+
+    @property
+    def sums(self) -> Tensor | None:
+        """[2] FP64: the sum over tokens, and their number; None where nothing is bound."""
+        return self.row.sums
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> None:
+        """x [..., D]; beside [..., E]: more features of the same tokens."""
+        sums = self.row.sums
+        if sums is None:
+            return
+        if torch.compiler.is_compiling():
+            _kurtosis(sums, x.detach(), None if beside is None else beside.detach())
+        elif is_sampled():
+            _take(sums, x, beside)
+
+
+def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Tensor:
+    """Give each module its row of a new buffer [modules, 2] FP64, which is returned."""
+    found = list(modules)
+    sums = torch.zeros(len(found), 2, dtype=torch.float64, device=device)
+    for i, module in enumerate(found):
+        module.row.sums = sums.data[i]
+    return sums
+
+
+@torch.no_grad()
+def add_kurtosis(sums: Tensor, *parts: Tensor, live: Tensor | None = None) -> None:
+    """Add to sums [2] those of rows [R, D], of which parts are the features. live [R]: below 0 where a row stands for
+    nothing. In FP32, one pass over BF16 as it is for each power. (So x^4 is 0 below 1e-11.)"""
+    width = sum(part.shape[-1] for part in parts)
+    second, fourth = (sum(_powers(part, power) for part in parts) for power in (2, 4))
+    assert isinstance(second, Tensor) and isinstance(fourth, Tensor)
+    seen = fourth != 0
+    if live is not None:
+        seen = seen & (live >= 0)
+    kurtosis = torch.where(seen, fourth * width / second.square(), 0.0)
+    sums.add_(torch.stack([kurtosis.sum(), seen.sum(dtype=torch.float64)]))
+
+
+def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
+    parts = [part.detach().flatten(0, -2) for part in (x, beside) if part is not None]
+    add_kurtosis(sums, *(rows[every(rows.shape[0])] for rows in parts))
+
+
+def _powers(rows: Tensor, power: int) -> Tensor:
+    """Sum of |x|^power of each row, FP64."""
+    return torch.linalg.vector_norm(rows, power, dim=-1, dtype=torch.float32).double().pow(power)
+
+
+@torch.library.custom_op("octet::kurtosis", mutates_args=("sums",))
+def _kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
+    if is_sampled():
+        _take(sums, x, beside)
+
+
+@_kurtosis.register_fake
+def _(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
+    return None
