@@ -39,7 +39,7 @@ class Observer(Protocol):
     """Is told of casts."""
 
     def __call__(
-        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None, /
     ) -> None:
         """x was cast into `data`, of its shape and in `fmt`, which is read as data * scale_inv (see `Operand`,
         `WeightOperand`). place: the tensor's first row in the arena. live [rows] int: below 0 where a row of x stands

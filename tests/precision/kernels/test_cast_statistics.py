@@ -84,6 +84,22 @@ def test_memory_of_any_order_and_alignment() -> None:
     check(numbers(12001, dtype=torch.bfloat16)[1:].view(40, 300), torch.ones((), device=DEVICE), E5M2)
 
 
+@pytest.mark.parametrize("kind", ["one", "rows", "blocks"])
+def test_every_kth_row_and_rows_that_do_not_count(kind: str) -> None:
+    shape, part = (211, 336), slice(None, None, 3)
+    x, inv = numbers(*shape, dtype=torch.bfloat16), scales(kind, shape)
+    data = (x.float() / casts._spread(inv, x.shape)).clamp(-448, 448).to(E4M3.dtype)
+    live = torch.arange(211, dtype=torch.int32, device=DEVICE) % 5 - 1  # every fifth is none
+    x[live < 0] = torch.nan
+    sums = kernels.new_sums(device=DEVICE)
+    some = inv[part] if inv.dim() else inv
+    kernels.add_cast_statistics(sums, x[part], data[part], some, E4M3, live[part])
+    rows = (live[part] >= 0).nonzero().flatten()
+    theirs = twin(x[part][rows], data[part].float()[rows].to(E4M3.dtype), some[rows] if inv.dim() else inv, E4M3)
+    assert sums.sum(0)[:3].tolist() == theirs[:3].tolist() and theirs[0] == len(rows) * 336 < 71 * 336
+    torch.testing.assert_close(sums.sum(0)[3:].cpu(), theirs[3:], rtol=1e-5, atol=0)
+
+
 def test_casts_add_up_and_nothing_is_nothing() -> None:
     sums = kernels.new_sums(2, device=DEVICE)
     x, one = numbers(70, 200, dtype=torch.bfloat16), torch.ones((), device=DEVICE)
