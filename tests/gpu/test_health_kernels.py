@@ -78,6 +78,22 @@ def test_statistics_of_casts(copying: float, reaches: Reaches, dtype: torch.dtyp
     assert reaches(f"casts, {kind}, {dtype}", lambda: add_cast_sums(sums, x, data, inv, E4M3), size) > 0.6 * copying
 
 
+@pytest.mark.parametrize("k", [1, 7])
+def test_statistics_of_every_kth_row(copying: float, reaches: Reaches, k: int) -> None:
+    """A step's sample: rows where they lie, some of which do not count."""
+    R, C = 4096, 8192
+    x = torch.randn(k * R, C, device="cuda").bfloat16()
+    data, live = x.to(E4M3.dtype), torch.zeros(k * R, dtype=torch.int32, device="cuda")
+    live[-k * R // 4 :] = -1
+    one, sums = torch.ones((), device="cuda"), new_sums(device=x.device)
+    given = x[::k], data[::k], one, E4M3, live[::k]
+    speed = reaches(f"casts, every {k}. row", lambda: add_cast_sums(sums, *given), 3 * R * C * 3 // 4)
+    assert speed > 0.2 * copying
+    sums.zero_()
+    add_cast_sums(sums, *given)
+    assert sums.sum(0)[0] == R * C * 3 // 4 and sums.sum(0)[1] == 0
+
+
 def test_more_than_two_to_the_31() -> None:
     R, C = (1 << 20) + 8, 2048
     x, data = (torch.zeros(R, C, dtype=dtype, device="cuda") for dtype in (torch.bfloat16, E4M3.dtype))

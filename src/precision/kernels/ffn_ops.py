@@ -175,7 +175,7 @@ def _backward(
         if is_sampled():
             part = every(d.shape[0])
             live = to.token[part]
-            tell(dy_place, dy[live.clamp_min(0)], d[part], d_inv[part], casts.grad.fmt, live)
+            tell(dy_place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], casts.grad.fmt, live)
     else:
         d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
         if is_sampled():

@@ -49,7 +49,7 @@ class BlockKurtosis:
 
     def forget(self) -> None:
         """Begin anew."""
-        torch._foreach_zero_(self._sums)
+        torch._foreach_zero_(self._sums)  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def sums(self) -> Tensor:

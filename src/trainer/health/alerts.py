@@ -138,7 +138,7 @@ class _Said:
 
 
 class Alerts:
-    """The rules of a run. On rank 0; no rule costs more than microseconds, or a millisecond at a look inside.
+    """The rules of a run. On rank 0; no rule costs more than microseconds, or a millisecond of a look inside.
 
     repeat: steps after which something that is still wrong is said again; None: not before it was well.
     """

@@ -91,7 +91,9 @@ class Graphed:
             parameter.grad = gradient  # the optimizer lets go of them after each step
         if is_sampled():
             if index == 0:
-                torch._foreach_zero_([gradient for gradient in self._gradients if gradient is not None])
+                for gradient in self._gradients:
+                    if gradient is not None:
+                        gradient.zero_()
             return self._run(tokens, index, count)
         self._tokens.copy_(tokens)
         if index > 0 and self._later is None:

@@ -36,7 +36,9 @@ BUDGET = 48 * 2**20
 OVERLAP = 64
 """Bytes before the end of what was read, by which a file is known again."""
 LOOK = b'"saturated"', b'"blocks"', b'"cosine"'
-"""Only lines of a look or of a shadow have them."""
+"""Only lines of a look inside or of a shadow have them."""
+RARE = 8
+"""Where so many plain lines come for one of these, fewer of these are left out, by this factor."""
 
 
 class Lines:
@@ -89,10 +91,11 @@ class Lines:
         return entries
 
     def _left_out(self, line: bytes) -> bool:
-        """Of the plain lines every n-th counts; looks are rarer, and fewer of them are left out."""
+        """Every n-th line counts. Where looks are rare (`health.every`), they are counted apart."""
         look = any(word in line for word in LOOK)
         self._numbers[look] += 1
-        stride = max(1, self.stride // 8) if look else self.stride
+        rare = look and RARE * self._numbers[True] <= self._numbers[False]
+        stride = max(1, self.stride // RARE) if rare else self.stride
         return self._numbers[look] % stride != 0 and b'"names"' not in line[:12]
 
 

@@ -75,10 +75,10 @@ class ScaleRise(_ScaleJump):
 
 
 class _CastShare(Rule):
-    """A share of a tensor's elements that a cast loses, at two looks inside on end; not in a run's first steps, when
+    """A share of a tensor's elements that a cast loses, in two looks inside on end; not in a run's first steps, when
     scales have no history and values move fast."""
 
-    SETTLED = 50
+    SETTLED = 100
     key: str
     does: str
     advice: str
@@ -130,22 +130,27 @@ class Kurtosis(Rule):
     A power law log k = p log step + c is fitted by least squares to the last 8, 16, 32, ... looks, within the later
     half of the run: the short fits see what has just begun, the long ones what is slow. Wrong: p is above the threshold
     by three of its standard errors, k grew by half over the fit, and is far from that of a Gaussian, 3. The first looks
-    do not count: while a model learns its first things, its kurtosis rises fast.
+    do not count: while a model learns its first things, its kurtosis rises fast. Of looks that come more often one in
+    every 100 steps counts.
     """
 
     name = "kurtosis_power"
     KINDS = ("kurtosis_qkv", "kurtosis_ffn", "kurtosis_block")
     LOOKS, FEWEST, FIRST, GREW, HIGH = 128, 8, 16, 1.5, 6.0
+    APART = 100
 
     def __init__(self, power: float):
         self._power = power
         self._past: list[tuple[int, list[float]]] = []
-        self._seen = 0
+        self._seen, self._last = 0, -self.APART
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        if self._last <= step < self._last + self.APART:
+            return None
         names, now = self._now(metrics, tensors)
         if not names:
             return None
+        self._last = step
         self._seen += 1
         if self._seen <= self.FIRST:
             return None

@@ -154,6 +154,15 @@ def test_healthy_growth_of_kurtosis_is_sub_linear(a_run: Callable, told: Callabl
     assert set(grows(2.0)) == {"kurtosis_power"}
 
 
+def test_kurtosis_is_judged_by_looks_that_are_apart(alerts_with: Callable) -> None:
+    """A bump of some lines is no trend, whatever the interval of lines."""
+    alerts, said = alerts_with(), []
+    for step in range(10, 6000, 10):
+        bump = 20.0 + max(0, 60 - abs(step - 4000))  # 120 steps wide
+        said += alerts.see({"step": step, "act/kurtosis_qkv": bump})
+    assert said == []
+
+
 def test_nothing_to_judge_by_is_no_alarm(told: Callable) -> None:
     """Keys that are missing, and what is there instead of numbers."""
     metrics = [
