@@ -1,14 +1,15 @@
-"""What watching a run's health costs: a logged line, a look inside, a BF16 shadow, against the step.
+"""What watching a run's health costs: a logged line, a look inside the step, a BF16 shadow, against the step.
 
     python scripts/bench/health.py                                    deepseek_tiny, fp8_delayed
     python scripts/bench/health.py fp8_block --steps 20 model=deepseek_300m trainer.microbatch_size=2 logging.every=10
     python scripts/bench/health.py fp8_delayed model=moonlight_16b model.num_layers=5 model.vocab_size=32768 \
         trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
 
-Step, line, look, shadow, step, ...: each waited for, in one process, medians. Their share of the time of training
-follows from `logging.every`, `health.every` and `health.shadow_every`; a shadow that is off (0) is shown with its cost
-and not counted. The line is all that a logged step does more than another one: norms, update ratio, statistics of the
-arena and the experts, the copy, and writing the details.
+Step, sampled step, line, shadow, step, ...: each waited for, in one process, medians. A look inside is what a sampled
+step takes more than a plain one. Their share of the time of training follows from `logging.every`, `health.every` and
+`health.shadow_every`; a shadow that is off (0) is shown with its cost and not counted. The line is all that a logged
+step does more than another one: norms, update ratio, statistics of the arena and the experts, what the look has found,
+the copy, and writing the details.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     t, watch = config.trainer, config.health
     engine = build_engine(config, pick_device(t.device))
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    every = {"line": config.logging.every, "look": watch.every}
+    every = {"line": config.logging.every, "look": config.logging.every if watch.every is None else watch.every}
     every |= {"shadow": watch.shadow_every} if has_fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         file = JsonLines(Path(folder) / "tensors.jsonl", measure.say)
@@ -87,21 +88,25 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
             return Health(asked, engine, file.write, t.global_batch_size, t.microbatch_size)
 
         looks, shadows = health(1, 0), health(0, 1)
-        seconds: dict[str, list[float]] = {name: [] for name in ("step", *every)}
+        measured = ["step", "sampled", "line", *(["shadow"] if has_fp8 else [])]
+        seconds: dict[str, list[float]] = {name: [] for name in measured}
         torch.manual_seed(0)
         for step in range(WARM_UP + steps):
             tokens = torch.randint(config.model.vocab_size, (t.global_batch_size, t.sequence_length + 1))
+            train = partial(train_step, engine, step, tokens, t.microbatch_size)
             took: dict[str, float] = {}
-            took["look"], _ = timed(partial(looks.before, step, tokens))
             if has_fp8:
                 took["shadow"], _ = timed(partial(shadows.before, step, tokens))
-            took["step"], result = timed(partial(train_step, engine, step, tokens, t.microbatch_size))
+            took["step"], _ = timed(train)
+            with looks.inside(step, logged=True):
+                took["sampled"], result = timed(train)
             took["line"], _ = timed(partial(line, looks, step, result))
             if step >= WARM_UP:
                 for name in seconds:
                     seconds[name].append(took[name])
         file.close()
     medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians["look"] = medians["sampled"] - medians["step"]
     share = {name: medians[name] / n / medians["step"] if n else 0.0 for name, n in every.items()}
     rows = [{"what": "step", "ms": f"{medians['step'] * 1e3:.1f}", "in steps": "1.00"}]
     for name, n in every.items():
