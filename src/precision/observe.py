@@ -32,7 +32,9 @@ from torch import Tensor
 from precision.formats import BY_NAME, Format
 
 SAMPLE = 4096
-"""At most so many rows of a cast are shown to whoever samples."""
+"""At most so many rows of a cast are shown to whoever samples, ..."""
+SAMPLE_ON_CPU = 128
+"""... where a step has few and each is dear: so many."""
 
 
 class Observer(Protocol):
@@ -97,10 +99,11 @@ def unsampled() -> Iterator[None]:
         _sampler = kept
 
 
-def every(rows: int) -> slice:
-    """Which of so many rows are shown: every k-th. k is odd, so that it falls in step neither with sequences nor with
-    tiles of experts' rows."""
-    return slice(None, None, -(-rows // SAMPLE) | 1 if rows > SAMPLE else 1)
+def every(x: Tensor) -> slice:
+    """Which rows of x [R, ...] are shown: every k-th. k is odd, so that it falls in step neither with sequences nor
+    with tiles of experts' rows."""
+    most = SAMPLE_ON_CPU if x.device.type == "cpu" else SAMPLE
+    return slice(None, None, -(-x.shape[0] // most) | 1)
 
 
 def part_of(scale_inv: Tensor, part: slice) -> Tensor:
@@ -123,7 +126,7 @@ def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, 
         return
     x, data = x.reshape(-1, x.shape[-1]), data.reshape(-1, data.shape[-1])
     inv = scale_inv.reshape(-1, scale_inv.shape[-1]) if scale_inv.dim() else scale_inv
-    part = every(x.shape[0])
+    part = every(x)
     tell(place, x[part], data[part], part_of(inv, part), fmt)
 
 

@@ -173,7 +173,7 @@ def _backward(
             dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
         )
         if is_sampled():
-            part = every(d.shape[0])
+            part = every(d)
             live = to.token[part]
             tell(dy_place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], casts.grad.fmt, live)
     else:
@@ -245,7 +245,7 @@ def _sample_h(
     y1: Tensor, h: Tensor, h_inv: Tensor, to: Route | None, casts: _Casts, place: Tensor | None, kurtosis: Tensor
 ) -> None:
     """Show rows of h in BF16, made once more where only FP8 is in memory: their cast, and their kurtosis."""
-    part = every(y1.shape[0])
+    part = every(y1)
     live = None if to is None else to.token[part]
     exact, inv = h[part], h_inv
     if casts.forward is not None:
@@ -260,7 +260,7 @@ def _sample_d1(
     dh: Tensor, y1: Tensor, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast, place: Tensor | None
 ) -> None:
     """Show rows of [dg, du], made once more in BF16."""
-    part = every(y1.shape[0])
+    part = every(y1)
     rows = dh[part].contiguous(), y1[part].contiguous()
     exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)
     tell(place, exact, d1[part], part_of(d1_inv, part), how.fmt, None if to is None else to.token[part])

@@ -92,7 +92,7 @@ def rms_norm(
     x, made = x.contiguous(), Cast.parse(how) if how else None
     y, data, inv, rstd = _norm.rms_norm(x, gain, eps, scale_row, amax, made, plain)
     if is_sampled() and made is not None and place is not None:
-        part = every(x.shape[0])
+        part = every(x)
         exact = y[part] if plain else _norm.rms_norm(x[part].contiguous(), gain, eps, scale_row, amax, None, True)[0]
         tell(place, exact, data[part], part_of(inv, part), made.fmt)
     return y, data, inv, rstd

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from precision import ScalingArena
-from precision.formats import Format
+from precision.formats import Format, fp8_values
 from trainer.distributed import World
 from trainer.parallel.totals import added_up
 
@@ -152,13 +152,16 @@ def plain_cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> 
 def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
     if x.dtype == torch.float32:
         x = x.to(torch.bfloat16)  # a master: what is cast is its compute weight
-    wide, stored = x.float(), data.float()
+    wide, stored = x.float(), fp8_values(data).float()
     inv = _spread(inv, wide.shape)
-    clipped = (wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).sum(dtype=torch.float64)
-    vanished = ((stored == 0) & (wide != 0)).sum(dtype=torch.float64)
-    norm = wide.square().sum(dtype=torch.float64)
-    error = torch.addcmul(wide, stored, inv, value=-1).square_().sum(dtype=torch.float64)
+    clipped = torch.count_nonzero(wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).double()
+    vanished = torch.count_nonzero((stored == 0) & (wide != 0)).double()
+    norm, error = (_square(each) for each in (wide, torch.addcmul(wide, stored, inv, value=-1)))
     return torch.stack([torch.full_like(norm, wide.numel()), clipped, vanished, error, norm])
+
+
+def _square(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 def _spread(inv: Tensor, shape: torch.Size) -> Tensor:

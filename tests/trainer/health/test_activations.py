@@ -69,12 +69,13 @@ def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     for row, tensor in enumerate((x, one)):
         modules[row](tensor)
     assert not sums.any()
+    monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 4096)
     with sampling(nobody):
         modules[0](x.view(2, 2000, 256)[..., :100], x.view(2, 2000, 256)[..., 100:])
         modules[1](one)
     torch.testing.assert_close(sums[0], torch.tensor([float(of(x).sum()), 4000.0]).double(), rtol=1e-5, atol=0)
     assert float(sums[1, 0] / sums[1, 1]) == pytest.approx(256) and sums[1, 1] == 6 and not sums[2].any()
-    monkeypatch.setattr(observe, "SAMPLE", 1000)
+    monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 1000)
     with sampling(nobody):
         modules[2](x)
     torch.testing.assert_close(sums[2], torch.tensor([float(of(x[::5]).sum()), 800.0]).double(), rtol=1e-5, atol=0)

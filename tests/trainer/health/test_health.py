@@ -108,8 +108,8 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
         for microbatch in tokens.split(2):
             aside.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
     weights = torch.tensor([name.endswith(":weight") for name in health.rows.names])
-    for most in (observe.SAMPLE, 17):
-        monkeypatch.setattr(observe, "SAMPLE", most)
+    for most in (observe.SAMPLE_ON_CPU, 17):
+        monkeypatch.setattr(observe, "SAMPLE_ON_CPU", most)
         with health.inside(2, logged=True):
             result = train_step(engine, 2, tokens, 2)
         ours, theirs = (casts._parts.sum(1) for casts in (health._casts, whole))
