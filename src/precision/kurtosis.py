@@ -12,6 +12,7 @@ its sums, which it does when it is sampled, so that the graph is the same in all
 """
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -59,33 +60,29 @@ def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Te
 
 
 @torch.no_grad()
-def add_kurtosis(sums: Tensor, *parts: Tensor, live: Tensor | None = None) -> None:
-    """Add to sums [2] those of rows [R, D], of which parts are the features. live [R]: below 0 where a row stands for
-    nothing. In FP32 inside. (So x^4 is 0 below 1e-11.)"""
-    width = sum(part.shape[-1] for part in parts)
-    powers = [_powers(part) for part in parts]
-    second, fourth = (torch.stack(each).sum(0) for each in zip(*powers, strict=True))
+def add_plain_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None) -> None:
+    """Raise sums [2] by those of rows x [R, D] and beside [R, E]. In FP32 inside. (So x^4 is 0 below 1e-11.)"""
+    squares = [part.float().square() for part in (x, beside) if part is not None]
+    second = torch.stack([square.sum(-1).double() for square in squares]).sum(0)
+    fourth = torch.stack([torch.linalg.vector_norm(square, dim=-1).double().square() for square in squares]).sum(0)
     seen = fourth != 0
-    if live is not None:
-        seen = seen & (live >= 0)
+    width = sum(square.shape[-1] for square in squares)
     kurtosis = torch.where(seen, fourth * width / second.square(), 0.0)
     sums.add_(torch.stack([kurtosis.sum(), seen.sum(dtype=torch.float64)]))
 
 
 def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
-    parts = [part.detach().flatten(0, -2) for part in (x, beside) if part is not None]
-    add_kurtosis(sums, *(rows[every(rows)] for rows in parts))
+    """Of every k-th row."""
+    rows, more = (None if part is None else part.detach().flatten(0, -2) for part in (x, beside))
+    assert rows is not None
+    part = every(rows)
+    rows, more = rows[part], None if more is None else more[part]
+    if rows.is_cuda and find_spec("triton") is not None:
+        from precision.kernels.kurtosis import add_kurtosis
 
-
-def _powers(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of x^2 and x^4 of each row, FP64. One pass over BF16 as it is for each; on a CPU by squares, since there a
-    power of 4 takes as long as all else."""
-    if rows.device.type == "cpu":
-        square = rows.float().square()
-        return square.sum(-1).double(), torch.linalg.vector_norm(square, dim=-1).double().square_()
-    norms = (torch.linalg.vector_norm(rows, power, dim=-1, dtype=torch.float32).double() for power in (2, 4))
-    second, fourth = norms
-    return second.square_(), fourth.pow_(4)
+        add_kurtosis(sums, rows, more)
+    else:
+        add_plain_kurtosis(sums, rows, more)
 
 
 @torch.library.custom_op("octet::kurtosis", mutates_args=("sums",))

@@ -51,6 +51,7 @@ class Observer(Protocol):
 
 _observer: Observer | None = None
 _sampler: Observer | None = None
+_samplings = 0
 
 
 def is_observed() -> bool:
@@ -61,6 +62,12 @@ def is_observed() -> bool:
 def is_sampled() -> bool:
     """Whether somebody samples the step that runs. For operators' bodies and what is never traced."""
     return _sampler is not None
+
+
+def sampling_number() -> int:
+    """Counts the times that somebody has begun to sample: what is cast again and again from the same numbers (a weight,
+    whenever it has been gathered) need be shown once."""
+    return _samplings
 
 
 @contextmanager
@@ -79,9 +86,9 @@ def observing(observer: Observer) -> Iterator[None]:
 @contextmanager
 def sampling(observer: Observer) -> Iterator[None]:
     """Tell `observer` of rows of every cast made inside."""
-    global _sampler
+    global _sampler, _samplings
     assert _observer is None and _sampler is None, "one observer at a time"
-    _sampler = observer
+    _sampler, _samplings = observer, _samplings + 1
     try:
         yield
     finally:

@@ -19,10 +19,10 @@ from torch import Tensor
 from precision.kernels import grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
 from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
+from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
-from precision.kurtosis import add_kurtosis
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]

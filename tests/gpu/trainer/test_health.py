@@ -60,7 +60,7 @@ def passes(e: Engine, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(("recipe", "way"), RUNS)
 def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> None:
-    """Losses to the bit; gradients are as near as those of a second plain pass are (attention sums by atomics)."""
+    """To the bit where two plain passes are the same; else as near as these are to each other (sums by atomics)."""
     e = warm(engine, recipe, way)
     rows, tokens = Rows(e.arena), batch(e, 3)
     casts, kurtosis = Casts(rows, e.device), BlockKurtosis(e.model.iter_blocks())
@@ -72,8 +72,9 @@ def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> N
     after = passes(e, tokens)
     assert torch.equal(seen, casts._parts.sum(1)) and torch.equal(sums, kurtosis.sums), "nobody asks any more"
     for found in (watched, after):
-        assert torch.equal(found[0], plain[0])
-        for part, noise, theirs in zip(found[1:], again[1:], plain[1:], strict=True):
+        for part, noise, theirs in zip(found, again, plain, strict=True):
+            if torch.equal(noise, theirs):
+                assert torch.equal(part, theirs)
             allowed = 4 * float((noise - theirs).double().norm()) + 1e-6 * float(theirs.double().norm())
             assert float((part - theirs).double().norm()) <= allowed
     assert torch.isfinite(sums[..., 0]).all() and (sums[..., 1] > 0).all(), "each place of each block"

@@ -24,6 +24,7 @@ from precision import (
     rms_norm,
 )
 from precision.formats import Format, read_back, saturating_cast
+from precision.kurtosis import add_plain_kurtosis
 from precision.observe import sampling
 
 pytest.importorskip("triton", reason="Triton is missing")
@@ -181,3 +182,25 @@ def test_a_compiled_layer_shows_the_same(recipe: Recipe) -> None:
         ((other_x, other_data, other_inv, _),) = eager.casts[each]
         assert torch.equal(x, other_x) and torch.equal(data.float(), other_data.float()) and torch.equal(inv, other_inv)
     torch.testing.assert_close(layer.kurtosis.sums, 2 * sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kurtosis_of_rows(dtype: torch.dtype) -> None:
+    from precision.kernels.kurtosis import add_kurtosis
+
+    torch.manual_seed(0)
+    x, beside = (torch.randn(90, width).mul_(3).exp_().to(DEVICE, dtype)[::3] for width in (1300, 70))
+    x[4], beside[4], x[5] = 0, 0, 0
+    live = torch.arange(90, dtype=torch.int32, device=DEVICE)[::3] % 4 - 1
+    ours, theirs = torch.zeros(2, 2, dtype=torch.float64, device=DEVICE)
+    add_kurtosis(ours, x, beside)
+    add_plain_kurtosis(theirs, x, beside)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert ours[1] == 29, "one row is zeros"
+    alive = live >= 0
+    x[~alive] = torch.nan
+    add_kurtosis(ours.zero_(), x, live=live)
+    add_plain_kurtosis(theirs.zero_(), x[alive])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    add_kurtosis(theirs, x[:0])
+    assert ours[1] == theirs[1] == (x[alive] != 0).any(1).sum() < 30
