@@ -27,9 +27,9 @@ SIZES |= {"moe_intermediate_size": 128, "num_experts": 2, "num_experts_per_token
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
+def group(tmp_path: Path) -> Iterator[Any]:
     """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
