@@ -145,9 +145,9 @@ class _Ffn(torch.autograd.Function):
             _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none),
         )  # fmt: skip
         keep_x = x2 if how or expert is None else none  # experts in BF16 keep rows instead
-        ctx.save_for_backward(
-            keep_x, inv, *kept, (w1 if w1t is None else w1t).mT, w1t_inv, (w2 if w2t is None else w2t).mT, w2t_inv
-        )
+        of_copies = w1_inv if w1t_inv is None else w1t_inv, w2_inv if w2t_inv is None else w2t_inv
+        copies = (w1 if w1t is None else w1t).mT, of_copies[0], (w2 if w2t is None else w2t).mT, of_copies[1]
+        ctx.save_for_backward(keep_x, inv, *kept, *copies)
         # arena rows are not saved for backward: other views of the arena are written in between
         ctx.rows, ctx.places = (dy_scale, dy_amax, d1_scale, d1_amax), (dy_place, d1_place)
         ctx.how, ctx.shape, ctx.dtype = how, carrier.shape, carrier.dtype

@@ -157,7 +157,8 @@ def _norm_and_cast(x: Tensor, gain: Tensor, eps: float, feed: Feed | None) -> Op
     how = cast_of(feed.recipe, feed.recipe.input).text
     rows = feed.slot.scale, feed.slot.amax, feed.slot.place
     carrier, data, inv = _NormAndCast.apply(x, gain, eps, *rows, how, feed.wants_tensor)
-    return Operand(carrier, data, inv, kept=feed.wants_tensor)
+    # torch 2.11 forgets that these have no gradients where they leave a compiled graph (on their way to other ranks)
+    return Operand(carrier, data.detach(), inv.detach(), kept=feed.wants_tensor)
 
 
 class _NormAndCast(torch.autograd.Function):

@@ -95,7 +95,7 @@ class _Gemms(ReferenceBackend):
         self.latest, layer = self._by_address[weight.data.data_ptr()]
         self._seen.note(f"{self.latest}/grad", dy.data.dtype)
         self._note_scales(dy.scale_inv, weight.scale_inv, layer.grad_slot)
-        w, w_inv = (weight.data, weight.scale_inv) if weight.data_t is None else (weight.data_t, weight.scale_inv_t)
+        w, w_inv = (weight.data, weight.scale_inv) if weight.data_t is None else (weight.data_t, weight.copy_scale_inv)
         self._note_sums(dx, dy.data, dy.scale_inv, w, None if w_inv is None else _wide(w_inv), offsets)
         return dx
 

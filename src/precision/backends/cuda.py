@@ -85,10 +85,10 @@ class CudaBackend:
         """FP8 of BF16(master) and its transposed copy, seen as [(G,) N, K] both."""
         into = None
         if out is not None:
-            assert out.scale_inv is not None and out.data_t is not None and out.scale_inv_t is not None
-            into = out.data, out.scale_inv, out.data_t.mT, out.scale_inv_t
+            assert out.scale_inv is not None and out.data_t is not None and out.copy_scale_inv is not None
+            into = out.data, out.scale_inv, out.data_t.mT, out.copy_scale_inv
         data, inv, data_t, inv_t = cast_weight(master, scale_row, amax_row, cast_of(recipe, fmt), into)
-        return WeightOperand(data, inv, data_t.mT, inv_t)
+        return WeightOperand(data, inv, data_t.mT, None if inv_t is inv else inv_t)
 
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
@@ -102,12 +102,12 @@ class CudaBackend:
         self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
     ) -> WeightOperand:
         """The operand of a weight in FP8, with its transposed copy."""
-        inv_t = scale_inv if recipe.scales_tensors else scale_inv.mT.contiguous()
+        inv_t = None if recipe.scales_tensors else scale_inv.mT.contiguous()
         if out is None:
             return WeightOperand(data, scale_inv, transpose_weight(data, None).mT, inv_t)
-        assert out.data_t is not None and out.scale_inv_t is not None
+        assert out.data_t is not None
         transpose_weight(data, out.data_t.mT)
-        if not recipe.scales_tensors:
+        if inv_t is not None and out.scale_inv_t is not None:
             out.scale_inv_t.copy_(inv_t)
         return out
 
@@ -121,7 +121,7 @@ class CudaBackend:
         """dx [R, K] in recipe.output's dtype."""
         if dy.scale_inv is None or weight.data_t is None:
             return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe)
-        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.scale_inv_t, offsets, recipe)
+        return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.copy_scale_inv, offsets, recipe)
 
     def wgrad(
         self,

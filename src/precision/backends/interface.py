@@ -23,12 +23,18 @@ class WeightOperand(NamedTuple):
 
     The *_t pair is what the input gradient reads where it needs a copy of its own, of the same shape: because row
     scales would vary along its sum ([(G,) 1, K] then), or because the tensor cores want the other order in memory.
+    scale_inv_t None: the copy is read with scale_inv. (A traced autograd.Function takes a tensor once: torch 2.13.)
     """
 
     data: Tensor
     scale_inv: Tensor | None = None
     data_t: Tensor | None = None
     scale_inv_t: Tensor | None = None
+
+    @property
+    def copy_scale_inv(self) -> Tensor | None:
+        """What data_t is read with."""
+        return self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
 
 
 class GradOperand(NamedTuple):

@@ -26,11 +26,7 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (tor
 def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
     if mode == BLOCK.value:
-        if _ragged(*w.shape) or a.shape[0] % 4:
-            return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], mode, _one_group(a, a.shape[0])).to(out)
-        missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
-        w_inv = F.pad(w_inv, (0, missing)) if missing else w_inv
-        return _block_scaled_mm(a, a_inv, w, w_inv, True).to(out)
+        return _block_nt(a, a_inv, w, w_inv).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
 
@@ -38,9 +34,7 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
 def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out` (with BLOCK scales by way of BF16)."""
     if mode == BLOCK.value:
-        if _ragged(a.shape[0], b.shape[0]):
-            return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, _one_group(a, a.shape[1]), out)[0]
-        return _block_scaled_mm(a, a_inv.t(), b, b_inv, False).to(out)
+        return _block_wgrad(a, a_inv, b, b_inv, out)
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=False)
 
 
@@ -52,16 +46,35 @@ def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     return (a.t() @ b).to(out)
 
 
-@torch.library.custom_op("octet::block_scaled_mm", mutates_args=())
-def _block_scaled_mm(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, squares: bool) -> Tensor:
-    """a [M, K], b [N, K] FP8 -> [M, N] BF16. An operator, since torch 2.11 cannot trace its own function."""
-    kind = SQUARES if squares else ROWS
-    return F.scaled_mm(a, b.t(), a_inv, ROWS, b_inv.t(), kind, output_dtype=torch.bfloat16)
+# Operators, since torch 2.11 cannot trace its own function, nor 2.13 how a Triton kernel is given its descriptors.
 
 
-@_block_scaled_mm.register_fake
-def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, squares: bool) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=torch.bfloat16)
+@torch.library.custom_op("octet::block_nt", mutates_args=())
+def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
+    """a [R, K], w [N, K] FP8 -> [R, N] BF16."""
+    if _ragged(*w.shape) or a.shape[0] % 4:
+        return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], BLOCK.value, _one_group(a, a.shape[0]))
+    missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
+    w_inv = F.pad(w_inv, (0, missing)) if missing else w_inv
+    return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16)
+
+
+@_block_nt.register_fake
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
+    return torch.empty(a.shape[0], w.shape[0], device=a.device, dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("octet::block_wgrad", mutates_args=())
+def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
+    """a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
+    if _ragged(a.shape[0], b.shape[0]):
+        return grouped_gemm.wgrad(a, a_inv, b, b_inv, BLOCK.value, _one_group(a, a.shape[1]), out)[0]
+    return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).to(out)
+
+
+@_block_wgrad.register_fake
+def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=out)
 
 
 def _ragged(*sizes: int) -> bool:
