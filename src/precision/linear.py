@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.formats import read_back
-from precision.observe import is_observed, is_sampled, sampling_number, tell
+from precision.observe import is_observed, is_sampled, sampling_number, tell_weight
 from precision.operand import GradRows, Operand
 from precision.plan import GemmRecipe, GemmRow
 from precision.resolve import TE
@@ -194,13 +194,13 @@ class _GemmLayer(nn.Module):
         self.operand_version = self.weight._version
 
     def _tell(self, weight: Tensor, made: WeightOperand) -> None:
-        """A weight is shown whole, since what shares a scale may be rows and columns of it; and once, if sampled."""
+        """Show a weight; to whoever samples, once a step."""
         if is_sampled() and self._shown != sampling_number():
             self._shown = sampling_number()
         elif not is_observed():
             return
         if self.weight_slot is not None and made.scale_inv is not None:
-            tell(self.weight_slot.place, weight, made.data, made.scale_inv, self.recipe.input)
+            tell_weight(self.weight_slot.place, weight, made.data, made.scale_inv, self.recipe.input)
 
     def _gemms(self, x: Tensor | Operand, offsets: Tensor | None, grad: GradRows | None = None) -> Tensor:
         weight = self.operand

@@ -6,8 +6,8 @@
                                     GEMMs between them. The numbers may differ from those of the kernels by roundings
 
     with sampling(observer):        in passing. The step itself, compiled or not, kernels and bits as ever; of each
-        train_step(...)             tensor every k-th row is shown, whole rows and at most `SAMPLE` of them a cast, and
-                                    weights whole
+        train_step(...)             tensor every k-th row is shown, whole rows and at most `SAMPLE` of them a cast;
+                                    weights on a GPU whole
 
 What samples is host code. A compiled graph holds the casting kernels as custom operators, whose bodies are Python that
 runs at each call; there, after the cast, stands `if is_sampled()`. So nothing is compiled anew for a step that is
@@ -33,7 +33,7 @@ from precision.formats import BY_NAME, Format
 
 SAMPLE = 4096
 """At most so many rows of a cast are shown to whoever samples, ..."""
-SAMPLE_ON_CPU = 128
+SAMPLE_ON_CPU = 32
 """... where a step has few and each is dear: so many."""
 
 
@@ -135,6 +135,17 @@ def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, 
     inv = scale_inv.reshape(-1, scale_inv.shape[-1]) if scale_inv.dim() else scale_inv
     part = every(x)
     tell(place, x[part], data[part], part_of(inv, part), fmt)
+
+
+def tell_weight(place: Tensor, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+    """Show a weight [(G,) N, K] to whoever watches: whole, or on a CPU to whoever samples every k-th row of N."""
+    if _sampler is not None and weight.device.type == "cpu":
+        N = weight.shape[-2]
+        rows = torch.arange(0, N, -(-weight[..., 0].numel() // SAMPLE_ON_CPU) | 1)
+        weight, data = weight[..., rows, :], data.view(torch.uint8)[..., rows, :].view(data.dtype)
+        if scale_inv.dim() >= 2 and scale_inv.shape[-2] > 1:  # of rows, or of blocks of them
+            scale_inv = scale_inv[..., rows if scale_inv.shape[-2] == N else rows // 128, :]
+    tell(place, weight, data, scale_inv, fmt)
 
 
 def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:

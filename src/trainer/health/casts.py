@@ -155,7 +155,7 @@ def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
     wide, stored = x.float(), fp8_values(data).float()
     inv = _spread(inv, wide.shape)
     clipped = torch.count_nonzero(wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).double()
-    vanished = torch.count_nonzero((stored == 0) & (wide != 0)).double()
+    vanished = (torch.count_nonzero(wide) - torch.count_nonzero(stored)).double()  # what was 0 is stored as 0
     norm, error = (_square(each) for each in (wide, torch.addcmul(wide, stored, inv, value=-1)))
     return torch.stack([torch.full_like(norm, wide.numel()), clipped, vanished, error, norm])
 

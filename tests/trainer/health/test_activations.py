@@ -30,7 +30,8 @@ def of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("recipe", "recompute"), [("bf16", "full"), ("fp8_block", "none")])
-def test_places(config: Callable[..., Config], recipe: str, recompute: str) -> None:
+def test_places(config: Callable[..., Config], recipe: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 4096)
     engine = build_engine(config(f"+recipe={recipe}", f"recompute={recompute}", "model.q_lora_rank=16"), CPU)
     model, seen = engine.model, dict[str, Any]()
     block = model.iter_blocks()[1][1]

@@ -98,7 +98,7 @@ def test_training_does_not_notice(config: Configs, recipe: str, more: list[str])
 
 
 def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the observer apart sees of the same tokens, of all of them or of every third row."""
+    """What the observer apart sees of the same tokens, of all of them or of some rows."""
     made = config("+recipe=fp8_delayed", "precision.table.lm_head=fp8", "precision.backend=reference")
     engine, tokens = build_engine(made, CPU), batches()[0]
     train_step(engine, 1, tokens, 2)
@@ -108,7 +108,7 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
         for microbatch in tokens.split(2):
             aside.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
     weights = torch.tensor([name.endswith(":weight") for name in health.rows.names])
-    for most in (observe.SAMPLE_ON_CPU, 17):
+    for most in (4096, 17):
         monkeypatch.setattr(observe, "SAMPLE_ON_CPU", most)
         with health.inside(2, logged=True):
             result = train_step(engine, 2, tokens, 2)
@@ -117,7 +117,7 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
         seen = health.collect(result.load, result.verdict.ok)
         assert torch.isfinite(seen["tensors/fp8/error"]).all(), "inputs, weights and gradients of each GEMM"
         if most == 17:
-            assert (ours[:, 0] < theirs[:, 0] / 2)[~weights].all() and torch.equal(ours[weights], theirs[weights])
+            assert (ours[:, 0] < theirs[:, 0] / 2).all()
             torch.testing.assert_close(ours[:, 3] / ours[:, 4], theirs[:, 3] / theirs[:, 4], rtol=1, atol=0)
             break
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
