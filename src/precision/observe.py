@@ -137,7 +137,7 @@ def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, 
     tell(place, x[part], data[part], part_of(inv, part), fmt)
 
 
-def tell_weight(place: Tensor, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
     """Show a weight [(G,) N, K] to whoever watches: whole, or on a CPU to whoever samples every k-th row of N."""
     if _sampler is not None and weight.device.type == "cpu":
         N = weight.shape[-2]
