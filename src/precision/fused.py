@@ -20,6 +20,12 @@ from precision.observe import is_observed
 from precision.operand import Feed, Operand, stand_in
 
 
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype. A forward method must not return what `to` has handed on as it was, nor what an operation in place has
+    made: torch 2.11, tracing it, leaves out the gradient and says nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x / rms(x) * gain. rstd [..., 1] is kept; dx = rstd (g - n mean(g n)) with n = x rstd, g = dy gain."""
 
@@ -29,7 +35,7 @@ class _RmsNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, rstd)
-        return (wide * rstd).mul_(gain).to(x.dtype)
+        return _in(wide * rstd * gain, x.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -50,10 +56,9 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx, gate_up: Tensor, row_weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_up, row_weight)
         gate, up = gate_up.chunk(2, -1)
-        h = F.silu(gate.float()).mul_(up)
-        if row_weight is not None:
-            h.mul_(row_weight[..., None])
-        return h.to(gate_up.dtype)
+        silu = F.silu(gate.float())
+        h = silu * up if row_weight is None else silu.mul_(up) * row_weight[..., None]
+        return _in(h, gate_up.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -106,10 +111,13 @@ def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, D]: the rows of each token, added up one after the other in `dtype`. A row beyond the last is none."""
     if rows.shape[0] < inverse.numel():
         inverse, rows = inverse.clamp(max=rows.shape[0]), F.pad(rows, (0, 0, 0, 1))
-    total = rows.index_select(0, inverse[:, 0]).to(dtype)
-    for k in range(1, inverse.shape[1]):
-        total += rows.index_select(0, inverse[:, k])
-    return total
+    *some, last = inverse.unbind(1)
+    if not some:
+        return _in(rows.index_select(0, last), dtype)
+    total = rows.index_select(0, some[0]).to(dtype)
+    for index in some[1:]:
+        total += rows.index_select(0, index)
+    return total + rows.index_select(0, last)
 
 
 def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
