@@ -21,8 +21,8 @@ from precision.operand import Feed, Operand, stand_in
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype. A forward method must not return what `to` has handed on as it was, nor what an operation in place has
-    made: torch 2.11, tracing it, leaves out the gradient and says nothing."""
+    """x in dtype. A forward method must not return what `to` has handed on as it was, nor what an operation in place
+    has made: torch 2.11, tracing it, leaves out the gradient and says nothing."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
