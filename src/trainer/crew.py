@@ -145,8 +145,9 @@ class Crew:
             first = store.add(self.name("said", message), 1) == 1
             store.add(self.name("refused"), 1)
             deadline = time.monotonic() + 2.0
-            while time.monotonic() < deadline and store.add(self.name("refused"), 0) < self.launch.size:
-                time.sleep(0.02)
+            with contextlib.suppress(KeyboardInterrupt):  # torchrun ends the others as soon as it has seen one end
+                while time.monotonic() < deadline and store.add(self.name("refused"), 0) < self.launch.size:
+                    time.sleep(0.02)
         except RuntimeError:
             return self.launch.is_first
         return first
