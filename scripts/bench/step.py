@@ -17,7 +17,8 @@ Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quanti
 
 Then the ratios to `--against`, and what loading a batch of the configured data costs against a step, and against one of
 50,000 tokens/s. With trainer.document_masking=true the tokens are documents of `--document` tokens. Contestants share
-the GPU's memory; `--apart` builds, measures and frees one after the other where that is too little.
+the GPU's memory; `--apart` builds, measures and frees one after the other where that is too little. There are no CUDA
+graphs, which keep memory to themselves, unless the command asks for them: `--apart ... cuda_graph=true`.
 """
 
 import argparse
@@ -122,7 +123,7 @@ class Contestant:
         from trainer.preflight import check
 
         self.recipe = recipe
-        sys.argv[1:] = [f"+recipe={recipe}", *overrides]
+        sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
         (job,) = compose(CONFIGS)
         self.config = load(job.tree)
         self.plan = check(self.config)
@@ -153,6 +154,8 @@ class Contestant:
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
         """One step; its time and peak memory count if `timed`."""
+        from trainer.parallel import Graphed
+
         cuda = self.engine.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
@@ -164,7 +167,7 @@ class Contestant:
             torch.cuda.synchronize()
         if timed:
             self.seconds.append(time.perf_counter() - began)
-        if timed or self.config.cuda_graph:  # a graph takes its memory while it is recorded
+        if timed or isinstance(self.engine.microbatch, Graphed):  # a graph takes its memory while it is recorded
             after = torch.cuda.max_memory_allocated() if cuda else peak_resident()
             self.peak = max(self.peak, after - before)
 

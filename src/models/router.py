@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import RouterScoring
+from precision import choose_experts
 
 
 class Routing(NamedTuple):
@@ -79,17 +80,9 @@ class Gate(nn.Module):
         loss = self.balance_loss_weight * balance_loss(share_BSE, count_BE, self.num_chosen)
         return Routing(expert_BSK, weight_BSK * self.scaling_factor, loss, count_BE.sum(0))
 
-    @torch.no_grad()
     def choose(self, score_BSE: Tensor) -> Tensor:
         """The experts of each token, [B, S, K] int64, all different, from at most `num_groups_per_token` groups."""
-        biased_BSE = score_BSE if self.bias is None else score_BSE + self.bias
-        if self.num_groups > 1:
-            grouped_BSGe = biased_BSE.unflatten(-1, (self.num_groups, -1))
-            group_score_BSG = grouped_BSGe.topk(2, -1).values.sum(-1)
-            kept = group_score_BSG.topk(self.num_groups_kept, -1).indices
-            dropped_BSG = torch.ones_like(group_score_BSG, dtype=torch.bool).scatter(-1, kept, False)
-            biased_BSE = grouped_BSGe.masked_fill(dropped_BSG[..., None], float("-inf")).flatten(-2)
-        return biased_BSE.topk(self.num_chosen, -1).indices  # sorted: sums over K run in one order everywhere
+        return choose_experts(score_BSE, self.bias, self.num_chosen, self.num_groups, self.num_groups_kept)
 
     def _deal_out(self, score_BSE: Tensor) -> Tensor:
         """Experts in turn, whatever the scores: token t gets tK, tK + 1, ... modulo E."""

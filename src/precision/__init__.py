@@ -2,6 +2,7 @@
 
 from precision.attention import attention_core, document_mask, latent_attention
 from precision.binding import begin_step, bind
+from precision.choice import choose_experts
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
@@ -30,6 +31,7 @@ __all__ = [
     "attention_core",
     "begin_step",
     "bind",
+    "choose_experts",
     "combine_rows",
     "document_mask",
     "expert_ffn",

@@ -13,7 +13,8 @@ What samples is host code. A compiled graph holds the casting kernels as custom 
 runs at each call; there, after the cast, stands `if is_sampled()`. So nothing is compiled anew for a step that is
 sampled, and one that is not pays for an `if`. Rows that a kernel never had in memory are made once more, for the sample
 alone, by the same kernels. Where plain ops cast and are traced, an operator that does nothing else (`octet::report`)
-stands behind them. A CUDA graph replays kernels and no Python: whoever replays one has to run a sampled step otherwise.
+stands behind them. A CUDA graph replays kernels and no Python: a graph of a sampled pass is one of its own, which shows
+its casts to whoever sampled when it was recorded. So observers work on the device alone, on memory that stays.
 
 Whose a cast is goes by the slot's `place`, its row of the arena as a number in host memory: compiled blocks share a
 graph, and of a tensor on the GPU inductor may hand on a copy, so that its address says nothing.
@@ -62,6 +63,11 @@ def is_observed() -> bool:
 def is_sampled() -> bool:
     """Whether somebody samples the step that runs. For operators' bodies and what is never traced."""
     return _sampler is not None
+
+
+def sampler() -> Observer | None:
+    """Who samples the step that runs."""
+    return _sampler
 
 
 def sampling_number() -> int:

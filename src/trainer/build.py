@@ -37,7 +37,7 @@ from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shards import as_parts, model_state
-from trainer.preflight import check_sharing, reduces_each_microbatch, without_effect
+from trainer.preflight import check_sharing, records_graphs, reduces_each_microbatch, without_effect
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
@@ -285,7 +285,7 @@ def build_engine(
 ) -> Engine:
     """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world: who
     else trains it; a collective then."""
-    if config.cuda_graph and device.type != "cuda":
+    if config.cuda_graph is Switch.true and device.type != "cuda":
         raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
     degrees = resolve(config.parallel, world.size)
@@ -301,7 +301,9 @@ def build_engine(
     )
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
-    microbatch: Microbatch = Graphed(model) if config.cuda_graph else Eager(model, spoil)
+    microbatch: Microbatch = Eager(model, spoil)
+    if records_graphs(config, plan, degrees, device):
+        microbatch = Graphed(model, must=config.cuda_graph is Switch.true)
     if world.many:
         from trainer.parallel.fsdp import Shared
 

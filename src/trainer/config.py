@@ -296,9 +296,10 @@ class Config:
     recompute: Recompute
     """none; selective: attention except its core is computed again; full: only the blocks' inputs are kept, the least
     memory and a third more work."""
-    cuda_graph: bool
-    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: less waiting for
-    Python. On a GPU only, and not on the transformer_engine backend."""
+    cuda_graph: Switch
+    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: no waiting for
+    Python. On one GPU only, and not on the transformer_engine backend. auto: there, where the forecast leaves half of
+    the GPU's memory free."""
     profile: ProfileConfig
     """A window of steps to look into."""
     debug: DebugConfig

@@ -131,7 +131,7 @@ def check_sharing(config: Config, degrees: Degrees) -> None:
         doing = "" if together == degrees.world else f" with trainer.microbatch_size={t.microbatch_size}"
         why = f"{degrees.world} ranks{doing} do a multiple of {together} sequences"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
-    if config.cuda_graph:
+    if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         why = "its modules hold whole weights, which ranks share here"
@@ -151,6 +151,21 @@ def reduces_each_microbatch(config: Config, plan: Plan, degrees: Degrees, device
         return False
     once_a_step = sum(forecast_memory(config, plan, degrees, each=False).values())
     return once_a_step > 0.8 * torch.cuda.get_device_properties(device).total_memory
+
+
+def records_graphs(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
+    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
+    and where at most half of the memory is forecast to be used: a graph keeps what it takes."""
+    if config.cuda_graph is not Switch.auto:
+        return config.cuda_graph is Switch.true
+    if device.type != "cuda" or degrees.world > 1 or config.debug.inject is not None:
+        return False
+    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
+        return False
+    if plan.served_by("transformer_engine"):
+        return False
+    total = torch.cuda.get_device_properties(device).total_memory
+    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
 
 
 def _check_debug(config: Config) -> None:
@@ -227,7 +242,7 @@ def _check_profile(config: Config) -> None:
 
 
 def _check_cuda_graph(config: Config, plan: Plan) -> None:
-    if not config.cuda_graph:
+    if config.cuda_graph is not Switch.true:
         return
     if config.trainer.device is Device.cpu:
         _refuse("cuda_graph", "true", "trainer.device=cpu has no CUDA graphs", "set cuda_graph=false")

@@ -11,16 +11,18 @@ addresses each time, so
     weights       the GEMMs' operands are refreshed in place, scales and amaxes are rows of one arena: all at rest
     nothing       may wait for the host, or choose by a value that is on the device
 
-A replay runs no Python, and so shows nobody what it casts (`precision.observe`). Microbatches of a step that is sampled
-therefore run the plain way, into the gradients of the graphs: those of the first one are added to zeros, which changes
-no bit of them. Their activations take memory beside the graphs'.
+A replay runs no Python, and so would show nobody what it casts (`precision.observe`). Microbatches of a step that is
+sampled have a graph of their own, which adds to gradients, for the first one to zeros: that changes no bit of them.
 
-Before the recording the same microbatch runs a few times the plain way, on the stream that will record: kernels are
-compiled, tuned and loaded, libraries take their workspaces. Amaxes are maxima, so that this leaves no trace.
+Before a recording the same microbatch runs the plain way, on the stream that will record: kernels are compiled, tuned
+and loaded, libraries take their workspaces. Amaxes are maxima, so that this leaves no trace. The first step that is
+sampled is such a run itself; graphs that are there already are dropped before it, so that their memory is free, and
+made anew after it.
 
 The graphs own a memory pool, the size of what a microbatch takes. Others (evaluation) cannot use it.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek, Losses
-from precision.observe import is_sampled, unsampled
+from precision.observe import Observer, sampler, unsampled
 
 WARM_UP = 3  # passes before a recording; the second one on adds to gradients, as later microbatches do
 
@@ -66,48 +68,84 @@ class Eager:
         """Nothing was gathered."""
 
 
-class Graphed:
-    """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count."""
+class _Unrecordable(Exception):
+    """What stood in the way of a recording."""
 
-    def __init__(self, model: DeepSeek):
+
+class Graphed:
+    """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count.
+
+    must: where recording fails, raise ValueError; else warn and go on the plain way.
+    """
+
+    def __init__(self, model: DeepSeek, must: bool = True):
         self._run = Eager(model)
+        self._must = must
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._warm, self._failed = False, False
+        self._observer: Observer | None = None  # who has seen a plain pass, and so may see a graph
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of graphs, gradients and their memory."""
         self._tokens = torch.empty(0)
         self._gradients: list[Tensor | None] = []
-        self._first: tuple[torch.cuda.CUDAGraph, Losses] | None = None
-        self._later: tuple[torch.cuda.CUDAGraph, Losses] | None = None
+        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Losses]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
-        """See `Microbatch`. The first call, and the first one with index > 0, record. ValueError if that fails."""
-        if self._first is None:
-            self._tokens = tokens.clone()
-            with unsampled():
-                self._warm_up(count)
-                self._first = self._record(0, count)
-            self._gradients = [p.grad for p in self._parameters]
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient  # the optimizer lets go of them after each step
-        if is_sampled():
-            if index == 0:
-                for gradient in self._gradients:
-                    if gradient is not None:
-                        gradient.zero_()
+        """See `Microbatch`. The first call records, and the first one with index > 0, and the second sampled step."""
+        seen_by = sampler()
+        if self._failed:
             return self._run(tokens, index, count)
-        self._tokens.copy_(tokens)
-        if index > 0 and self._later is None:
-            self._later = self._record(index, count)
-        recorded = self._first if index == 0 else self._later
-        assert recorded is not None
-        graph, losses = recorded
-        graph.replay()
-        return Losses(*(loss.clone() for loss in losses))
+        if seen_by is not None and seen_by is not self._observer:
+            if index == 0:
+                self._forget()
+            losses = self._run(tokens, index, count)
+            if index == count - 1:
+                self._observer = seen_by
+            return losses
+        try:
+            return self._replay(tokens, index, count, seen_by is not None)
+        except _Unrecordable as error:
+            what = f"the forward and backward pass cannot be recorded ({error})"
+            if self._must or index > 0:
+                raise ValueError(f"cuda_graph=true: {what}; set cuda_graph=false") from error
+            self._failed = True
+            warnings.warn(f"cuda_graph=auto: {what}; this run goes on without", stacklevel=2)
+        self._forget()
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self._run(tokens, index, count)
 
     def release(self) -> None:
         """Nothing was gathered."""
 
+    def _replay(self, tokens: Tensor, index: int, count: int, sampled: bool) -> Losses:
+        if not self._graphs:
+            self._tokens = tokens.clone()
+            with unsampled():
+                self._warm_up(count)
+                self._graphs["first"] = self._record(0, count)
+            self._gradients = [p.grad for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient  # the optimizer lets go of them after each step
+        if sampled and index == 0:
+            for gradient in self._gradients:
+                if gradient is not None:
+                    gradient.zero_()
+        self._tokens.copy_(tokens)
+        which = "sampled" if sampled else "later" if index > 0 else "first"
+        if which not in self._graphs:
+            self._graphs[which] = self._record(index, count)
+        graph, losses = self._graphs[which]
+        graph.replay()
+        return Losses(*(loss.clone() for loss in losses))
+
     def _warm_up(self, count: int) -> None:
+        if self._warm:
+            return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for index in range(WARM_UP):
@@ -115,6 +153,7 @@ class Graphed:
         torch.cuda.current_stream().wait_stream(self._stream)
         for parameter in self._parameters:
             parameter.grad = None
+        self._warm = True
 
     def _record(self, index: int, count: int) -> tuple[torch.cuda.CUDAGraph, Losses]:
         graph = torch.cuda.CUDAGraph()
@@ -126,8 +165,5 @@ class Graphed:
             cause = error.__context__ or error  # the end of a broken recording hides what broke it
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            raise ValueError(
-                "cuda_graph=true: the forward and backward pass cannot be recorded "
-                f"({str(cause).splitlines()[0]}); set cuda_graph=false"
-            ) from error
+            raise _Unrecordable(str(cause).splitlines()[0]) from error
         return graph, losses

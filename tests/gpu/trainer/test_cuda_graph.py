@@ -13,6 +13,7 @@ from torch import Tensor
 
 from precision import gemm_layers
 from trainer.build import Engine
+from trainer.parallel import Eager, Graphed
 from trainer.trainer import train_step
 
 Engines = Callable[..., Engine]
@@ -122,3 +123,30 @@ def test_steps_wait_for_nothing_and_launch_the_same_addresses(engine: Engines) -
     e.model.train()
     result = train_step(e, 4, tokens[3], 4)
     assert bool(result.verdict.ok) and addresses() == at
+
+
+@pytest.mark.parametrize(
+    ("keys", "graphed"),
+    [
+        ([], True),
+        (["debug.inject={step: 3, where: loss, value: nan}"], False),
+        (["precision.backend=reference"], False),
+        (["trainer.microbatch_size=16384", "trainer.global_batch_size=16384"], False),
+    ],
+)
+def test_auto(engine: Engines, keys: list[str], graphed: bool) -> None:
+    """By itself where the pass can be recorded and takes little memory."""
+    e = engine("+recipe=fp8_delayed", "cuda_graph=auto", *keys)
+    assert isinstance(e.microbatch, Graphed if graphed else Eager)
+
+
+def test_what_cannot_be_recorded_runs_the_plain_way(engine: Engines) -> None:
+    """With auto, after a warning: here experts that are multiplied group by group, which waits for their offsets."""
+    plain, graphed = (engine("precision=fp32", *FAST) for _ in range(2))
+    graphed.microbatch = Graphed(graphed.model, must=False)
+    tokens = batches(plain)
+    with pytest.warns(UserWarning, match="cuda_graph=auto: .* cannot be recorded .*; this run goes on without"):
+        train_step(graphed, 1, tokens[0], 4)
+    train_step(plain, 1, tokens[0], 4)
+    ours, theirs = (train_step(e, 2, tokens[1], 4).metrics["loss/total"] for e in (graphed, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)

@@ -18,6 +18,7 @@ from trainer.health.activations import BlockKurtosis
 from trainer.health.casts import Casts, Rows
 from trainer.health.health import Health
 from trainer.metrics import copy_to_host
+from trainer.parallel import Graphed
 from trainer.trainer import train_step
 
 Engines = Callable[..., Engine]
@@ -96,12 +97,37 @@ def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> N
             assert ours == passed, f"{name}: no row too many, none too few; the batch is small enough to be the sample"
 
 
+@pytest.mark.parametrize("way", ["graph", "compiled graph"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
+def test_a_sampled_step_is_a_graph_from_the_second_one_on(engine: Engines, recipe: str, way: str) -> None:
+    """And shows what the first one has shown, which ran the plain way."""
+    e = warm(engine, recipe, way)
+    tokens = batch(e, 3)
+    casts, kurtosis = Casts(Rows(e.arena), e.device), BlockKurtosis(e.model.iter_blocks())
+    unseen, seen, found = passes(e, tokens), [], []
+    for _ in range(4):
+        casts.forget()
+        kurtosis.forget()
+        with sampling(casts):
+            found.append(passes(e, tokens))
+        seen.append((casts._parts.sum(1), kurtosis.sums.clone()))
+    assert isinstance(e.microbatch, Graphed) and set(e.microbatch._graphs) == {"first", "sampled"}
+    found.append(passes(e, tokens))
+    assert torch.equal(casts._parts.sum(1), seen[-1][0]), "a pass that is not sampled shows nothing"
+    for each in found:
+        for part, theirs in zip(each, unseen, strict=True):
+            assert float((part - theirs).double().norm()) <= 1e-2 * float(theirs.double().norm())
+    for more in seen[1:]:
+        for part, theirs in zip(more, seen[0], strict=True):
+            torch.testing.assert_close(part, theirs, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["compiled", "graph"])
 def test_a_sampled_step_waits_for_nothing(engine: Engines, way: str) -> None:
     e = warm(engine, "fp8_delayed", way)
     casts, tokens = Casts(Rows(e.arena), e.device), batch(e, 3).to(e.device)
-    for step in (3, 4):
-        torch.cuda.set_sync_debug_mode("error" if step == 4 else "default")
+    for step in (3, 4, 5):
+        torch.cuda.set_sync_debug_mode("error" if step == 5 else "default")
         try:
             with sampling(casts):
                 train_step(e, step, tokens, 4)

@@ -1,0 +1,52 @@
+"""Which experts a token passes, from its scores: the K largest of score + bias, among the experts of the best groups.
+
+The score of a group is the sum of its two largest; see `models.router`, whose matter the scores are. On a GPU one
+kernel reads them once (`precision.kernels.choose`); elsewhere, and as its twin, plain PyTorch. Both count NaN as the
+largest. Of experts with equal scores either may be chosen, each at most once.
+
+T tokens, E experts, G groups of E / G, K chosen experts of a token.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def choose_experts(
+    score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int = 1, num_groups_kept: int = 1
+) -> Tensor:
+    """score [..., E] FP32, bias [E] FP32 -> [..., K] int64, all different, from at most `num_groups_kept` groups; by
+    falling score + bias, so that sums over K run in one order everywhere."""
+    if score.is_cuda and find_spec("triton") is not None:
+        rows = score.reshape(-1, score.shape[-1])
+        return _choose(rows, bias, num_chosen, num_groups, num_groups_kept).unflatten(0, score.shape[:-1])
+    return plain_choice(score, bias, num_chosen, num_groups, num_groups_kept)
+
+
+def plain_choice(
+    score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int = 1, num_groups_kept: int = 1
+) -> Tensor:
+    """`choose_experts` in plain PyTorch."""
+    biased = score if bias is None else score + bias
+    if num_groups > 1:
+        grouped = biased.unflatten(-1, (num_groups, -1))
+        group_score = grouped.topk(2, -1).values.sum(-1)
+        kept = group_score.topk(num_groups_kept, -1).indices
+        dropped = torch.ones_like(group_score, dtype=torch.bool).scatter(-1, kept, False)
+        biased = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
+    return biased.topk(num_chosen, -1).indices
+
+
+@torch.library.custom_op("octet::choose_experts", mutates_args=())
+def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
+    """score [T, E]."""
+    from precision.kernels.choose import choose
+
+    return choose(score.contiguous(), bias, num_chosen, num_groups, num_groups_kept)
+
+
+@_choose.register_fake
+def _(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
+    return torch.empty(score.shape[0], num_chosen, device=score.device, dtype=torch.int64)
