@@ -12,6 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+_HAS_TRITON = find_spec("triton") is not None  # asked once: traced code may not
+
 
 @torch.no_grad()
 def choose_experts(
@@ -19,10 +21,15 @@ def choose_experts(
 ) -> Tensor:
     """score [..., E] FP32, bias [E] FP32 -> [..., K] int64, all different, from at most `num_groups_kept` groups; by
     falling score + bias, so that sums over K run in one order everywhere."""
-    if score.is_cuda and find_spec("triton") is not None:
+    if has_kernel(score):
         rows = score.reshape(-1, score.shape[-1])
         return _choose(rows, bias, num_chosen, num_groups, num_groups_kept).unflatten(0, score.shape[:-1])
     return plain_choice(score, bias, num_chosen, num_groups, num_groups_kept)
+
+
+def has_kernel(score: Tensor) -> bool:
+    """Whether `precision.kernels.choose` takes it."""
+    return score.is_cuda and _HAS_TRITON
 
 
 def plain_choice(
