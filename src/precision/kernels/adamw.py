@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import chunk_table
+from precision.kernels.common import cdiv, chunk_table
 from precision.kernels.update_norms import UpdateNorms
 
 _BLOCK = 512  # elements at a time, 4 a thread: a load of 16 bytes from each of four tensors
@@ -167,7 +167,7 @@ class FusedAdamW:
         divisor = self._one if divisor is None else divisor
         beta1, beta2 = self._betas
         P = len(self._parameters)
-        _prepare_kernel[(triton.cdiv(P, _PREPARED),)](
+        _prepare_kernel[(cdiv(P, _PREPARED),)](
             self._gradients, self._steps, self._decays, ok, lr, divisor, self._factors, P,
             _log(beta1), _log(beta2), _PREPARED,
         )  # fmt: skip

@@ -30,10 +30,12 @@ from precision.kernels.common import (
     as_bytes,
     as_words,
     byte,
+    cdiv,
     inverse,
     inverse_of_row,
     is_known,
     padded_rows,
+    power_of_2,
     row_warps,
     scale_of,
     settled,
@@ -262,21 +264,21 @@ def cast(
         own, inv = torch.zeros(1, device=x.device, dtype=torch.int32), torch.empty((), **new)
         common = scale_row, own, as_bits(amax), inv
         size = 8192
-        grid = (max(1, triton.cdiv(x.numel(), size)),)
+        grid = (max(1, cdiv(x.numel(), size)),)
         _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=True, SIZE=size, num_warps=8)
         if yt is None:
             _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=False, SIZE=size, num_warps=8)
         else:
-            grid = (triton.cdiv(C, 128), Rt // 128)
+            grid = (cdiv(C, 128), Rt // 128)
             _tensor_transposed_kernel[grid](
                 x, as_bytes(y), as_words(yt), *common, R, C, Rt // 4, **constants, BR=128, BC=128, num_warps=8
             )
         return y, inv, yt, inv if transposed else None
     if how.mode == ROW.value:
         inv = torch.empty(R, 1, **new)
-        width = triton.next_power_of_2(C)
+        width = power_of_2(C)
         rows = max(1, 4096 // width)
-        _rows_kernel[(triton.cdiv(R, rows),)](
+        _rows_kernel[(cdiv(R, rows),)](
             x, y, as_bits(amax), inv, R, C, **constants, BR=rows, BC=width, num_warps=row_warps(width)
         )
         if not transposed:
@@ -295,7 +297,7 @@ def cast_blocks(
     [R'] int32: of the rows of x in the experts' order (-1: padding)."""
     (T, C), R = x.shape, x.shape[0] if token is None else token.shape[0]
     new = {"device": x.device, "dtype": torch.float32}
-    blocks, Rt = triton.cdiv(C, 128), padded_rows(R)
+    blocks, Rt = cdiv(C, 128), padded_rows(R)
     y = torch.empty(R if rows else 0, C, device=x.device, dtype=how.fmt.dtype)
     yt = torch.empty(C if transposed else 0, Rt, device=x.device, dtype=how.fmt.dtype)
     inv = torch.empty(blocks, R if rows else 0, **new)
@@ -316,7 +318,7 @@ def transpose(x8: Tensor, inv: Tensor, how: Cast, ends: Tensor | None = None) ->
     Rt = padded_rows(R)
     yt = torch.empty(C, Rt, device=x8.device, dtype=x8.dtype)
     inv_t = transposed_scales(inv, Rt, C, how)
-    _transpose_kernel[(triton.cdiv(C, 128), Rt // 128)](
+    _transpose_kernel[(cdiv(C, 128), Rt // 128)](
         x8, x8, as_words(yt), x8, ends if ends is not None else x8, inv, inv, inv_t, R, C, Rt // 4,
         **how.constants, MODE=how.mode, GROUPS=0 if ends is None else ends.shape[0], GATHER=False, ROWS=False,
         num_warps=8, maxnreg=128,
@@ -335,7 +337,7 @@ def gather_transposed(
     y = torch.empty(R, C, device=x8.device, dtype=x8.dtype) if rows else None
     inv_t = transposed_scales(inv, R, C, how)
     inv_rows = None if not rows else gathered_scales(inv, R, how)
-    _transpose_kernel[(triton.cdiv(C, 128), R // 128)](
+    _transpose_kernel[(cdiv(C, 128), R // 128)](
         x8, as_bytes(y) if y is not None else x8, as_words(yt), token, ends, inv,
         inv_rows if inv_rows is not None else inv, inv_t, T, C, R // 4,
         **how.constants, MODE=how.mode, GROUPS=ends.shape[0], GATHER=True, ROWS=rows, num_warps=8, maxnreg=128,

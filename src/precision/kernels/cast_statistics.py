@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precision.formats import Format
-from precision.kernels.common import TRITON_FP8, abs_bits, as_bf16, as_bytes
+from precision.kernels.common import TRITON_FP8, abs_bits, as_bf16, as_bytes, cdiv
 
 PROGRAMS = 660
 """At most so many work on a cast: five for each multiprocessor of a Hopper GPU, which are there all at once."""
@@ -111,8 +111,8 @@ def add_cast_statistics(
             strides = tuple(0 if n == 1 else stride for n, stride in zip((G, rows, columns), each, strict=True))
     elif x.dim() != 3:
         R = x.numel() // C
-    across = triton.cdiv(C, _COLUMNS)
-    tiles = triton.cdiv(R, _ROWS) * across
+    across = cdiv(C, _COLUMNS)
+    tiles = cdiv(R, _ROWS) * across
     total = x.numel() // (R * C) * tiles
     (x, *x_strides), (data, *data_strides) = (_rows(t, R) for t in (x, as_bytes(data)))
     _cast_statistics_kernel[(min(total, PROGRAMS),)](

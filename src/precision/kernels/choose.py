@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels.common import cdiv, power_of_2
+
 _SCORES = 4096  # held by a program
 
 
@@ -60,11 +62,11 @@ def choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int,
     """See `precision.choice.choose_experts`; score [T, E] FP32 -> [T, K] int64."""
     T, E = score.shape
     chosen = torch.empty(T, num_chosen, device=score.device, dtype=torch.int64)
-    EP = triton.next_power_of_2(E)
+    EP = power_of_2(E)
     BT = max(1, _SCORES // EP)
     if T:
-        _choose_kernel[(triton.cdiv(T, BT),)](
+        _choose_kernel[(cdiv(T, BT),)](
             score, score if bias is None else bias, chosen, T, E, num_groups, bias is not None, num_groups_kept,
-            num_chosen, BT, EP, triton.next_power_of_2(num_groups), num_warps=4,  # pyright: ignore[reportCallIssue]
+            num_chosen, BT, EP, power_of_2(num_groups), num_warps=4,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
     return chosen

@@ -16,6 +16,7 @@ the number is rounded first.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -50,7 +51,7 @@ class Cast:
         """One word, for the schemas of custom operators."""
         return f"{self.fmt.name}:{self.mode}:{int(self.delayed)}:{self.margin}:{int(self.power_of_two)}"
 
-    @property
+    @cached_property
     def constants(self) -> dict:
         """Keyword arguments of the kernels."""
         return {
@@ -62,6 +63,7 @@ class Cast:
         }
 
     @staticmethod
+    @cache
     def parse(text: str) -> "Cast":
         """Inverse of `text`."""
         name, mode, delayed, margin, power_of_two = text.split(":")
@@ -91,6 +93,16 @@ def chunk_table(counts: Sequence[int]) -> Tensor:
     return torch.stack([index, within], dim=1).int()
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own takes 2 us: constant expressions have to understand it, too.)"""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def row_warps(width: int) -> int:
     """Warps of a kernel that holds whole rows of this width: at most 64 values a thread."""
     return min(16, max(4, width // 2048))
@@ -98,7 +110,7 @@ def row_warps(width: int) -> int:
 
 def padded_rows(rows: int) -> int:
     """Rows of a transposed operand: the next multiple of 128, so that tiles and the tensor cores' layouts fit."""
-    return -(-rows // 128) * 128
+    return cdiv(rows, 128) * 128
 
 
 @triton.jit

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels.common import power_of_2
+
 _BLOCK = 8192  # columns at a time; 16 a thread
 _LOG2_E = 1.4426950408889634
 
@@ -69,7 +71,7 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient:
     T, V = logits.shape
     assert logits.stride(1) == 1 and target.is_contiguous()
     loss = torch.empty(T, dtype=torch.float32, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(V))
+    block = min(_BLOCK, power_of_2(V))
     if T:
         _cross_entropy_kernel[(T,)](
             logits, target, weight, loss, logits.stride(0), V, ignored, gradient, _LOG2_E, block,

@@ -35,6 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels.common import cdiv, power_of_2
+
 _LOG2_E = 1.4426950408889634
 LARGEST = 256  # head size
 SHARED_MEMORY = 200 * 1024  # bytes that a block of threads takes at most
@@ -303,8 +305,8 @@ def _widths(D: int, V: int) -> dict[str, int]:
     """D as a power of two and the rest, V rounded up to one; 16 columns are the least of a tile."""
     whole = max(16, 1 << (D.bit_length() - 1))
     rest = max(0, D - whole)
-    rest = max(16, triton.next_power_of_2(rest)) if rest else 0
-    return {"D": D, "V": V, "D1": whole, "D2": rest, "DV": max(16, triton.next_power_of_2(V))}
+    rest = max(16, power_of_2(rest)) if rest else 0
+    return {"D": D, "V": V, "D1": whole, "D2": rest, "DV": max(16, power_of_2(V))}
 
 
 TILES = {"forward": (128, 64, 8, 3), "keys": (64, 64, 8, 2), "queries": (128, 64, 8, 2)}
@@ -336,7 +338,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tu
     (B, H, S, D), V = q.shape, v.shape[-1]
     out, lse = by_position(q, V), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", max(D, V))
-    _forward_kernel[(triton.cdiv(S, tiles["M"]), B * H)](
+    _forward_kernel[(cdiv(S, tiles["M"]), B * H)](
         q, k, v, bounds, out, lse, *_three(q), *_three(k), *_three(v), *_three(out), S, scale * _LOG2_E,
         H=H, **_widths(D, V), **tiles,
     )  # fmt: skip
@@ -351,16 +353,16 @@ def backward(
     dq, dk, dv = by_position(q, D), by_position(q, D), by_position(q, V)
     delta, widths, scales = torch.empty_like(lse), _widths(D, V), (S, scale, scale * _LOG2_E)
     inputs = (*_three(q), *_three(k), *_three(v), *_three(dout))
-    _delta_kernel[(triton.cdiv(S, 64), B * H)](
+    _delta_kernel[(cdiv(S, 64), B * H)](
         out, dout, delta, *_three(out), *_three(dout), S, H=H, V=V, DV=widths["DV"], M=64
     )
     tiles = _tiles("keys", max(D, V))
-    _keys_kernel[(triton.cdiv(S, tiles["N"]), B * H)](
+    _keys_kernel[(cdiv(S, tiles["N"]), B * H)](
         q, k, v, bounds, dout, lse, delta, dk, dv, *inputs, *_three(dk), *_three(dv), *scales,
         B=B, H=H, **widths, **tiles,
     )  # fmt: skip
     tiles = _tiles("queries", max(D, V))
-    _queries_kernel[(triton.cdiv(S, tiles["M"]), B * H)](
+    _queries_kernel[(cdiv(S, tiles["M"]), B * H)](
         q, k, v, bounds, dout, lse, delta, dq, *inputs, *_three(dq), *scales, H=H, **widths, **tiles
     )
     return dq, dk, dv

@@ -12,6 +12,7 @@ T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class _Casts:
     grad: Cast | None
 
     @staticmethod
+    @cache
     def parse(how: str) -> "_Casts":
         forward, _, grad = how.partition(" ")
         return _Casts(Cast.parse(forward) if forward else None, Cast.parse(grad) if grad else None)

@@ -20,9 +20,11 @@ from precision.kernels.common import (
     amax_along,
     as_bf16,
     as_bits,
+    cdiv,
     inverse,
     inverse_of_row,
     is_known,
+    power_of_2,
     row_warps,
     scale_of,
     tensor_scale,
@@ -109,16 +111,16 @@ def rms_norm(
     rstd, inv = torch.empty(R, **new), torch.empty(0, **new)
     y8, own = y, as_bits(rstd)
     mode, constants = 0, Cast.parse("e4m3:1:0:0:0").constants
-    BC = max(128, triton.next_power_of_2(C))
+    BC = max(128, power_of_2(C))
     BR = max(1, 4096 // BC)
     if how is not None:
         mode, constants = how.mode, how.constants
         y8 = torch.empty(R, C, device=x.device, dtype=how.fmt.dtype)
-        shape = {TENSOR.value: (), ROW.value: (R, 1), BLOCK.value: (triton.cdiv(C, 128), R)}[mode]
+        shape = {TENSOR.value: (), ROW.value: (R, 1), BLOCK.value: (cdiv(C, 128), R)}[mode]
         inv = torch.empty(shape, **new)
         own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == TENSOR.value else own
     for amax_only in (True, False) if mode == TENSOR.value else (False,):
-        _forward_kernel[(triton.cdiv(R, BR),)](
+        _forward_kernel[(cdiv(R, BR),)](
             x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
             **constants, MODE=mode, AMAX_ONLY=amax_only, PLAIN=plain, BR=BR, BC=BC, num_warps=row_warps(BC),
         )  # fmt: skip
@@ -131,6 +133,6 @@ def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tupl
     strips = min(_STRIPS, max(R, 1))
     dx = torch.empty_like(x)
     partial = torch.empty(strips, C, device=x.device, dtype=torch.float32)
-    BC = triton.next_power_of_2(C)
+    BC = power_of_2(C)
     _backward_kernel[(strips,)](dy, x, gain, rstd, dx, partial, R, C, strips, BC, num_warps=row_warps(BC))
     return dx, partial.sum(0)

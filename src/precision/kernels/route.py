@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precision.kernels.cast import gathered_scales
-from precision.kernels.common import BLOCK, ROW, Cast, as_bytes
+from precision.kernels.common import BLOCK, ROW, Cast, as_bytes, cdiv, power_of_2
 
 _CHOICES = 256  # choices of one program
 
@@ -133,7 +133,7 @@ def route(expert: Tensor, weight: Tensor, num_experts: int, align: int, choices:
     (T, K), E = expert.shape, num_experts
     P, device = T * K, expert.device
     R = ((P if choices < 0 else choices) + E * (align - 1) + 127) // 128 * 128
-    blocks = max(triton.cdiv(P, _CHOICES), triton.cdiv(R // 128, 8), 1)
+    blocks = max(cdiv(P, _CHOICES), cdiv(R // 128, 8), 1)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(*shape, device=device, dtype=torch.int32)
@@ -147,9 +147,9 @@ def route(expert: Tensor, weight: Tensor, num_experts: int, align: int, choices:
         ints(E),
         ints(R // 128),
     )
-    EP = triton.next_power_of_2(E)
+    EP = power_of_2(E)
     _count_kernel[(blocks,)](expert, counts, P, E, EP, _CHOICES)
-    _scan_kernel[(E,)](counts, before, total, blocks, E, triton.next_power_of_2(blocks), num_warps=1)
+    _scan_kernel[(E,)](counts, before, total, blocks, E, power_of_2(blocks), num_warps=1)
     _place_kernel[(blocks,)](
         expert, weight, before, total, made.token, made.weight, made.position, made.starts, made.ends,
         made.tile_expert, P, K, E, R // 128, EP, _CHOICES, align,
@@ -164,9 +164,9 @@ def gather(x: Tensor, inv: Tensor | None, to: Route, how: Cast | None) -> tuple[
     mode = 0 if how is None or inv is None else how.mode
     inv_rows = gathered_scales(inv, R, how) if how is not None and inv is not None else None
     src, dst = (as_bytes(x), as_bytes(y)) if x.element_size() == 1 else (x, y)
-    BC = triton.next_power_of_2(C)
+    BC = power_of_2(C)
     BR = max(1, 16384 * 2 // x.element_size() // BC)
-    _gather_kernel[(triton.cdiv(R, BR),)](
+    _gather_kernel[(cdiv(R, BR),)](
         src, dst, inv if inv is not None else x, inv_rows if inv_rows is not None else x, to.token, to.ends,
         T, C, R, to.ends.shape[0], mode, inv.shape[1] if inv is not None and mode == BLOCK.value else 1, BR, BC,
         num_warps=8 if x.element_size() == 2 else 4,
@@ -187,10 +187,10 @@ def combine(
     out = torch.empty(T, C, device=rows.device, dtype=rows.dtype)
     weights = torch.empty(T, K, device=rows.device) if partial is not None else None
     parts = partial.shape[0] if partial is not None else 1
-    BC = triton.next_power_of_2(C)
+    BC = power_of_2(C)
     _combine_kernel[(T,)](
         rows, add if add is not None else rows, out, to.position, partial if partial is not None else rows,
-        weights if weights is not None else out, R, C, parts, K, triton.next_power_of_2(K), BC,
-        triton.next_power_of_2(parts), add is not None, partial is not None, num_warps=min(8, max(1, BC // 512)),
+        weights if weights is not None else out, R, C, parts, K, power_of_2(K), BC,
+        power_of_2(parts), add is not None, partial is not None, num_warps=min(8, max(1, BC // 512)),
     )  # fmt: skip
     return out, weights

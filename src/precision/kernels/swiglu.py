@@ -25,10 +25,12 @@ from precision.kernels.common import (
     as_bytes,
     as_words,
     byte,
+    cdiv,
     inverse,
     inverse_of_row,
     is_known,
     padded_rows,
+    power_of_2,
     row_warps,
     scale_of,
     settled,
@@ -225,19 +227,19 @@ def swiglu(
     mode = 0 if how is None else how.mode
     constants = (how or _PLAIN).constants
     h = torch.empty(R, F, device=y.device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
-    blocks = triton.cdiv(F, 128)
+    blocks = cdiv(F, 128)
     shape = {0: (0,), TENSOR.value: (2,), ROW.value: (R, 1), BLOCK.value: (blocks, R)}[mode]
     # rows beyond the experts' last are not written; the largest scale must not see what lay there
     inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
     own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == TENSOR.value else as_bits(inv)
     if mode == ROW.value:
-        BC = triton.next_power_of_2(F)
+        BC = power_of_2(F)
         BR, warps = max(1, 4096 // BC), row_warps(BC)
     else:
         BR, BC, warps = 64, 128, 4
-    columns = triton.cdiv(F, BC)
+    columns = cdiv(F, BC)
     for amax_only in (True, False) if mode == TENSOR.value else (False,):
-        _forward_kernel[(columns * triton.cdiv(R, BR),)](
+        _forward_kernel[(columns * cdiv(R, BR),)](
             y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
             **constants, MODE=mode, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=warps,
         )  # fmt: skip
@@ -256,7 +258,7 @@ def swiglu_backward_tensor(
     dt = torch.empty(2 * F, Rt, device=device, dtype=how.fmt.dtype)
     ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
     BR, BC = 64, 64
-    columns = triton.cdiv(F, BC)
+    columns = cdiv(F, BC)
     grid = (columns * (Rt // BR),)
     dw = torch.empty(columns if weight is not None else 0, R, device=device)
     own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
@@ -282,7 +284,7 @@ def swiglu_backward_rows(
     # rows beyond the experts' last are not written; the largest scale must not see what lay there
     inv = torch.zeros((0,) if how is None else (R, 1), device=device)
     dw = torch.empty(1 if weight is not None else 0, R, device=device)
-    BC = triton.next_power_of_2(F)
+    BC = power_of_2(F)
     casts = (how or _PLAIN).constants
     _backward_rows_kernel[(max(R, 1),)](
         dh, y, d, h, dw, _or(weight, y), _or(ends, y), as_bits(amax), inv, _or(inv_h, dw), R, F,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import chunk_table
+from precision.kernels.common import cdiv, chunk_table
 
 _BLOCK = 2048  # elements of a program, 16 a thread: four loads of 16 bytes from each of three tensors
 _WARPS = 4
@@ -130,7 +130,7 @@ class UpdateNorms:
         P, device = len(self._ends), self._ends.device
         sums = torch.empty(len(self._chunks), 2, device=device)
         norms = torch.empty(2, P, dtype=torch.float64, device=device)
-        _factors_kernel[(triton.cdiv(P, _PREPARED),)](steps, self._factors, P, *self._logs, self._eps, _PREPARED)
+        _factors_kernel[(cdiv(P, _PREPARED),)](steps, self._factors, P, *self._logs, self._eps, _PREPARED)
         if len(self._chunks):
             _squares_kernel[(len(self._chunks),)](
                 self._chunks, tensors, self._factors, decays, sums, self._block, align,

@@ -21,6 +21,7 @@ from precision.kernels.common import (
     as_bytes,
     as_words,
     byte,
+    cdiv,
     inverse,
     is_known,
     scale_of,
@@ -142,7 +143,7 @@ def transpose_weight(data: Tensor, out: Tensor | None) -> Tensor:
     TENSOR and BLOCK scales, what `cast_weight` makes as the transposed copy."""
     *stack, N, K = data.shape
     out = torch.empty((*stack, K, N), device=data.device, dtype=data.dtype) if out is None else out
-    grid = (triton.cdiv(N, 128), triton.cdiv(K, 128), stack[0] if stack else 1)
+    grid = (cdiv(N, 128), cdiv(K, 128), stack[0] if stack else 1)
     _transpose_kernel[grid](as_bytes(data), as_words(out), N, K, num_warps=8)
     return out
 
@@ -165,7 +166,7 @@ def cast_weight(
     master = master.float()
     *stack, N, K = master.shape
     G, device = stack[0] if stack else 1, master.device
-    blocks = triton.cdiv(N, 128), triton.cdiv(K, 128)
+    blocks = cdiv(N, 128), cdiv(K, 128)
     if out is None:
         new = {"device": device, "dtype": torch.float32}
         shape = {TENSOR.value: (*stack,), ROW.value: (*stack, N, 1), BLOCK.value: (*stack, *blocks)}[how.mode]
