@@ -12,6 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from precision.operators import operator
+
 _HAS_TRITON = find_spec("triton") is not None  # asked once: traced code may not
 
 
@@ -46,7 +48,7 @@ def plain_choice(
     return biased.topk(num_chosen, -1).indices
 
 
-@torch.library.custom_op("octet::choose_experts", mutates_args=())
+@operator("choose_experts")
 def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
     """score [T, E]."""
     from precision.kernels.choose import choose
@@ -54,6 +56,6 @@ def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int
     return choose(score.contiguous(), bias, num_chosen, num_groups, num_groups_kept)
 
 
-@_choose.register_fake
+@torch.library.register_fake(_choose)
 def _(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
     return torch.empty(score.shape[0], num_chosen, device=score.device, dtype=torch.int64)

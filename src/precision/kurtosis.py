@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.observe import every, is_sampled
+from precision.operators import operator
 
 
 class _Row:
@@ -85,12 +86,12 @@ def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
         add_plain_kurtosis(sums, rows, more)
 
 
-@torch.library.custom_op("octet::kurtosis", mutates_args=("sums",))
+@operator("kurtosis", mutates_args=("sums",))
 def _kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
     if is_sampled():
         _take(sums, x, beside)
 
 
-@_kurtosis.register_fake
+@torch.library.register_fake(_kurtosis)
 def _(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
     return None

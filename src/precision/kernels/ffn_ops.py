@@ -25,6 +25,7 @@ from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
+from precision.operators import operator
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -77,7 +78,7 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
     return torch.empty(shape or (0,), device=like.device, dtype=dtype)
 
 
-@torch.library.custom_op("octet::ffn_forward", mutates_args=("h_amax", "kurtosis"))
+@operator("ffn_forward", mutates_args=("h_amax", "kurtosis"))
 def ffn_forward(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
@@ -113,7 +114,7 @@ def ffn_forward(
     return y, y1, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
 
 
-@ffn_forward.register_fake
+@torch.library.register_fake(ffn_forward)
 def _(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
@@ -135,7 +136,7 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.custom_op("octet::ffn_backward", mutates_args=())
+@operator("ffn_backward")
 def ffn_backward(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
@@ -214,7 +215,7 @@ def _backward(
     return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, mode, to, out), dw2, dweight
 
 
-@ffn_backward.register_fake
+@torch.library.register_fake(ffn_backward)
 def _(
     dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,

@@ -10,9 +10,10 @@ from precision.kernels import grouped_gemm
 from precision.kernels.cast import cast_blocks, gather_transposed
 from precision.kernels.common import BLOCK, Cast
 from precision.kernels.route import Route, gather
+from precision.operators import operator
 
 
-@torch.library.custom_op("octet::grouped_nt", mutates_args=())
+@operator("grouped_nt")
 def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
@@ -21,12 +22,12 @@ def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tens
     return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to).index_select(0, to.position.view(-1))
 
 
-@grouped_nt.register_fake
+@torch.library.register_fake(grouped_nt)
 def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
     return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("octet::grouped_wgrad", mutates_args=())
+@operator("grouped_wgrad")
 def grouped_wgrad(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
     out: torch.dtype,
@@ -45,7 +46,7 @@ def grouped_wgrad(
     return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to, out)
 
 
-@grouped_wgrad.register_fake
+@torch.library.register_fake(grouped_wgrad)
 def _(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
     out: torch.dtype,

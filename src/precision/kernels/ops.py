@@ -12,6 +12,7 @@ from precision.kernels import cast as _cast
 from precision.kernels import norm as _norm
 from precision.kernels.common import BLOCK, ROW, TENSOR, Cast, padded_rows
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
+from precision.operators import operator
 
 
 def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ def _transposed_scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
     return torch.empty(shape, device=x.device, dtype=torch.float32)
 
 
-@torch.library.custom_op("octet::cast", mutates_args=("amax",))
+@operator("cast", mutates_args=("amax",))
 def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels.cast.cast`; x [R, C]."""
     x, made = x.contiguous(), Cast.parse(how)
@@ -39,13 +40,13 @@ def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | N
     return y, inv
 
 
-@cast.register_fake
+@torch.library.register_fake(cast)
 def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     made = Cast.parse(how)
     return torch.empty(x.shape, device=x.device, dtype=made.fmt.dtype), _scales(x, made, *x.shape)
 
 
-@torch.library.custom_op("octet::cast_transposed", mutates_args=("amax",))
+@operator("cast_transposed", mutates_args=("amax",))
 def cast_transposed(
     x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,7 +59,7 @@ def cast_transposed(
     return y, inv, yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
 
 
-@cast_transposed.register_fake
+@torch.library.register_fake(cast_transposed)
 def _(
     x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -68,7 +69,7 @@ def _(
     return data, _scales(x, made, R, C), data_t, _transposed_scales(x, made, R, C)
 
 
-@torch.library.custom_op("octet::transpose", mutates_args=())
+@operator("transpose")
 def transpose(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     """See `kernels.cast.transpose`; the second result is empty for TENSOR scales."""
     made = Cast.parse(how)
@@ -76,14 +77,14 @@ def transpose(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     return yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
 
 
-@transpose.register_fake
+@torch.library.register_fake(transpose)
 def _(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     R, C = x8.shape
     yt = torch.empty(C, padded_rows(R), device=x8.device, dtype=x8.dtype)
     return yt, _transposed_scales(x8, Cast.parse(how), R, C)
 
 
-@torch.library.custom_op("octet::rms_norm", mutates_args=("amax",))
+@operator("rms_norm", mutates_args=("amax",))
 def rms_norm(
     x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool,
     place: Tensor | None = None,
@@ -98,7 +99,7 @@ def rms_norm(
     return y, data, inv, rstd
 
 
-@rms_norm.register_fake
+@torch.library.register_fake(rms_norm)
 def _(
     x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: str, plain: bool,
     place: Tensor | None = None,
@@ -112,12 +113,12 @@ def _(
     return y, torch.empty(R, C, device=x.device, dtype=made.fmt.dtype), _scales(x, made, R, C), rstd
 
 
-@torch.library.custom_op("octet::rms_norm_backward", mutates_args=())
+@operator("rms_norm_backward")
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.norm.rms_norm_backward`."""
     return _norm.rms_norm_backward(dy.contiguous(), x.contiguous(), gain, rstd)
 
 
-@rms_norm_backward.register_fake
+@torch.library.register_fake(rms_norm_backward)
 def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty_like(gain)

@@ -18,6 +18,7 @@ from torch.nn.functional import ScalingType
 from precision.kernels import grouped_gemm
 from precision.kernels.common import BLOCK, padded_rows
 from precision.kernels.route import Route
+from precision.operators import operator
 
 ROWS, SQUARES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
@@ -49,7 +50,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 # Operators, since torch 2.11 cannot trace its own function, nor 2.13 how a Triton kernel is given its descriptors.
 
 
-@torch.library.custom_op("octet::block_nt", mutates_args=())
+@operator("block_nt")
 def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     """a [R, K], w [N, K] FP8 -> [R, N] BF16."""
     if _ragged(*w.shape) or a.shape[0] % 4:
@@ -59,12 +60,12 @@ def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16)
 
 
-@_block_nt.register_fake
+@torch.library.register_fake(_block_nt)
 def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     return torch.empty(a.shape[0], w.shape[0], device=a.device, dtype=torch.bfloat16)
 
 
-@torch.library.custom_op("octet::block_wgrad", mutates_args=())
+@operator("block_wgrad")
 def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
     """a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
     if _ragged(a.shape[0], b.shape[0]):
@@ -72,7 +73,7 @@ def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.
     return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).to(out)
 
 
-@_block_wgrad.register_fake
+@torch.library.register_fake(_block_wgrad)
 def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
     return torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=out)
 
