@@ -29,9 +29,16 @@ def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[
 
     def define(function: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
+
+        def call(*args: Any, **more: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*args, **more)
+            with torch.no_grad():
+                return function(*args, **more)
+
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
-            _library.impl(name, function, key)
+            _library.impl(name, call, key)
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
