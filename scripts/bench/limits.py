@@ -60,12 +60,12 @@ def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
 
 def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
     """Three of the project's grouped FP8 GEMMs over the rows of a routing, in tiles of 128."""
-    from precision.kernels.common import TENSOR
+    from precision.kernels import const
     from precision.kernels.grouped_gemm import nt, wgrad
     from precision.kernels.route import route
 
     to = route(expert_TK, torch.ones(expert_TK.shape, device=device()), groups, 128)
-    R, mode = to.token.shape[0], TENSOR.value
+    R, mode = to.token.shape[0], const.TENSOR.value
     x, w, dy, x_t, w_t, dy_t = _fp8(R, K), _fp8(groups, N, K), _fp8(R, N), _fp8(K, R), _fp8(groups, K, N), _fp8(N, R)
     one, each = torch.ones((), device=device()), torch.ones(groups, device=device())
     return lambda: (

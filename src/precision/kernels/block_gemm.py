@@ -19,6 +19,8 @@ branch that is always taken: the assembler does not start the second product abo
 Written in Gluon, Triton's lower layer, which has no interpreter: on a CPU `grouped_gemm`'s kernels stand for it.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -234,5 +236,6 @@ def fits(M: int, N: int) -> bool:
     return (M % 128 == 0 and N % 256 == 0) or (M % 256 == 0 and N % 128 == 0)
 
 
+@cache
 def _layout(bits: int, swizzle: int = 128, rank: int = 2) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)

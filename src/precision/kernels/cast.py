@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels import const
 from precision.kernels.common import (
-    BLOCK,
-    ROW,
-    TENSOR,
     Cast,
     abs_bits,
     amax_along,
@@ -183,7 +181,7 @@ def _blocks_kernel(
 def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr):
     """What rows 4 r4 + i of FP8 are multiplied by to be read."""
     t, live = _source(token, r4, T, i, GATHER)
-    if MODE == BLOCK:
+    if MODE == const.BLOCK:
         return tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
     else:
         return tl.load(inv + t, mask=live, other=0.0)
@@ -196,7 +194,7 @@ def _transpose_part(
     """Rows 4 r4 + i of x in FP8, and their factors."""
     t, live = _source(token, r4, T, i, GATHER)
     x8 = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
-    if MODE == TENSOR:
+    if MODE == const.TENSOR:
         return x8, t
     else:
         return x8, _factors(token, inv, r4, c, T, i, GATHER, MODE)
@@ -221,17 +219,17 @@ def _transpose_kernel(
         for i in tl.static_range(4):
             x8, factor = _transpose_part(x, token, inv, r4, c, T, C, i, GATHER, MODE)
             words |= byte(x8, i)
-            if MODE == BLOCK:
+            if MODE == const.BLOCK:
                 columns = tl.maximum(columns, abs_bits(x8.to(tl.float32) * factor[:, None]))
             if ROWS:
                 r = (r4 * 4 + i).to(tl.int64)
                 tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=(c < C)[None, :])
-                if MODE == ROW:
+                if MODE == const.ROW:
                     tl.store(inv_rows + r, factor, mask=(r4 >= 0) & (tl.program_id(0) == 0))
-                if MODE == BLOCK:
+                if MODE == const.BLOCK:
                     tl.store(inv_rows + tl.program_id(0).to(tl.int64) * (R4 * 4) + r, factor)
-        if MODE != TENSOR:
-            if MODE == BLOCK:
+        if MODE != const.TENSOR:
+            if MODE == const.BLOCK:
                 scale = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
                 tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale, POW2), mask=c < C)
             else:
@@ -260,7 +258,7 @@ def cast(
     Rt = padded_rows(R)
     yt = torch.empty(C, Rt, device=x.device, dtype=how.fmt.dtype) if transposed else None
     constants = how.constants
-    if how.mode == TENSOR.value:
+    if how.mode == const.TENSOR.value:
         own, inv = torch.zeros(1, device=x.device, dtype=torch.int32), torch.empty((), **new)
         common = scale_row, own, as_bits(amax), inv
         size = 8192
@@ -274,7 +272,7 @@ def cast(
                 x, as_bytes(y), as_words(yt), *common, R, C, Rt // 4, **constants, BR=128, BC=128, num_warps=8
             )
         return y, inv, yt, inv if transposed else None
-    if how.mode == ROW.value:
+    if how.mode == const.ROW.value:
         inv = torch.empty(R, 1, **new)
         width = power_of_2(C)
         rows = max(1, 4096 // width)
@@ -342,14 +340,14 @@ def gather_transposed(
         inv_rows if inv_rows is not None else inv, inv_t, T, C, R // 4,
         **how.constants, MODE=how.mode, GROUPS=ends.shape[0], GATHER=True, ROWS=rows, num_warps=8, maxnreg=128,
     )  # fmt: skip
-    return y, inv_rows.t() if inv_rows is not None and how.mode == BLOCK.value else inv_rows, yt, inv_t
+    return y, inv_rows.t() if inv_rows is not None and how.mode == const.BLOCK.value else inv_rows, yt, inv_t
 
 
 def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor:
     """Inverse scales of a transposed operand: known (TENSOR, ROW), or memory for them (BLOCK)."""
-    if how.mode == TENSOR.value:
+    if how.mode == const.TENSOR.value:
         return inv
-    if how.mode == ROW.value:
+    if how.mode == const.ROW.value:
         if not inv.numel():
             return inv.new_ones(())
         largest = inv.amax()
@@ -359,7 +357,7 @@ def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor
 
 def gathered_scales(inv: Tensor, rows: int, how: Cast) -> Tensor:
     """Memory for the inverse scales of gathered rows, as the kernels write them ([C / 128, R'] for BLOCK)."""
-    if how.mode == TENSOR.value:
+    if how.mode == const.TENSOR.value:
         return inv
-    shape = (rows, 1) if how.mode == ROW.value else (inv.shape[1], rows)
+    shape = (rows, 1) if how.mode == const.ROW.value else (inv.shape[1], rows)
     return torch.empty(shape, device=inv.device, dtype=torch.float32)

@@ -13,7 +13,6 @@ survives a maximum. The GPU's conversion to FP8 saturates by itself and keeps Na
 the number is rounded first.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -25,13 +24,8 @@ from torch import Tensor
 
 from precision.config import Granularity
 from precision.formats import BY_NAME, Format
+from precision.kernels import const
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = tl.constexpr(not INTERPRETED)
-
-TENSOR = tl.constexpr(1)
-ROW = tl.constexpr(2)
-BLOCK = tl.constexpr(3)
 MODES = {Granularity.tensor: 1, Granularity.row: 2, Granularity.block: 3}
 TRITON_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -180,7 +174,7 @@ def amax_along(x, axis: tl.constexpr):
 @triton.jit
 def as_bf16(x):
     """x rounded to BF16, in FP32: what the plain ops hand on, and so what is quantised."""
-    if ON_GPU:
+    if const.ON_GPU:
         # as the upper half of a pair it is an FP32 number at once; a conversion alone is four times as slow
         return tl.inline_asm_elementwise(
             "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x.to(tl.float32)],
@@ -196,7 +190,7 @@ def as_bf16(x):
 @triton.jit
 def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
     """Saturating cast of FP32, to nearest even; NaN stays NaN."""
-    if ON_GPU:
+    if const.ON_GPU:
         return x.to(F8)
     MANTISSA: tl.constexpr = 3 if LIMIT == 448.0 else 2
     clamped = tl.where(x != x, x, tl.minimum(tl.maximum(x, -LIMIT), LIMIT))
@@ -229,7 +223,7 @@ def settled(words):
     """words, made before anything is done with them. Where BF16 turns into words of FP8 that are both taken apart again
     and transposed, the code that Triton 3.6 ends in transposes wrong words (half of them; not in the interpreter). So
     they pass an instruction that may not be moved."""
-    if ON_GPU:
+    if const.ON_GPU:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
@@ -241,7 +235,7 @@ def settled(words):
 def sigmoid(x):
     """1 / (1 + e^-x) with two special-function instructions; within a few ulp. What the first one flushes to
     zero is lost in the sum anyway."""
-    if ON_GPU:
+    if const.ON_GPU:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 t;
             ex2.approx.ftz.f32 t, $1;

@@ -17,9 +17,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from precision.kernels import grouped_gemm
+from precision.kernels import const, grouped_gemm
 from precision.kernels.cast import cast, cast_blocks, gather_transposed, transpose
-from precision.kernels.common import BLOCK, ROW, TENSOR, Cast
+from precision.kernels.common import Cast
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
@@ -103,13 +103,13 @@ def ffn_forward(
     )
     if is_sampled():
         _sample_h(y1, h, h_inv, to, casts, h_place, kurtosis)
-    y = _nt(h, h_inv[0] if casts.mode == TENSOR.value else h_inv, w2, w2_inv, casts.mode, to)
+    y = _nt(h, h_inv[0] if casts.mode == const.TENSOR.value else h_inv, w2, w2_inv, casts.mode, to)
     if to is not None:
         y, _ = combine(y, to, add if add.numel() else None)
     elif add.numel():
         y = y + add
     kept = rows if casts.mode == 0 and to is not None else _empty(x, dtype=x.dtype)
-    if casts.mode == BLOCK.value:
+    if casts.mode == const.BLOCK.value:
         h_inv = _empty(x)  # h is cast again in the backward pass
     return y, y1, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
 
@@ -125,7 +125,7 @@ def _(
     R = rows_of(choices, experts, 128 if mode else grouped_gemm.BF16_ALIGN) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
-    h_inv = _empty(x, *{TENSOR.value: (2,), ROW.value: (R, 1)}.get(mode, ()))
+    h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))
     kept = _empty(x, R, D, dtype=x.dtype) if mode == 0 and experts else _empty(x, dtype=x.dtype)
     if not experts:
         return y, y1, h_inv, kept, *[_empty(x) for _ in range(6)]
@@ -171,7 +171,7 @@ def _backward(
         d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
         if is_sampled():
             tell_rows(dy_place, dy, d, d_inv, casts.grad.fmt)
-    elif mode == BLOCK.value:
+    elif mode == const.BLOCK.value:
         d, d_inv, dt, dt_inv = cast_blocks(
             dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
         )
@@ -186,12 +186,12 @@ def _backward(
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
     dh = _nt(d, d_inv, w2, w2_inv, mode, to)
-    if mode == TENSOR.value:
+    if mode == const.TENSOR.value:
         d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
             dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
         )
         d1t_inv, ht_inv = d1_inv, h_inv[0]
-    elif mode == ROW.value:
+    elif mode == const.ROW.value:
         d1, h8, d1_inv, dw = swiglu_backward_rows(dh, y1, weight, ends, h_inv, d1_amax, casts.grad, casts.forward)
         d1t, d1t_inv = _transpose(d1, d1_inv, casts.grad, to)
         ht, ht_inv = _transpose(h8, h_inv, casts.forward, to)
@@ -253,7 +253,7 @@ def _sample_h(
     exact, inv = h[part], h_inv
     if casts.forward is not None:
         exact, _ = swiglu(y1[part].contiguous(), *_sampled_route(to, part), h_inv, _empty(h, 1), None)
-        inv = h_inv[0] if casts.mode == TENSOR.value else h_inv[part]
+        inv = h_inv[0] if casts.mode == const.TENSOR.value else h_inv[part]
         tell(place, exact, h[part], inv, casts.forward.fmt, live)
     if kurtosis.numel():
         add_kurtosis(kurtosis, exact, live=live)

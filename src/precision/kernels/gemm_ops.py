@@ -6,9 +6,9 @@ Grouped ones take rows without gaps, offsets [G] int32, and put them into tiles 
 import torch
 from torch import Tensor
 
-from precision.kernels import grouped_gemm
+from precision.kernels import const, grouped_gemm
 from precision.kernels.cast import cast_blocks, gather_transposed
-from precision.kernels.common import BLOCK, Cast
+from precision.kernels.common import Cast
 from precision.kernels.route import Route, gather
 from precision.operators import operator
 
@@ -34,7 +34,7 @@ def grouped_wgrad(
 ) -> Tensor:  # fmt: skip
     """dy [R, N], x [R, K] -> [G, N, K] in `out`, FP32 or BF16. BLOCK: dy's tiles are cast from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
-    if made.mode == BLOCK.value:
+    if made.mode == const.BLOCK.value:
         unseen = torch.zeros((), device=x.device)
         _, _, dy_t, dy_t_inv = cast_blocks(
             dy_exact.contiguous(), unseen, made, rows=False, transposed=True, ends=to.ends, token=to.token

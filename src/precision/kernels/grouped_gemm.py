@@ -16,18 +16,19 @@ product is transposed and written back transposed. BLOCK scales have a kernel of
 here serve them in the interpreter, and where there are no whole tiles.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from precision.kernels import block_gemm
-from precision.kernels.common import BLOCK, INTERPRETED, ON_GPU, ROW, TENSOR, as_bf16
+from precision.kernels import block_gemm, const
+from precision.kernels.common import as_bf16
 from precision.kernels.route import Route
 
 BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
-PLAIN = tl.constexpr(0)  # a MODE: no scales; BF16, and in wgrad both factors [R', .] as they come
 
 
 @triton.jit
@@ -54,14 +55,14 @@ def _nt_kernel(
         for k in range((K + BK - 1) // BK):
             x = a.load([m * BM, k * BK])
             y = b.load([e * N + n * BN, k * BK])
-            if MODE == BLOCK:
+            if MODE == const.BLOCK:
                 rows = tl.load(scale_a + k * R + r, mask=r < R, other=1.0)
                 acc += tl.dot(x, y.T) * (rows * tl.load(scale_b + (e * N_BLOCKS + n) * K_BLOCKS + k))[:, None]
             else:
                 acc = tl.dot(x, y.T, acc)
-        if MODE == TENSOR:
+        if MODE == const.TENSOR:
             acc *= tl.load(scale_a) * tl.load(scale_b + e)
-        if MODE == ROW:
+        if MODE == const.ROW:
             col = n * BN + tl.arange(0, BN)
             rows = tl.load(scale_a + r, mask=r < R, other=1.0)
             acc = acc * rows[:, None] * tl.load(scale_b + e * N + col, mask=col < N, other=1.0)[None, :]
@@ -71,7 +72,7 @@ def _nt_kernel(
 @triton.jit
 def _rounded(x, to: tl.constexpr):
     """FP32 in the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which cuts by itself)."""
-    if ON_GPU or to == tl.float32:
+    if const.ON_GPU or to == tl.float32:
         return x.to(to)
     return as_bf16(x).to(to)
 
@@ -127,21 +128,21 @@ def _wgrad_kernel(
         row = m * BM + tl.arange(0, BM)
         col = n * BN + tl.arange(0, BN)
         for k in range(steps):
-            if MODE == PLAIN:
+            if MODE == const.PLAIN:
                 x = a.load([first + k * BK, m * BM])
                 y = b.load([first + k * BK, n * BN])
                 acc = tl.dot(x.T, y, acc)
             else:
                 x = a.load([m * BM, first + k * BK])
                 y = b.load([n * BN, first + k * BK])
-                if MODE == BLOCK:
+                if MODE == const.BLOCK:
                     block = (first // BK + k).to(tl.int64)
                     left = tl.load(scale_a + block * M + row, mask=row < M, other=1.0)
                     right = tl.load(scale_b + block * N + col, mask=col < N, other=1.0)
                     acc += tl.dot(x, y.T) * left[:, None] * right[None, :]
                 else:
                     acc = tl.dot(x, y.T, acc)
-        if MODE == TENSOR or MODE == ROW:  # noqa: SIM109  (a constexpr knows no `in`)
+        if MODE == const.TENSOR or MODE == const.ROW:
             acc *= tl.load(scale_a) * tl.load(scale_b)
         _put(c, d, e, m, n, acc, M, N, BM, BN, TRANS, EVEN)
 
@@ -151,12 +152,12 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128]."""
     (E, N, K), R = b.shape, a.shape[0]
     BM, BK = 128, 128
-    BN = 256 if mode != BLOCK.value and N % 256 == 0 else 128
+    BN = 256 if mode != const.BLOCK.value and N % 256 == 0 else 128
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     if R == 0:
         return y
-    grid = _multiprocessors(a)
-    if mode == BLOCK.value and not INTERPRETED and R % 128 == 0:
+    grid = _multiprocessors(a.device)
+    if mode == const.BLOCK.value and not const.INTERPRETED and R % 128 == 0:
         return block_gemm.nt(a, scale_a, b, scale_b, to, grid)
     _nt_kernel[(grid,)](
         TensorDescriptor.from_tensor(a, [BM, BK]),
@@ -179,24 +180,24 @@ def wgrad(
 def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
     """a [R', M], b [R', N] BF16 in the experts' order, groups in multiples of 64 -> [E, M, N] in `out`, FP32 or BF16.
     torch's grouped GEMM returns BF16 only, and turning that into FP32 costs as much as a quarter of the product."""
-    return _wgrad(a, a, b, b, PLAIN.value, to, out)
+    return _wgrad(a, a, b, b, const.PLAIN.value, to, out)
 
 
 def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype) -> Tensor:
-    plain = mode == PLAIN.value
+    plain = mode == const.PLAIN.value
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
     d = torch.empty(E, M, N, device=a.device, dtype=out)
-    if mode == BLOCK.value and not INTERPRETED and block_gemm.fits(M, N):
-        block_gemm.wgrad(a, scale_a, b, scale_b, to, _multiprocessors(a), d)
+    if mode == const.BLOCK.value and not const.INTERPRETED and block_gemm.fits(M, N):
+        block_gemm.wgrad(a, scale_a, b, scale_b, to, _multiprocessors(a.device), d)
         return d
     BM, BK = 128, BF16_ALIGN if plain else 128
-    wide = mode != BLOCK.value
+    wide = mode != const.BLOCK.value
     trans = wide and N % 256 != 0 and M % 256 == 0
     if trans:
         a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
     BN = 256 if wide and N % 256 == 0 else 128
     even = M % BM == 0 and N % BN == 0
-    grid = _multiprocessors(a)
+    grid = _multiprocessors(a.device)
     flat = d.view(E * N, M) if trans else d.view(E * M, N)
     box = [BN // 4, BM] if trans else [BM, BN // 4]
     _wgrad_kernel[(grid,)](
@@ -209,5 +210,6 @@ def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to
     return d
 
 
-def _multiprocessors(x: Tensor) -> int:
-    return 1 if INTERPRETED else torch.cuda.get_device_properties(x.device).multi_processor_count
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

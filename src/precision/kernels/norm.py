@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels import const
 from precision.kernels.common import (
-    BLOCK,
-    ROW,
-    TENSOR,
     Cast,
     abs_bits,
     amax_along,
@@ -57,19 +55,19 @@ def _forward_kernel(
             tl.store(rstd + r, one, mask=r < R)
             if PLAIN:
                 tl.store(y + i, v.to(tl.bfloat16), mask=inside)
-            if MODE == TENSOR:
+            if MODE == const.TENSOR:
                 scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
                 tl.store(y8 + i, to_fp8(v * scale, F8, LIMIT), mask=inside)
                 tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
                 if tl.program_id(0) == 0:
                     tl.store(inv, inverse(scale))
-            if MODE == ROW:
+            if MODE == const.ROW:
                 top = amax_along(v, 1)
                 scale = scale_of(top, LIMIT, HEADROOM, POW2)
                 tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
                 tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
                 tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
-            if MODE == BLOCK:
+            if MODE == const.BLOCK:
                 blocks = tl.reshape(v, (BR * (BC // 128), 128))
                 top = amax_along(blocks, 1)
                 scale = scale_of(top, LIMIT, HEADROOM, POW2)
@@ -116,15 +114,15 @@ def rms_norm(
     if how is not None:
         mode, constants = how.mode, how.constants
         y8 = torch.empty(R, C, device=x.device, dtype=how.fmt.dtype)
-        shape = {TENSOR.value: (), ROW.value: (R, 1), BLOCK.value: (cdiv(C, 128), R)}[mode]
+        shape = {const.TENSOR.value: (), const.ROW.value: (R, 1), const.BLOCK.value: (cdiv(C, 128), R)}[mode]
         inv = torch.empty(shape, **new)
-        own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == TENSOR.value else own
-    for amax_only in (True, False) if mode == TENSOR.value else (False,):
+        own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == const.TENSOR.value else own
+    for amax_only in (True, False) if mode == const.TENSOR.value else (False,):
         _forward_kernel[(cdiv(R, BR),)](
             x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
             **constants, MODE=mode, AMAX_ONLY=amax_only, PLAIN=plain, BR=BR, BC=BC, num_warps=row_warps(BC),
         )  # fmt: skip
-    return y, y8 if mode else y.new_empty(0), inv.t() if mode == BLOCK.value else inv, rstd
+    return y, y8 if mode else y.new_empty(0), inv.t() if mode == const.BLOCK.value else inv, rstd
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

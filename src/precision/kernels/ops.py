@@ -9,24 +9,27 @@ import torch
 from torch import Tensor
 
 from precision.kernels import cast as _cast
+from precision.kernels import const
 from precision.kernels import norm as _norm
-from precision.kernels.common import BLOCK, ROW, TENSOR, Cast, padded_rows
+from precision.kernels.common import Cast, padded_rows
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
 from precision.operators import operator
 
 
 def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
     blocks = -(-columns // 128)
-    return {TENSOR.value: (), ROW.value: (rows, 1), BLOCK.value: (blocks, rows)}[how.mode]
+    return {const.TENSOR.value: (), const.ROW.value: (rows, 1), const.BLOCK.value: (blocks, rows)}[how.mode]
 
 
 def _scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
     inv = torch.empty(_scale_shape(how, rows, columns), device=x.device, dtype=torch.float32)
-    return inv.t() if how.mode == BLOCK.value else inv
+    return inv.t() if how.mode == const.BLOCK.value else inv
 
 
 def _transposed_scales(x: Tensor, how: Cast, rows: int, columns: int) -> Tensor:
-    shape = {TENSOR.value: (0,), ROW.value: (), BLOCK.value: (padded_rows(rows) // 128, columns)}[how.mode]
+    shape = {const.TENSOR.value: (0,), const.ROW.value: (), const.BLOCK.value: (padded_rows(rows) // 128, columns)}[
+        how.mode
+    ]
     return torch.empty(shape, device=x.device, dtype=torch.float32)
 
 
@@ -56,7 +59,7 @@ def cast_transposed(
     assert yt is not None and inv_t is not None
     if is_sampled():
         tell_rows(place, x, y, inv, made.fmt)
-    return y, inv, yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
+    return y, inv, yt, inv_t if made.mode != const.TENSOR.value else inv.new_empty(0)
 
 
 @torch.library.register_fake(cast_transposed)
@@ -74,7 +77,7 @@ def transpose(x8: Tensor, inv: Tensor, how: str) -> tuple[Tensor, Tensor]:
     """See `kernels.cast.transpose`; the second result is empty for TENSOR scales."""
     made = Cast.parse(how)
     yt, inv_t = _cast.transpose(x8.contiguous(), inv, made)
-    return yt, inv_t if made.mode != TENSOR.value else inv.new_empty(0)
+    return yt, inv_t if made.mode != const.TENSOR.value else inv.new_empty(0)
 
 
 @torch.library.register_fake(transpose)

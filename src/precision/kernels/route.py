@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels import const
 from precision.kernels.cast import gathered_scales
-from precision.kernels.common import BLOCK, ROW, Cast, as_bytes, cdiv, power_of_2
+from precision.kernels.common import Cast, as_bytes, cdiv, power_of_2
 
 _CHOICES = 256  # choices of one program
 
@@ -96,9 +97,9 @@ def _gather_kernel(
         c = tl.arange(0, BC)
         v = tl.load(x + t[:, None] * C + c[None, :], mask=(t >= 0)[:, None] & (c < C)[None, :], other=0)
         tl.store(y + r[:, None].to(tl.int64) * C + c[None, :], v, mask=(r < R)[:, None] & (c < C)[None, :])
-        if MODE == ROW:
+        if MODE == const.ROW:
             tl.store(inv_rows + r, tl.load(inv + t, mask=t >= 0, other=0.0), mask=r < R)
-        if MODE == BLOCK:
+        if MODE == const.BLOCK:
             for b in tl.static_range(BLOCKS):
                 one = tl.load(inv + b * T + t, mask=t >= 0, other=1.0)
                 tl.store(inv_rows + b * R + r, one, mask=r < R)
@@ -168,10 +169,10 @@ def gather(x: Tensor, inv: Tensor | None, to: Route, how: Cast | None) -> tuple[
     BR = max(1, 16384 * 2 // x.element_size() // BC)
     _gather_kernel[(cdiv(R, BR),)](
         src, dst, inv if inv is not None else x, inv_rows if inv_rows is not None else x, to.token, to.ends,
-        T, C, R, to.ends.shape[0], mode, inv.shape[1] if inv is not None and mode == BLOCK.value else 1, BR, BC,
+        T, C, R, to.ends.shape[0], mode, inv.shape[1] if inv is not None and mode == const.BLOCK.value else 1, BR, BC,
         num_warps=8 if x.element_size() == 2 else 4,
     )  # fmt: skip
-    if inv_rows is not None and mode == BLOCK.value:
+    if inv_rows is not None and mode == const.BLOCK.value:
         inv_rows = inv_rows.t()
     return y, inv_rows
 

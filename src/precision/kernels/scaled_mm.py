@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from precision.kernels import grouped_gemm
-from precision.kernels.common import BLOCK, padded_rows
+from precision.kernels import const, grouped_gemm
+from precision.kernels.common import padded_rows
 from precision.kernels.route import Route
 from precision.operators import operator
 
@@ -26,7 +26,7 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (tor
 
 def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
-    if mode == BLOCK.value:
+    if mode == const.BLOCK.value:
         return _block_nt(a, a_inv, w, w_inv).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
     return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
@@ -34,7 +34,7 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
 
 def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out` (with BLOCK scales by way of BF16)."""
-    if mode == BLOCK.value:
+    if mode == const.BLOCK.value:
         return _block_wgrad(a, a_inv, b, b_inv, out)
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=False)
 
@@ -54,7 +54,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
     """a [R, K], w [N, K] FP8 -> [R, N] BF16."""
     if _ragged(*w.shape) or a.shape[0] % 4:
-        return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], BLOCK.value, _one_group(a, a.shape[0]))
+        return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], const.BLOCK.value, _one_group(a, a.shape[0]))
     missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
     w_inv = F.pad(w_inv, (0, missing)) if missing else w_inv
     return F.scaled_mm(a, w.t(), a_inv, ROWS, w_inv.t(), SQUARES, output_dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
 def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
     """a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
     if _ragged(a.shape[0], b.shape[0]):
-        return grouped_gemm.wgrad(a, a_inv, b, b_inv, BLOCK.value, _one_group(a, a.shape[1]), out)[0]
+        return grouped_gemm.wgrad(a, a_inv, b, b_inv, const.BLOCK.value, _one_group(a, a.shape[1]), out)[0]
     return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).to(out)
 
 

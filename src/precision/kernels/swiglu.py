@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels import const
 from precision.kernels.common import (
-    BLOCK,
-    ROW,
-    TENSOR,
     Cast,
     abs_bits,
     amax_along,
@@ -98,7 +96,7 @@ def _forward_kernel(
             tl.atomic_max(own, tl.max(abs_bits(v)), sem="relaxed")
         elif MODE == 0:
             tl.store(h + o, v.to(tl.bfloat16), mask=inside)
-        elif MODE == TENSOR:
+        elif MODE == const.TENSOR:
             scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
             tl.store(h + o, to_fp8(v * scale, F8, LIMIT), mask=inside)
             tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
@@ -109,7 +107,7 @@ def _forward_kernel(
             top = amax_along(v, 1)
             scale = scale_of(top, LIMIT, HEADROOM, POW2)
             tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-            one = inverse_of_row(scale, top) if MODE == ROW else inverse(scale)
+            one = inverse_of_row(scale, top) if MODE == const.ROW else inverse(scale)
             tl.store(inv + column.to(tl.int64) * R + r, one, mask=r < R)
             tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
 
@@ -228,22 +226,22 @@ def swiglu(
     constants = (how or _PLAIN).constants
     h = torch.empty(R, F, device=y.device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
     blocks = cdiv(F, 128)
-    shape = {0: (0,), TENSOR.value: (2,), ROW.value: (R, 1), BLOCK.value: (blocks, R)}[mode]
+    shape = {0: (0,), const.TENSOR.value: (2,), const.ROW.value: (R, 1), const.BLOCK.value: (blocks, R)}[mode]
     # rows beyond the experts' last are not written; the largest scale must not see what lay there
     inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
-    own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == TENSOR.value else as_bits(inv)
-    if mode == ROW.value:
+    own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == const.TENSOR.value else as_bits(inv)
+    if mode == const.ROW.value:
         BC = power_of_2(F)
         BR, warps = max(1, 4096 // BC), row_warps(BC)
     else:
         BR, BC, warps = 64, 128, 4
     columns = cdiv(F, BC)
-    for amax_only in (True, False) if mode == TENSOR.value else (False,):
+    for amax_only in (True, False) if mode == const.TENSOR.value else (False,):
         _forward_kernel[(columns * cdiv(R, BR),)](
             y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
             **constants, MODE=mode, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=warps,
         )  # fmt: skip
-    return h, inv.t() if mode == BLOCK.value else inv
+    return h, inv.t() if mode == const.BLOCK.value else inv
 
 
 def swiglu_backward_tensor(

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from precision.kernels import const
 from precision.kernels.common import (
-    BLOCK,
-    ROW,
-    TENSOR,
     Cast,
     abs_bits,
     as_bf16,
@@ -46,14 +44,14 @@ def _amax_kernel(
     """TENSOR: amax of each group into own[g], unless its scale is known. ROW: amaxes of rows and columns."""
     g = tl.program_id(2).to(tl.int64)
     skip = False
-    if MODE == TENSOR:
+    if MODE == const.TENSOR:
         skip = is_known(scale_row + g, DELAYED)
     if not skip:
         n = tl.program_id(0) * 128 + tl.arange(0, 128)
         k = tl.program_id(1) * 128 + tl.arange(0, 128)
         at = w + (g * N + n[:, None]) * K + k[None, :]
         bits = abs_bits(as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)))
-        if MODE == TENSOR:
+        if MODE == const.TENSOR:
             tl.atomic_max(own + g, tl.max(bits), sem="relaxed")
         else:
             tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N, sem="relaxed")
@@ -77,12 +75,12 @@ def _cast_kernel(
     largest = tl.maximum(tl.maximum(abs_bits(v0), abs_bits(v1)), tl.maximum(abs_bits(v2), abs_bits(v3)))
     top = tl.max(largest)
     tl.atomic_max(amax + g, top, sem="relaxed")
-    if MODE == TENSOR:
+    if MODE == const.TENSOR:
         scale = tensor_scale(scale_row + g, own + g, LIMIT, HEADROOM, POW2, DELAYED)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inv + g, inverse(scale))
         s0, s1, s2, s3, st = scale, scale, scale, scale, scale
-    elif MODE == BLOCK:
+    elif MODE == const.BLOCK:
         scale = scale_of(top.to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
         at = (g * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
         tl.store(inv + at, inverse(scale))
@@ -114,7 +112,7 @@ def _cast_kernel(
         n = n4 * 4 + i
         at = w8 + (g * N + n[:, None]) * K + k[None, :]
         tl.store(at, unbyte(words, i), mask=(n < N)[:, None] & (k < K)[None, :])
-    if MODE == ROW:
+    if MODE == const.ROW:
         words = byte(to_fp8(v0 * st, F8, LIMIT), 0) | byte(to_fp8(v1 * st, F8, LIMIT), 1)
         words |= byte(to_fp8(v2 * st, F8, LIMIT), 2) | byte(to_fp8(v3 * st, F8, LIMIT), 3)
         words = settled(words)
@@ -169,9 +167,15 @@ def cast_weight(
     blocks = cdiv(N, 128), cdiv(K, 128)
     if out is None:
         new = {"device": device, "dtype": torch.float32}
-        shape = {TENSOR.value: (*stack,), ROW.value: (*stack, N, 1), BLOCK.value: (*stack, *blocks)}[how.mode]
+        shape = {const.TENSOR.value: (*stack,), const.ROW.value: (*stack, N, 1), const.BLOCK.value: (*stack, *blocks)}[
+            how.mode
+        ]
         inv = torch.empty(shape, **new)
-        shape_t = {TENSOR.value: None, ROW.value: (*stack, 1, K), BLOCK.value: (*stack, *blocks[::-1])}[how.mode]
+        shape_t = {
+            const.TENSOR.value: None,
+            const.ROW.value: (*stack, 1, K),
+            const.BLOCK.value: (*stack, *blocks[::-1]),
+        }[how.mode]
         inv_t = inv if shape_t is None else torch.empty(shape_t, **new)
         w8 = torch.empty(master.shape, device=device, dtype=how.fmt.dtype)
         shape = (*stack, K, N) if transposed else (0,)
@@ -179,12 +183,12 @@ def cast_weight(
     w8, inv, wt, inv_t = out
     grid = (*blocks, G)
     rows = columns = own = as_bits(amax)  # not read
-    if how.mode == TENSOR.value:
+    if how.mode == const.TENSOR.value:
         own = torch.zeros(G, device=device, dtype=torch.int32)
-    if how.mode == ROW.value:
+    if how.mode == const.ROW.value:
         amaxes = torch.zeros(G * (N + K), device=device, dtype=torch.int32)
         rows, columns = amaxes[: G * N], amaxes[G * N :]
-    if how.mode != BLOCK.value:
+    if how.mode != const.BLOCK.value:
         _amax_kernel[grid](master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8)
     _cast_kernel[grid](
         master, as_bytes(w8), as_words(wt), scale_row, own, as_bits(amax), inv, inv_t, rows, columns, N, K,

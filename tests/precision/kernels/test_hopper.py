@@ -62,7 +62,7 @@ from precision.formats import E4M3, E5M2
 from precision.kernels import cast, cast_statistics, choose, grouped_gemm, norm, route, swiglu, weights
 from precision.kernels.common import Cast
 
-grouped_gemm._multiprocessors = lambda x: 132
+grouped_gemm._multiprocessors = lambda device: 132
 R, D, F, E = 1024, 2048, 1408, 2
 
 

@@ -9,6 +9,7 @@ import torch
 
 from trainer.build import build_engine
 from trainer.config import Config
+from trainer.parallel import Eager
 from trainer.preflight import check
 
 Configs = Callable[..., Config]
@@ -32,3 +33,9 @@ def test_what_cannot_be_a_graph_is_refused(config: Configs, keys: list[str], say
 def test_a_machine_without_a_gpu_is_refused_before_memory_is_taken(config: Configs) -> None:
     with pytest.raises(ValueError, match="cuda_graph=true: torch sees no GPU; set cuda_graph=false"):
         build_engine(config("cuda_graph=true", "trainer.device=auto"), torch.device("cpu"))
+
+
+def test_auto_is_the_plain_way_without_a_gpu(config: Configs) -> None:
+    made = config("cuda_graph=auto", "trainer.device=cpu")
+    check(made)
+    assert isinstance(build_engine(made, torch.device("cpu")).microbatch, Eager)
