@@ -50,6 +50,8 @@ def benched(words: list[str]) -> list[str]:
         return words
     if words[0].endswith("bench/data.py"):
         return [words[0], "--mb", "1", "--vocab-size", "300", "--workers", "1"]
+    if words[0].endswith("bench/host.py"):  # refused beside Triton's interpreter; tests/scripts/test_bench.py runs it
+        return [words[0], "--help"]
     sizes = BENCHES.get(Path(words[0]).name)
     if sizes is not None:
         cut = [sizes.get(before, word) for before, word in zip(["", *words], words, strict=False)]

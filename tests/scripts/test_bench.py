@@ -221,6 +221,34 @@ print("\\n".join(linear.entries((64, 32, 16), timings)))
     assert len(table) == 3
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing")
+def test_host(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    line = [sys.executable, BENCH / "host.py", "bf16", "fp8_delayed", "--repeat", "2"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert table["operator"] == ["operator", "bf16", "fp8_delayed"]
+    assert table["rms_norm"][2::2] == ["(1)", "(2)"], "with a delayed scale a first launch takes the amax, if need be"
+    assert all(float(table["rms_norm_backward"][i]) > 0 for i in (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fp16"], "fp16: no recipe to measure; name some of bf16, fp8_delayed, fp8_jit, fp8_block"),
+        (["--repeat", "0"], "--repeat 0: set 1 or more"),
+        pytest.param(
+            [], "TRITON_INTERPRET=1: the interpreter compiles and launches nothing; unset it",
+            marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing"),
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_of_host_are_one_line(tmp_path: Path, run_python: Run, words: list[str], says: str) -> None:
+    done = run_python(BENCH / "host.py", *words, cwd=tmp_path, environment={"TRITON_INTERPRET": "1"})
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_collectives(tmp_path: Path, run_python: Run) -> None:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", BENCH / "allreduce.py"]
     what = ["--sizes", "4K", "256K", "--repeat", "2", "--json", "links.json"]
