@@ -100,7 +100,8 @@ class Graphed:
         if self._failed:
             return self._run(tokens, index, count)
         if seen_by is not None and seen_by is not self._observer:
-            if index == 0:
+            if index == 0 and self._graphs:
+                torch.cuda.synchronize()  # once a run: the last of them may still be at work
                 self._forget()
             losses = self._run(tokens, index, count)
             if index == count - 1:
