@@ -114,9 +114,9 @@ def rank(crew: Crew) -> None:
     from trainer.config import load
     from trainer.distributed import init
     from trainer.host import pick_device
-    from trainer.memory import forecast_memory
+    from trainer.memory import forecast_memory, pick_sharing, total_memory
     from trainer.parallel.mesh import resolve
-    from trainer.preflight import check, reduces_each_microbatch
+    from trainer.preflight import check
     from trainer.trainer import train_step
 
     launch = crew.board(os.environ)
@@ -145,7 +145,7 @@ def rank(crew: Crew) -> None:
     seconds = timed(steps, options, world)
     peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else float("nan")
     silent = silent_seconds(engine.model, steps, options, world)
-    each = reduces_each_microbatch(config, engine.plan, degrees, world.device)
+    sharing = pick_sharing(config, engine.plan, degrees, total_memory(world.device))
     peaks = world.gather(peak)
     if world.is_first:
         result = {
@@ -156,7 +156,7 @@ def rank(crew: Crew) -> None:
             "tokens_per_second": t.global_batch_size * t.sequence_length / seconds / world.size,
             "silent_seconds": silent,
             "peak": max(peaks),
-            "forecast": sum(forecast_memory(config, engine.plan, degrees, each).values()),
+            "forecast": sum(forecast_memory(config, engine.plan, degrees, sharing).values()),
         }
         Path(os.environ["SCALING_RESULT"]).write_text(json.dumps(result))
     world.barrier()

@@ -32,12 +32,12 @@ from trainer.health.power import PowerMeter, find_gpus
 from trainer.health.rules import training_rules
 from trainer.host import tune_host
 from trainer.injection import Injector
-from trainer.memory import travels_in_fp8
+from trainer.memory import pick_sharing, total_memory, travels_in_fp8
 from trainer.optim import Optimizer
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shards import as_parts, model_state
-from trainer.preflight import check_sharing, records_graphs, reduces_each_microbatch, without_effect
+from trainer.preflight import check_sharing, records_graphs, without_effect
 from trainer.profile import Profiler
 from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
@@ -291,7 +291,10 @@ def build_engine(
     degrees = resolve(config.parallel, world.size)
     check_sharing(config, degrees)
     torch.manual_seed(config.trainer.seed)
-    plan, model = build_model(config, device, saved, degrees)
+    total = total_memory(device)
+    if world.many and total is not None:
+        total = min(world.gather(total))  # all ranks must do the same
+    plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
     optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device, world)
@@ -307,18 +310,22 @@ def build_engine(
     if world.many:
         from trainer.parallel.fsdp import Shared
 
-        microbatch = Shared(model, microbatch, world.size, reduces_each_microbatch(config, plan, degrees, device))
+        microbatch = Shared(model, microbatch, world.size, pick_sharing(config, plan, degrees, total))
     tune_host(device)
     return Engine(device, world, plan, model, arena, optimizer, guard, EvidenceKeeper(arena), injector, microbatch)
 
 
 def build_model(
-    config: Config, device: torch.device, saved: Mapping[str, Any] | None = None, degrees: Degrees | None = None
+    config: Config,
+    device: torch.device,
+    saved: Mapping[str, Any] | None = None,
+    degrees: Degrees | None = None,
+    total: float | None = None,
 ) -> tuple[Plan, DeepSeek]:
     """The resolved plan and the model on `device`, weights drawn from the seed.
 
     saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
-    share its weights.
+    share its weights. total: memory of the smallest of their GPUs, bytes.
     """
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
@@ -327,10 +334,9 @@ def build_model(
     if degrees is not None and degrees.world > 1:
         from trainer.parallel.fsdp import materialise
 
-        reshard = config.parallel.reshard_after_forward
-        keep = None if reshard is Switch.auto else reshard is Switch.true
         fp8 = any(travels_in_fp8(config, row, degrees) for row in plan.gemms.values())
-        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keep, fp8)
+        keeps = pick_sharing(config, plan, degrees, total).keeps
+        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keeps, fp8)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)

@@ -4,7 +4,7 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
 
     gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for what computes in FP8), times
                (n - 1) / n of n ranks; twice a microbatch if blocks free their
-               weights after the forward pass, else once a step
+               weights after the forward pass, once a step if memory allows them to stay
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
-from trainer.config import Config, Recompute, Switch
-from trainer.memory import forecast_memory, travels_in_fp8
+from trainer.config import Config, Recompute
+from trainer.memory import forecast_memory, pick_sharing, travels_in_fp8
 from trainer.parallel.mesh import Degrees
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
@@ -88,9 +88,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
     others = count_parameters(m).total - experts * d.expert
-    reshards = config.parallel.reshard_after_forward is not Switch.false
-    gathers = 2 * microbatches if reshards else 1
-    reduces = microbatches if config.parallel.reduce_each_microbatch is Switch.true else 1
+    sharing = pick_sharing(config, plan, d, machine.memory)
+    gathers = 1 if sharing.keeps else 2 * microbatches
+    reduces = microbatches if sharing.each else 1
     hidden = 0.0
     halved, halved_experts = _in_fp8(config, plan, d)
     for parameters, in_fp8, ranks, stride in (
@@ -108,8 +108,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
     waiting = machine.seconds(2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks, d.expert)
-    each = reduces > 1 or microbatches == 1
-    memory = sum(forecast_memory(config, plan, d, each).values())
+    memory = sum(forecast_memory(config, plan, d, sharing).values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
 

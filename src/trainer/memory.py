@@ -5,7 +5,8 @@
                       else of the block whose backward pass runs
     optimizer         AdamW's two moments, FP32, its part
     compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
-                      blocks in one process; of those that are gathered at a time where ranks share them
+                      blocks in one process, and where ranks that share them keep what they gather; else of those that
+                      are gathered at a time
     activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
@@ -21,22 +22,46 @@ Not in it: what an op needs while it runs, the allocator's own losses, the libra
 
 from collections import defaultdict
 
+import torch
+
 from models.flops import count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
 from precision.plan import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import Degrees, Sharing
 
 GIB = 2**30
 ALONE = Degrees()
+ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
 
 
-def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: bool = True) -> dict[str, float]:
+def pick_sharing(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> Sharing:
+    """`parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`; auto: the fewest messages that `total`
+    bytes of GPU memory have room for. total: None on a CPU; then once a step, and freed."""
+    reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
+    each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
+    keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
+    if total is None:
+        return Sharing(each[0], keeps[-1])
+    ways = [Sharing(e, k) for e in each for k in keeps]
+    fits = (way for way in ways if sum(forecast_memory(config, plan, degrees, way).values()) <= ROOM * total)
+    return next(fits, ways[-1])
+
+
+def total_memory(device: torch.device) -> float | None:
+    """Bytes of a GPU; None of a CPU."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def forecast_memory(
+    config: Config, plan: Plan, degrees: Degrees = ALONE, sharing: Sharing | None = None
+) -> dict[str, float]:
     """Bytes that a rank holds, by category; see the module docstring.
 
-    plan: the model's. each: whether gradients are reduced after every microbatch (`parallel.reduce_each_microbatch`).
+    plan: the model's. sharing: as `pick_sharing` finds it; None: as on a CPU.
     """
+    sharing = sharing or pick_sharing(config, plan, degrees, None)
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length
     shared, experts = _parameters(config)
@@ -54,13 +79,13 @@ def forecast_memory(config: Config, plan: Plan, degrees: Degrees = ALONE, each: 
     if one_microbatch:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
     if config.health.shadow_every:
-        memory["BF16 shadow"] = _shadow(config, plan, degrees)
+        memory["BF16 shadow"] = _shadow(plan, degrees, sharing.keeps)
     if degrees.world == 1:
         return memory
     wholes = _wholes(config, plan, degrees)  # bytes in FP32 of what a rank gathers, by part
     largest = max(size for name, size in wholes.items() if name)
-    memory["compute weights"] = _gathered(config, plan, degrees)
-    if not each and not one_microbatch:
+    memory["compute weights"] = _gathered(config, plan, degrees, sharing.keeps)
+    if not sharing.each and not one_microbatch:
         memory["gradients"] += sum(wholes.values())
     else:
         memory["gradients"] += largest
@@ -170,18 +195,18 @@ def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
-def _gathered(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Compute weights that are there at a time: embedding and head always; of the blocks the last one, the one that
-    computes, and the next one."""
+def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
+    """Compute weights that are there at a time: embedding and head always; of the blocks all, or the last one, the one
+    that computes, and the next one."""
     copies = _copies(plan, degrees)
     embedding = config.model.vocab_size * config.model.hidden_size * plan.tensors["embed"].format.bytes
     beside = copies.pop("", 0.0) + embedding
-    if config.parallel.reshard_after_forward is Switch.false:
+    if keeps:
         return beside + sum(copies.values())
     return beside + sum(sorted(copies.values())[-3:])
 
 
-def _shadow(config: Config, plan: Plan, degrees: Degrees) -> float:
+def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     """BF16 of the weights that are FP8, as many as are there at a time: see `_gathered`."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
@@ -189,7 +214,7 @@ def _shadow(config: Config, plan: Plan, degrees: Degrees) -> float:
             groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
             sizes[_block_of(name)] += 2.0 * row.in_features * row.out_features * groups
     beside = sizes.pop("", 0.0)
-    if degrees.world == 1 or config.parallel.reshard_after_forward is Switch.false:
+    if degrees.world == 1 or keeps:
         return beside + sum(sizes.values())
     return beside + sum(sorted(sizes.values())[-3:])
 

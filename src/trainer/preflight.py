@@ -21,8 +21,8 @@ from trainer.data.idle import without_effect as data_without_effect
 from trainer.health.config import check_alerts, check_looks, check_power
 from trainer.health.notify import check_targets
 from trainer.host import pick_device
-from trainer.memory import GIB, forecast_memory, travels_in_fp8
-from trainer.parallel.mesh import Degrees, resolve
+from trainer.memory import GIB, forecast_memory, pick_sharing, total_memory, travels_in_fp8
+from trainer.parallel.mesh import Degrees, Sharing, resolve
 from trainer.recovery.config import RecoveryConfig
 
 
@@ -142,29 +142,18 @@ def check_sharing(config: Config, degrees: Degrees) -> None:
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 
 
-def reduces_each_microbatch(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
-    """`parallel.reduce_each_microbatch`; auto: unless a GPU has room for the FP32 gradients of the whole model."""
-    choice = config.parallel.reduce_each_microbatch
-    if choice is not Switch.auto:
-        return choice is Switch.true
-    if device.type != "cuda":
-        return False
-    once_a_step = sum(forecast_memory(config, plan, degrees, each=False).values())
-    return once_a_step > 0.8 * torch.cuda.get_device_properties(device).total_memory
-
-
 def records_graphs(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
     """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
     and where at most half of the memory is forecast to be used: a graph keeps what it takes."""
     if config.cuda_graph is not Switch.auto:
         return config.cuda_graph is Switch.true
-    if device.type != "cuda" or degrees.world > 1 or config.debug.inject is not None:
+    total = total_memory(device)
+    if total is None or degrees.world > 1 or config.debug.inject is not None:
         return False
     if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
         return False
     if plan.served_by("transformer_engine"):
         return False
-    total = torch.cuda.get_device_properties(device).total_memory
     return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
 
 
@@ -284,8 +273,8 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     check_sharing(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
-    each = reduces_each_microbatch(config, plan, degrees, pick_device(t.device))
-    memory = forecast_memory(config, plan, degrees, each)
+    sharing = pick_sharing(config, plan, degrees, total_memory(pick_device(t.device)))
+    memory = forecast_memory(config, plan, degrees, sharing)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -297,9 +286,18 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
+            *([_stays(sharing, config, degrees)] if degrees.world > 1 else ()),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
+
+
+def _stays(sharing: Sharing, config: Config, degrees: Degrees) -> str:
+    t = config.trainer
+    again = "once a step" if sharing.keeps else "again for each forward and backward pass"
+    reduced = "each microbatch" if sharing.each else "once a step"
+    several = t.global_batch_size > t.microbatch_size * degrees.world
+    return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
 
 
 def _ranks(d: Degrees) -> str:

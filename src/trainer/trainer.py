@@ -30,11 +30,10 @@ from trainer.data import bigram_loss, validation_batches
 from trainer.distributed import World
 from trainer.evaluation import mean_loss
 from trainer.host import pick_device
-from trainer.memory import forecast_memory, what_grew
+from trainer.memory import forecast_memory, pick_sharing, what_grew
 from trainer.metrics import Throughput, allocated_memory_gib, copy_to_host, load_metrics, peak_memory_gib
 from trainer.parallel.mesh import resolve
 from trainer.parallel.totals import added_up, averaged, largest, share_of
-from trainer.preflight import reduces_each_microbatch
 from trainer.recovery import TrainingStopped, Verdict
 from trainer.recovery.ladder import Dropped
 from trainer.signals import StopSignals
@@ -184,9 +183,8 @@ class Trainer:
         """What to say when a GPU is full: what fills it, against the forecast."""
         e = self.parts.engine
         degrees = resolve(self.config.parallel, self.parts.world.size)
-        each = reduces_each_microbatch(self.config, e.plan, degrees, e.device)
-        forecast = forecast_memory(self.config, e.plan, degrees, each)
         total = torch.cuda.get_device_properties(e.device).total_memory
+        forecast = forecast_memory(self.config, e.plan, degrees, pick_sharing(self.config, e.plan, degrees, total))
         return TrainingStopped(what_grew(forecast, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:

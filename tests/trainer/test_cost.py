@@ -38,19 +38,32 @@ def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
     assert alone.step == alone.compute == pytest.approx(64 * 4096 * 17.174074368e9 / 500e12)
 
 
+def with_(config: Config, **parallel: Switch) -> Config:
+    return replace(config, parallel=replace(config.parallel, **parallel))
+
+
+FREED = {"reshard_after_forward": Switch.true, "reduce_each_microbatch": Switch.false}
+
+
 def test_sharding_gathers_twice_and_reduces_once(moonlight: tuple[Config, Plan]) -> None:
     """Four microbatches of BF16 there and back, FP32 gradients at the end."""
-    found = cost(*moonlight, Degrees(shard=8), H200S)
+    config, plan = moonlight
+    found = cost(with_(config, **FREED), plan, Degrees(shard=8), H200S)
     assert (found.microbatches, found.tokens) == (4, 8 * 4096)
     assert found.hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * (2 * 2 * 4 + 4) / 350e9)
-    config, plan = moonlight
-    stays = replace(config, parallel=replace(config.parallel, reshard_after_forward=Switch.false))
-    assert cost(stays, plan, Degrees(shard=8), H200S).hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * 6 / 350e9)
+
+
+def test_what_stays_is_gathered_once_where_there_is_room(moonlight: tuple[Config, Plan]) -> None:
+    roomy, less = (replace(H200S, memory=size * 2**30) for size in (1000, 139))
+    assert cost(*moonlight, Degrees(shard=8), roomy).hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * 6 / 350e9)
+    found = cost(*moonlight, Degrees(shard=8), less)  # whole gradients in FP32 are not there, the weights are
+    assert found.hidden == pytest.approx(7 / 8 * (OTHERS + EXPERTS) * (2 + 4 * 4) / 350e9)
 
 
 def test_what_computes_in_fp8_may_be_gathered_in_half_the_bytes(moonlight: tuple[Config, Plan]) -> None:
-    config, plan = moonlight
-    in_fp8 = replace(config, parallel=replace(config.parallel, fp8_all_gather=Switch.true))
+    plan = moonlight[1]
+    config = with_(moonlight[0], **FREED)
+    in_fp8 = with_(config, fp8_all_gather=Switch.true)
     rows = [row for row in plan.gemms.values() if row.recipe.is_fp8]
     halved = sum(row.in_features * row.out_features * row.groups for row in rows)
     assert 0.9 < halved / (OTHERS + EXPERTS) < 1
@@ -60,7 +73,8 @@ def test_what_computes_in_fp8_may_be_gathered_in_half_the_bytes(moonlight: tuple
 
 
 def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[Config, Plan]) -> None:
-    found = cost(*moonlight, Degrees(shard=8, expert=8), H200S)
+    config, plan = moonlight
+    found = cost(with_(config, **FREED), plan, Degrees(shard=8, expert=8), H200S)
     assert found.hidden == pytest.approx(7 / 8 * OTHERS * 20 / 350e9)
     assert found.waiting == pytest.approx(7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2) / 350e9)
     assert found.step == pytest.approx(found.compute + found.waiting)

@@ -12,8 +12,8 @@ from precision import bind
 from precision.linear import gemm_layers
 from trainer.build import build_model
 from trainer.config import Config, load
-from trainer.memory import forecast_memory, what_grew
-from trainer.parallel.mesh import resolve
+from trainer.memory import ROOM, forecast_memory, pick_sharing, what_grew
+from trainer.parallel.mesh import Sharing, resolve
 from trainer.preflight import check, report, without_effect
 from trainer.trainer import Trainer
 
@@ -176,10 +176,27 @@ def test_activations_go_as_gradients_come(config: Make):
 def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
     made = config("parallel.shard=2", "trainer.microbatch_size=1", "trainer.global_batch_size=8")
     plan, degrees = check(made), resolve(made.parallel, 2)
-    each, once = (forecast_memory(made, plan, degrees, each)["gradients"] for each in (True, False))
+    each, once = (forecast_memory(made, plan, degrees, Sharing(each))["gradients"] for each in (True, False))
     whole = 2 * forecast_memory(made, plan, degrees)["parameters"]
     assert each < 0.95 * once
     assert once == pytest.approx(1.5 * whole, rel=0.01)
+
+
+def test_what_ranks_keep_follows_the_room_that_there_is(config: Make):
+    """With less and less of it: everything, whole gradients, gathered weights, neither; what is asked for is done."""
+    batch = "trainer.microbatch_size=1", "trainer.global_batch_size=8", "trainer.sequence_length=8"
+    made = config("parallel.shard=2", "model.num_layers=6", "precision=fp32", *batch)
+    plan, degrees = check(made), resolve(made.parallel, 2)
+    order = [Sharing(False, True), Sharing(False, False), Sharing(True, True), Sharing(True, False)]
+    needs = [sum(forecast_memory(made, plan, degrees, way).values()) / ROOM for way in order]
+    assert pick_sharing(made, plan, degrees, None) == order[1], "a CPU"
+    for room in (*needs, 0.0, 1e12):
+        fits = [way for way, need in zip(order, needs, strict=True) if need <= room]
+        assert pick_sharing(made, plan, degrees, room) == (fits or order[3:])[0]
+    asked = config("parallel.shard=2", "parallel.reshard_after_forward=true", *batch)
+    assert pick_sharing(asked, plan, degrees, 1e12) == Sharing(False, False)
+    asked = config("parallel.shard=2", "parallel.reshard_after_forward=false", *batch)
+    assert pick_sharing(asked, plan, degrees, 0.0) == Sharing(True, True)
 
 
 def test_a_dry_run_of_more_ranks_gives_each_its_share_of_the_batch(config: Make):

@@ -35,17 +35,17 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek, Losses
 from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
-from trainer.parallel.mesh import Mesh
+from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
 
 
 def materialise(
-    model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, reshard: bool | None = None, fp8: bool = False
+    model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, keeps: bool = False, fp8: bool = False
 ) -> None:
     """Give a model on the meta device its weights, as `DeepSeek.init_weights` would, each rank its part of them.
 
-    reshard: whether blocks free their gathered weights between forward and backward pass; None: all but the last one,
-    which is needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
+    keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
+    needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
     """
     agreed = Agreed() if fp8 else None
     model.agreed = agreed  # type: ignore[assignment]
@@ -55,7 +55,7 @@ def materialise(
         part.to_empty(device=device)
         model.init_part(part, generator)
         if part in blocks:
-            frees = part is not blocks[-1] if reshard is None else reshard
+            frees = not keeps and part is not blocks[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 _shard(part.moe.experts, mesh.experts, frees, agreed)
@@ -122,23 +122,26 @@ def unquantised(model: DeepSeek) -> Iterator[None]:
 class Shared:
     """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
 
-    each: reduce after every microbatch, so that no rank holds a whole gradient for longer than a block takes backward;
-    else after the last one of a step, and until then they are added up where they were made.
+    Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
+    else the step's last one does, and until then they are added up where they were made. Weights that are kept stay for
+    the next microbatch, too: masters change between steps only.
     """
 
-    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, each: bool):
-        self._model, self._run, self._world_size, self._each = model, run, world_size, each
+    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
+        self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
         self._agreed = cast(Agreed | None, model.agreed)
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`; index and count are of this rank's own."""
         if self._agreed is not None and index == 0:
             self._agreed.forget()
-        if not self._each and count > 1:
-            last = index == count - 1
-            shared = cast(FSDPModule, self._model)
-            shared.set_requires_gradient_sync(last)
-            shared.set_is_last_backward(last)
+        if count > 1:
+            last, shared = index == count - 1, cast(FSDPModule, self._model)
+            if not self._sharing.each:
+                shared.set_requires_gradient_sync(last)
+                shared.set_is_last_backward(last)
+            if self._sharing.keeps:
+                shared.set_reshard_after_backward(last)
         losses = self._run(tokens, index, count * self._world_size)
         if self._agreed is not None and index == count - 1:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters

@@ -49,6 +49,15 @@ class Degrees:
         return self.world // (self.expert * self.expert_shard)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks that share weights do at each microbatch. each: reduce gradients, else once a step. keeps: leave what
+    they have gathered in place until the step's last backward pass, else free it and gather it again."""
+
+    each: bool = True
+    keeps: bool = False
+
+
 def resolve(config: ParallelConfig, world: int) -> Degrees:
     """The degrees for `world` processes. ValueError, naming key, value and fix, for what does not go together."""
     for axis in RESERVED:

@@ -7,9 +7,10 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trainer.build import build_engine
 from trainer.config import Config, Recompute, load
 from trainer.distributed import World
 from trainer.parallel import parallelize
+from trainer.parallel.gather import Fp8Wire, Wire
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -51,7 +53,8 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
 FSDP, HSDP, EP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.expert=2")
 FP32 = "precision=fp32"
 MIXED = "precision=fp8_delayed", "precision.rules.last_blocks=1", "model.num_layers=4"
-EACH = "parallel.reduce_each_microbatch=true"
+EACH, KEPT = "parallel.reduce_each_microbatch=true", "parallel.reshard_after_forward=false"
+ON_THE_WIRE = "parallel.fp8_all_gather=true"
 CASES = {
     1: {"fp32": Case((FP32,))}
     | {name: Case((f"precision={name}",), steps=6) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")}
@@ -60,7 +63,9 @@ CASES = {
     2: {
         "fsdp fp32": Case((*FSDP, FP32)),
         "fsdp fp32 each": Case((*FSDP, FP32, EACH), steps=3),
-        "fsdp fp32 kept": Case((*FSDP, FP32, "parallel.reshard_after_forward=false"), steps=3),
+        "fsdp fp32 kept": Case((*FSDP, FP32, KEPT), steps=3),
+        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=3),
+        "ep fp32 kept": Case((*EP, FP32, KEPT), steps=3),
         "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), steps=3),
         "fsdp mixed": Case((*FSDP, *MIXED), steps=3),
         "fsdp mixed compiled": Case((*FSDP, *MIXED, "recompute=full"), steps=3, compiled=True),
@@ -68,6 +73,8 @@ CASES = {
         "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=6),
         "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=6),
         "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=6),
+        "kept wire": Case((*FSDP, "precision=fp8_delayed", ON_THE_WIRE, KEPT), steps=3),
+        "freed wire": Case((*FSDP, "precision=fp8_delayed", ON_THE_WIRE), steps=3),
         "ep fp8_jit": Case((*EP, "precision=fp8_jit"), steps=6),
         "spoilt": Case((*FSDP, "precision=fp8_delayed"), steps=4, spoil=1),
     }
@@ -88,6 +95,20 @@ Curves = dict[str, list[dict[str, float]]]
 def config_of(case: Case) -> Config:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return load(compose("train", overrides=[*RUN, *case.keys]))
+
+
+arrived: Counter[str] = Counter()
+
+
+def count_arrivals() -> None:
+    """How often a weight is gathered."""
+    for kind in (Wire, Fp8Wire):
+
+        def arrive(self: Wire, *args: Any, inner: Callable = kind._arrive, **out: Any) -> Any:
+            arrived["weights"] += 1
+            return inner(self, *args, **out)
+
+        kind._arrive = arrive
 
 
 def train(case: Case, world: World) -> list[dict[str, float]]:
@@ -118,6 +139,8 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
         line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         line["graphs"] = counter.frame_count
+        line["arrived"] = arrived.total()
+        arrived.clear()
         everyone = world.gather(line)
         assert all(str(other) == str(line) for other in everyone), "the same on every rank"
         lines.append(line)
@@ -133,6 +156,7 @@ def main(out: Path) -> None:
 
         dist.init_process_group("gloo")
     assert world.gather_numbers([float(rank), 0.1]) == [[float(other), 0.1] for other in range(size)]
+    count_arrivals()
     curves = {name: train(case, world) for name, case in CASES[size].items()}
     if rank == 0:
         out.write_text(json.dumps(curves))
@@ -191,6 +215,17 @@ def test_the_first_step_in_fp8_is_the_same_bit_for_bit(curves: dict[int, Curves]
     assert [ours[key] for key in ("loss/total", "scale", "amax")] == [
         theirs[key] for key in ("loss/total", "scale", "amax")
     ]
+
+
+@pytest.mark.parametrize(
+    ("kept", "freed"), [("fsdp fp32 kept", "fsdp fp32"), ("kept wire", "freed wire"), ("ep fp32 kept", "ep fp32")]
+)
+def test_what_is_kept_is_gathered_once_a_step(curves: dict[int, Curves], kept: str, freed: str) -> None:
+    """The others twice in each of two microbatches, but for the last block, embedding and head."""
+    once, again = curves[2][kept], curves[2][freed]
+    assert again[0]["arrived"] > 2.4 * once[0]["arrived"] and once[1]["arrived"] == once[0]["arrived"]
+    for key in ("loss/total", "norm", "scale", "amax"):
+        assert [line[key] for line in once] == [line[key] for line in again[:3]]
 
 
 def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves: dict[int, Curves]) -> None:
