@@ -42,6 +42,8 @@ CASES |= {f"{name} gathered": [*CASES[name], "parallel.fp8_all_gather=true"] for
 CASES = {name: keys if "gathered" in name else [*keys, "parallel.fp8_all_gather=false"] for name, keys in CASES.items()}
 SPREAD = "parallel.expert=2"
 CASES |= {f"{name} experts": [*CASES[name], SPREAD] for name in ("bf16 compiled", "fp8_delayed compiled")}
+KEPT = ["bf16", "fp8_jit", "fp8_block gathered", "fp8_delayed compiled gathered", "fp8_delayed compiled experts"]
+CASES |= {f"{name} freed": [*CASES[name], "parallel.reshard_after_forward=true"] for name in KEPT}
 OUT = "--out"
 STEPS, QUIET = 6, 4  # the step that must not wait
 SPEED = ["model=deepseek_300m", "trainer.global_batch_size=16", "trainer.microbatch_size=4"]
@@ -143,6 +145,14 @@ def test_two_gpus_train_as_one_does(curves: dict[int, dict[str, list[float]]], n
 def test_weights_that_travel_in_fp8_give_the_same_numbers(curves: dict[int, dict[str, list[float]]], name: str) -> None:
     assert curves[2][f"{name} gathered"][0] == curves[2][name][0]
     assert curves[2][f"{name} gathered"] == pytest.approx(curves[2][name], rel=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_that_stay_give_the_same_numbers(curves: dict[int, dict[str, list[float]]], name: str) -> None:
+    """A GPU with room keeps them for a step; the others of these runs free them after each pass."""
+    assert curves[2][name][0] == curves[2][f"{name} freed"][0]
+    assert curves[2][name] == pytest.approx(curves[2][f"{name} freed"], rel=1e-4)
 
 
 if __name__ == "__main__":
