@@ -161,8 +161,11 @@ class _GemmLayer(nn.Module):
         return data, inv
 
     @torch.no_grad()
-    def receive_quantized(self, data: Tensor, scale_inv: Tensor) -> list[Tensor]:
-        """As `receive`, of a weight that was quantised in parts: data, its bytes [(G,) N, K], are the operand."""
+    def receive_quantized(self, data: Tensor, scale_inv: Tensor, backward: bool = True) -> list[Tensor]:
+        """As `receive`, of a weight that was quantised in parts: data, its bytes [(G,) N, K], are the operand.
+
+        backward: whether a backward pass will read it, before it is received again.
+        """
         old, data = self.operand, data.view(self.recipe.input.dtype)
         if old is not None:
             assert old.scale_inv is not None
@@ -171,7 +174,7 @@ class _GemmLayer(nn.Module):
         kept = tuple(t for t in old or () if t is not None)
         # a backward pass that waits for these numbers gets them again
         with torch.autograd._unsafe_preserve_version_counter(kept):  # pyright: ignore[reportPrivateImportUsage]
-            self.operand = get_backend(self.recipe.backend).weight_operand(data, scale_inv, self.recipe, old)
+            self.operand = get_backend(self.recipe.backend).weight_operand(data, scale_inv, self.recipe, old, backward)
         return [] if self.operand.data_t is None else [self.operand.data_t]
 
     @torch.no_grad()

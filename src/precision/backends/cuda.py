@@ -99,16 +99,17 @@ class CudaBackend:
         return data, inv
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
     ) -> WeightOperand:
         """The operand of a weight in FP8, with its transposed copy."""
-        inv_t = None if recipe.scales_tensors else scale_inv.mT.contiguous()
         if out is None:
-            return WeightOperand(data, scale_inv, transpose_weight(data, None).mT, inv_t)
+            inv_t = None if recipe.scales_tensors else scale_inv.mT.contiguous()
+            out = WeightOperand(data, scale_inv, data.new_empty(data.mT.shape).mT, inv_t)
+        elif out.scale_inv_t is not None:
+            out.scale_inv_t.copy_(scale_inv.mT)
         assert out.data_t is not None
-        transpose_weight(data, out.data_t.mT)
-        if inv_t is not None and out.scale_inv_t is not None:
-            out.scale_inv_t.copy_(inv_t)
+        if backward:
+            transpose_weight(data, out.data_t.mT)
         return out
 
     def forward(

@@ -94,9 +94,10 @@ class Backend(Protocol):
         ...
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
     ) -> WeightOperand:
-        """The operand of a weight [(G,) N, K] in FP8, in this memory. out: the one made of the same memory before."""
+        """The operand of a weight [(G,) N, K] in FP8, in this memory. out: the one made of the same memory before.
+        backward: whether a backward pass will read it; else what only that reads is memory without content."""
         ...
 
     def forward(

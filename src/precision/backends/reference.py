@@ -109,7 +109,7 @@ class ReferenceBackend:
         return made.data, made.scale_inv
 
     def weight_operand(
-        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None
+        self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
     ) -> WeightOperand:
         """The operand of a weight in FP8."""
         return WeightOperand(data, scale_inv) if out is None else out

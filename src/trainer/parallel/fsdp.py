@@ -97,7 +97,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | 
         m._is_fsdp_managed_module = False  # type: ignore[assignment]
     for m in own:
         if hasattr(m, "receive"):
-            wire(cast(Receiver, m), mesh, agreed).attach()
+            wire(cast(Receiver, m), mesh, agreed, reshard).attach()
 
 
 @contextmanager

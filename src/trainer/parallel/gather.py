@@ -89,11 +89,14 @@ class Wire:
 
 
 class Fp8Wire(Wire):
-    """The same for a weight that is quantised before it is sent."""
+    """The same for a weight that is quantised before it is sent.
 
-    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, agreed: Agreed):
+    freed: between forward and backward pass. What the first one makes of it then lacks what the second one reads.
+    """
+
+    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, agreed: Agreed, freed: bool):
         super().__init__(layer)
-        self._fp8_layer, self._agreed = layer, agreed
+        self._fp8_layer, self._agreed, self._freed = layer, agreed, freed
         self._row = agreed.add(layer, mesh)
 
     @torch.no_grad()
@@ -121,18 +124,20 @@ class Fp8Wire(Wire):
         if not self._fp8_layer.recipe.is_fp8:
             return super()._arrive(gathered, metadata, dtype, out=out)
         inv = gathered[1] if self._row.blocks else self._agreed.inverse(self._row)
-        made = self._fp8_layer.receive_quantized(gathered[0][: self._shape[0]], inv)
+        backward = not self._freed or torch._C._current_graph_task_id() != -1  # -1: no backward pass runs
+        made = self._fp8_layer.receive_quantized(gathered[0][: self._shape[0]], inv, backward)
         return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None
 
 
-def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None) -> Wire:
-    """How the weight of a layer travels, which `mesh` (its last axis) has cut. agreed: None keeps FP8 off the wire."""
+def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None, freed: bool) -> Wire:
+    """How the weight of a layer travels, which `mesh` (its last axis) has cut. agreed: None keeps FP8 off the wire.
+    freed: whether it is gathered anew for the backward pass."""
     if agreed is not None and isinstance(layer, Linear | GroupedLinear):
         count, ranks = layer.weight.shape[0], mesh.size(mesh.ndim - 1)
         # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
         if ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
-            return Fp8Wire(layer, mesh, agreed)
+            return Fp8Wire(layer, mesh, agreed, freed)
     return Wire(layer)
 
 

@@ -1,0 +1,79 @@
+"""Two ranks that share weights, with our kernels: weights that travel in FP8 and are freed between their passes give
+what weights give that stay, and the transposed copy that only a backward pass reads is made for that pass alone.
+
+The ranks run this file as a program, over gloo, the kernels in Triton's interpreter.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+import trainer.build
+from precision.backends import cuda
+from precision.hardware import Gpu
+from trainer.build import build_engine
+from trainer.config import load
+from trainer.distributed import World
+from trainer.trainer import train_step
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RUN = ["trainer.device=cpu", "precision=fp8_delayed", "precision.backend=cuda", "optim.warmup_steps=1"]
+RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=8", "optim.lr=5e-4"]
+RUN += ["model.vocab_size=128", "model.hidden_size=128", "model.num_layers=2", "model.num_heads=2"]
+RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=32", "model.qk_rope_head_dim=32", "model.v_head_dim=32"]
+RUN += ["model.num_dense_layers=0", "model.moe_intermediate_size=128", "model.num_experts=2"]
+RUN += ["model.num_experts_per_token=1", "model.num_mtp_layers=0", "data=text", "data.path=."]
+RUN += ["parallel=fsdp", "parallel.fp8_all_gather=true", "compile.enabled=false"]
+CASES = {way: [f"parallel.reshard_after_forward={way == 'freed'}".lower()] for way in ("kept", "freed")}
+WEIGHTS = 7  # of each of two blocks
+
+
+def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]:
+    """Loss and norm of a step of two microbatches, and how often a weight was transposed."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load(compose("train", overrides=[*RUN, *keys]))
+    engine = build_engine(config, world.device, world=world)
+    made.clear()
+    tokens = torch.randint(0, 128, (4, 9), generator=torch.Generator().manual_seed(3))
+    result = train_step(engine, 1, tokens, config.trainer.microbatch_size)
+    assert bool(result.verdict.ok)
+    metrics = {key: float(result.metrics[key]) for key in ("loss/total", "optim/grad_norm")}
+    return metrics | {"transposed": made["transposed"], "amax": float(engine.arena.amax.double().sum())}
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = World(torch.device("cpu"), rank, rank, size, size)
+    torch.distributed.init_process_group("gloo")
+    trainer.build.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
+    made, transpose = Counter[str](), cuda.transpose_weight
+
+    def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        made["transposed"] += 1
+        return transpose(data, out)
+
+    cuda.transpose_weight = count
+    seen = {name: train(keys, world, made) for name, keys in CASES.items()}
+    if rank == 0:
+        out.write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+def test_freed_weights_are_those_that_stay(tmp_path: Path, start_ranks: Callable[..., None]) -> None:
+    start_ranks(__file__, 2, tmp_path / "seen.json")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    kept, freed = seen["kept"], seen["freed"]
+    assert kept.pop("transposed") == 2 * WEIGHTS, "once a step"
+    assert freed.pop("transposed") == 2 * 2 * WEIGHTS, "once a microbatch, not in each of its passes"
+    assert kept == freed
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
