@@ -57,6 +57,7 @@ class DeepSeek(nn.Module):
         self.end_of_text: int | None = None
         """The token that documents begin with, if attention is to stay within them (`models.documents`); None: it goes
         over whole sequences."""
+        self._mtp_targets: Tensor | None = None  # [K], see `expect`
         plan.finish()
 
     def forward(self, tokens: Tensor) -> Losses:
@@ -76,14 +77,36 @@ class DeepSeek(nn.Module):
         mtp = torch.zeros_like(lm)
         for k, block in enumerate(self.mtp, start=1):
             ahead, targets = tokens_ahead(embedded, k, S), targets_ahead(tokens, k + 1)
+            share = None
             if documents is not None:
                 ahead, targets = self._within(documents, k, ahead, targets)
+                if self._mtp_targets is not None:
+                    share = (targets != IGNORED).sum() / self._mtp_targets[k - 1]
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, ahead, *masked)
             balance = balance + loss
             loads.append(load_E)
-            mtp = mtp + self.loss(h_BSD, targets) / len(self.mtp)
+            loss = self.loss(h_BSD, targets) / len(self.mtp)
+            mtp = mtp + (loss if share is None else loss * share)
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
+
+    @torch.no_grad()
+    def expect(self, tokens: Tensor, microbatches: int) -> None:
+        """What a step is about to read, all of it, tokens [B, S + 1] int64, and in how many equal microbatches.
+
+        Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
+        are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
+        """
+        if self.end_of_text is None or not self.mtp:
+            return
+        S, documents = tokens.shape[1] - 1, documents_of(tokens, self.end_of_text)
+        counts = [
+            (targets_ahead(tokens, k + 1).masked_fill(beyond(documents, k, S), IGNORED) != IGNORED).sum()
+            for k in range(1, len(self.mtp) + 1)
+        ]
+        mean = torch.stack(counts).clamp(min=1).to(self.lm_head.weight.device) / microbatches
+        # in place: a recorded graph reads it where it was
+        self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype."""

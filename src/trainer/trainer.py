@@ -230,6 +230,7 @@ class StepResult:
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
+    e.model.expect(tokens, len(tokens) // microbatch_size)
     microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
     seen: list[Losses] = []
     e.evidence.begin(len(microbatches))

@@ -101,6 +101,25 @@ def test_losses_and_gradients_are_those_of_the_documents_alone(build: Build) -> 
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_step_in_microbatches_is_the_step_as_a_whole(build: Build, size: int) -> None:
+    """Microbatches have different numbers of MTP targets; one of one sequence here has none at depth 2."""
+    model = masked(build(num_mtp_layers=2))
+    tokens = packed([*LENGTHS, [1] * 40, [2] * 20, [30, 10], [5, 35]])
+    whole = model(tokens)
+    whole.total.backward()
+    expected = grads(model)
+    model.expect(tokens, len(tokens) // size)
+    parts = [model(part) for part in tokens.split(size)]
+    for losses in parts:
+        (losses.total / len(parts)).backward()
+    for key in ("lm", "mtp", "balance", "total"):
+        mean = torch.stack([getattr(losses, key) for losses in parts]).mean()
+        torch.testing.assert_close(mean, getattr(whole, key), rtol=0, atol=1e-5)
+    for name, gradient in grads(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def losses_by_depth(model: DeepSeek, document: Tensor, count: int) -> list[Tensor]:
     """Summed cross entropy of the main model and each depth over a document of `count` positions."""
     states: list[Tensor] = []

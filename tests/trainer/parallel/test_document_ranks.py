@@ -50,7 +50,8 @@ def test_two_ranks_and_one(tmp_path: Path, start_ranks: Callable[..., None]) -> 
     (tmp_path / "corpus").mkdir()
     for i in range(100):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"number {i} has a friend, {i + 1}")
-    one = losses(Trainer(config_of(keys(tmp_path, "one"))).train().folder)
+    whole = [*keys(tmp_path, "one"), "trainer.microbatch_size=4"]  # of which each rank of two has a half
+    one = losses(Trainer(config_of(whole)).train().folder)
     start_ranks(__file__, RANKS, tmp_path)
     two = losses(tmp_path / "two")
     assert len(one) == len(two) == 4 and "loss/validation" in one[-1]
