@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
+from torch.distributed import DistError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -250,7 +251,8 @@ def save_parts(
 ) -> dict[str, FileDigest]:
     """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
 
-    group: of all ranks that save; None: this one alone. Raises what went wrong, on all ranks: OSError names the rank.
+    group: of all ranks that save; None: this one alone. Raises what went wrong, on all ranks: OSError names the rank;
+    other errors are those of their rank, and a DistError on the others.
     """
     try:
         dcp_save(
@@ -261,8 +263,10 @@ def save_parts(
             no_dist=group is None,
         )
     except CheckpointException as failure:
-        error = cause(failure)
+        error, rank = cause(failure), min(failure.failures)
         if group is not None and isinstance(error, OSError):
-            raise OSError(f"rank {min(failure.failures)}: {error.strerror or error}") from failure
+            raise OSError(f"rank {rank}: {error.strerror or error}") from failure
+        if group is not None and group.rank() not in failure.failures:
+            raise DistError(f"rank {rank} could not save: {error}") from failure
         raise error from failure
     return writer.files

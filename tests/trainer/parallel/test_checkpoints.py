@@ -53,8 +53,8 @@ RUN += ["checkpoint.every=2", "checkpoint.keep=2", "data.validation_fraction=0.0
 
 @dataclass
 class Scene:
-    """A run of `size` ranks, to step `steps`. kind: train; copy: save what was loaded, elsewhere; held, full: saves
-    without a run."""
+    """A run of `size` ranks, to step `steps`. kind: train; copy: save what was loaded, elsewhere; held, full, broken:
+    saves without a run."""
 
     name: str
     size: int
@@ -76,6 +76,7 @@ SCENES = [
     Scene("from", 4, (*HSDP, "precision=fp8_delayed"), 2),
     Scene("held", 2, kind="held"),
     Scene("full", 2, kind="full"),
+    Scene("broken", 2, kind="broken"),
     Scene("killed", 4, (FSDP, "checkpoint.every=1"), 10),
 ]
 
@@ -163,6 +164,18 @@ def full(world: World, folder: Path) -> None:
     (folder / f"full{world.rank}.json").write_text(json.dumps(heard))
 
 
+def broken(world: World, folder: Path) -> None:
+    """Rank 1 meets with a bug as it saves."""
+    dtype = torch.complex64 if world.rank == 1 else torch.float32
+    state = {"weight": Part(torch.ones(8, 8, dtype=dtype), torch.Size([16, 8]), (8 * world.rank, 0))}
+    checkpointer = Checkpointer(folder / "broken", 0, quiet, world)
+    checkpointer.save(1, state, {})
+    try:
+        checkpointer.close()
+    except Exception as error:
+        (folder / f"broken{world.rank}").write_text(f"{type(error).__name__}: {error}")
+
+
 def die_while_saving(rank: int, step: int) -> None:
     """Rank 2 is killed when it has written half of its file."""
     from trainer.checkpoint.storage import SafetensorsWriter
@@ -214,8 +227,8 @@ def main(rank: int, folder: Path) -> None:
             dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=scene.size)
         if scene.name == "killed":
             die_while_saving(rank, scene.steps)
-        if scene.kind in ("held", "full"):
-            {"held": held, "full": full}[scene.kind](world, folder)
+        if scene.kind in ("held", "full", "broken"):
+            {"held": held, "full": full, "broken": broken}[scene.kind](world, folder)
         else:
             {"train": train, "copy": copy}[scene.kind](scene, world, folder)
         if scene.size > 1:
@@ -363,6 +376,12 @@ def test_a_rank_that_cannot_write_costs_all_that_checkpoint_and_nothing_else(pla
     assert re.match(why, first[1]) and re.match(f"raised: checkpoint of {why}", first[2])
     assert second == [first[2]], "rank 0 speaks for all"
     assert sorted(path.name for path in (played / "full").iterdir()) == [checkpoint_name(1), checkpoint_name(3)]
+
+
+def test_a_bug_in_a_save_is_that_of_its_rank(played: Path) -> None:
+    first, second = ((played / f"broken{rank}").read_text() for rank in range(2))
+    assert second.startswith("TypeError: weight is torch.complex64"), second
+    assert first == f"DistError: rank 1 could not save: {second.removeprefix('TypeError: ')}"
 
 
 def test_training_waits_for_a_small_part_of_a_save(played: Path) -> None:
