@@ -22,7 +22,7 @@ from trainer.health.config import check_alerts, check_looks, check_power
 from trainer.health.notify import check_targets
 from trainer.host import pick_device
 from trainer.memory import GIB, forecast_memory, pick_sharing, total_memory, travels_in_fp8
-from trainer.parallel.mesh import Degrees, Sharing, resolve
+from trainer.parallel.mesh import Degrees, Sharing, fits_expert, resolve
 from trainer.recovery.config import RecoveryConfig
 
 
@@ -113,12 +113,14 @@ def _check_batch(config: Config) -> None:
 
 
 def fitted(config: Config, degrees: Degrees) -> Config:
-    """The config with a microbatch that is no larger than a rank's share of the batch."""
-    t = config.trainer
+    """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
+    more of them, to read as many windows."""
+    t, e = config.trainer, config.eval
     share, rest = divmod(t.global_batch_size, degrees.world)
     if rest or t.microbatch_size <= share:
         return config
-    return replace(config, trainer=replace(t, microbatch_size=share))
+    batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
+    return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
 
 
 def check_sharing(config: Config, degrees: Degrees) -> None:
@@ -137,7 +139,8 @@ def check_sharing(config: Config, degrees: Degrees) -> None:
         why = "its modules hold whole weights, which ranks share here"
         _refuse("precision.backend", "transformer_engine", why, "set precision.backend=auto")
     if config.model.num_experts % degrees.expert:
-        fits = next(n for n in range(degrees.expert, 0, -1) if not config.model.num_experts % n)
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
+        fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 

@@ -14,7 +14,7 @@ from trainer.build import build_model
 from trainer.config import Config, load
 from trainer.memory import ROOM, forecast_memory, pick_sharing, what_grew
 from trainer.parallel.mesh import Sharing, resolve
-from trainer.preflight import check, report, without_effect
+from trainer.preflight import check, fitted, report, without_effect
 from trainer.trainer import Trainer
 
 Make = Callable[..., Config]
@@ -204,6 +204,15 @@ def test_a_dry_run_of_more_ranks_gives_each_its_share_of_the_batch(config: Make)
     assert "a forecast, microbatch 2 x" in report(made, check(made))
 
 
+def test_smaller_microbatches_leave_evaluations_as_long_as_they_were(config: Make):
+    made = config("parallel=fsdp", "trainer.microbatch_size=8", "trainer.global_batch_size=8", "eval.batches=3")
+    for ranks, size, batches in ((1, 8, 3), (2, 4, 6), (8, 1, 24)):
+        shared = fitted(made, resolve(made.parallel, ranks))
+        assert (shared.trainer.microbatch_size, shared.eval.batches) == (size, batches)
+    every = config("parallel=fsdp", "trainer.microbatch_size=4", "trainer.global_batch_size=4", "eval.batches=null")
+    assert fitted(every, resolve(every.parallel, 2)).eval.batches is None
+
+
 def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(config: Make):
     made = config("parallel.shard=3")
     with pytest.raises(ValueError, match=r"^trainer\.global_batch_size=\d+: 3 ranks .* set a multiple of"):
@@ -238,13 +247,17 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
             ("parallel.expert=2", "model.num_experts=5"),
             r"parallel\.expert=2: it does not divide .*num_experts=5; set 1",
         ),
+        (
+            ("parallel.expert=6", "parallel.shard=6", "model.num_experts=4", "trainer.global_batch_size=12"),
+            r"parallel\.expert=6: it does not divide .*num_experts=4; set 2",  # 4 would not go with six ranks
+        ),
         (("precision.backend=transformer_engine",), r"backend=transformer_engine: its modules hold whole weights"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys: tuple[str, ...], message: str) -> None:
     made = config("parallel=fsdp", *keys)
     with pytest.raises(ValueError, match=message):
-        check(made, world_size=2)
+        check(made, world_size=max(made.parallel.shard, 2))
 
 
 @pytest.mark.parametrize(

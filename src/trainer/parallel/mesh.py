@@ -87,10 +87,15 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         _refuse(axis, sizes[axis], why, f"start {known}, or set parallel.{axis}=-1 to take what is left")
     expert = world if config.expert == -1 else config.expert
     shard = sizes["shard"]
-    if world % expert or (shard % expert and expert % shard):
+    if not fits_expert(expert, shard, world):
         why = f"an expert group is a part of the parallel.shard={shard} ranks of {world}, or several whole ones"
         _refuse("expert", expert, why, f"set {_expert_near(expert, shard, world)}")
     return Degrees(sizes["replicate"], shard, expert)
+
+
+def fits_expert(expert: int, shard: int, world: int) -> bool:
+    """Whether `world` ranks in groups of `shard` can be expert groups of so many ranks."""
+    return world % expert == 0 and (shard % expert == 0 or expert % shard == 0)
 
 
 def _refuse(axis: str, value: int, why: str, fix: str) -> None:
@@ -102,8 +107,7 @@ def _divisor_near(number: int, of: int) -> int:
 
 
 def _expert_near(expert: int, shard: int, world: int) -> int:
-    fits = (n for n in range(min(expert, world), 0, -1) if world % n == 0 and (shard % n == 0 or n % shard == 0))
-    return next(fits)
+    return next(n for n in range(min(expert, world), 0, -1) if fits_expert(n, shard, world))
 
 
 @dataclass(frozen=True)
