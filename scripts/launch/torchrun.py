@@ -13,6 +13,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
+ENDED_BY_TORCHRUN = -SIGTERM, 128 + SIGTERM
+"""Exit codes that say nothing of what went wrong: torchrun ends the others so."""
+
 
 def main() -> int:
     """Exit code of the process that failed first, 128 + n for one that signal n ended, or for torchrun itself."""
@@ -23,14 +26,17 @@ def main() -> int:
         torchrun()
     except ChildFailedError as failed:
         told = [failure for failure in failed.failures.values() if isinstance(failure.message, dict)]
+        unknown: list[int] = []
         named = " ".join(str(failure.message) for failure in told)
         for rank, failure in failed.failures.items():
             known = failure in told or f"process {failure.pid})" in named.replace(") has died,", " ")
-            if not known and failure.exitcode != -SIGTERM:
+            if not known and failure.exitcode not in ENDED_BY_TORCHRUN:
+                unknown.append(failure.exitcode)
                 how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
                 print(f"octet: error: rank {rank} (process {failure.pid}) ended {how}", file=sys.stderr)
-        code = max((failure.exitcode for failure in told), default=failed.get_first_failure()[1].exitcode)
-        return code if code > 0 else 128 - code
+        codes = [failure.exitcode for failure in told or failed.failures.values()]
+        codes = [code for code in codes if code not in ENDED_BY_TORCHRUN] or unknown or codes
+        return max(code if code > 0 else 128 - code for code in codes)
     except SignalException as ended:
         return 128 + ended.sigval
     return 0

@@ -109,8 +109,10 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
         end = _judge(error, main)
         if crew.connected and not end.orderly:
             crew.failed(error, end.code, end.message, of_all=end.code == REFUSED)
-        first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error))
+        first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error), end.code)
         if end.message is None and first:
+            if crew.launch.size > 1:
+                error.add_note(f"on rank {crew.launch.rank}")
             raise
         if end.message is not None and first:
             print(f"octet: {end.message}", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ class Crew:
     """This process's part in the job.
 
     step: the last one it has begun; 0: none yet. told: number of the signal that told it to stop before it trained; 0:
-    none. on_end: called with the news, in the process that tells them.
+    none. met: whether all have come together. on_end: called with the news, in the process that tells them.
     on_leave: called when all have done their work. overdue: says whether the others should have come to where this rank
     has been; it is asked while main waits for the GPU, say, and can tell nobody.
     """
@@ -64,6 +64,7 @@ class Crew:
         self.launch = Launch()
         self.step = 0
         self.told = 0
+        self.met = False
         self.overdue: Callable[[], bool] = lambda: False
         self.on_end: list[Callable[[News], None]] = []
         self.on_leave: list[Callable[[], None]] = []
@@ -96,7 +97,13 @@ class Crew:
         self._watch = Watch(self, _connect(self.launch, 300))
         self._watch.start()
         signal.signal(signal.SIGTERM, self._terminated)
+        signal.set_wakeup_fd(self._watch.waker, warn_on_full_buffer=False)
         return _connect(self.launch, 300)
+
+    def all_met(self) -> None:
+        """All have come. From here on main hears of signals itself: it waits for nobody who may never come."""
+        self.met = True
+        signal.set_wakeup_fd(-1)
 
     def leave(self, seconds: float = 60.0) -> None:
         """The work is done. Returns when all others say so too, or after `seconds`; their end is no news any more."""
@@ -133,8 +140,11 @@ class Crew:
             _exit(code)
         return code
 
-    def first_to_say(self, message: str) -> bool:
-        """Whether this process is the one to say what all may have found wrong, each for itself, before they met."""
+    def first_to_say(self, message: str, code: int) -> bool:
+        """Whether this process is the one to say what all may have found wrong, each for itself, before they met.
+
+        Those who wait for it already get it as news, and end with the same code.
+        """
         if self.launch.size == 1:
             return True
         self.launch.leave_word(message)
@@ -148,6 +158,10 @@ class Crew:
             with contextlib.suppress(KeyboardInterrupt):  # torchrun ends the others as soon as it has seen one end
                 while time.monotonic() < deadline and store.add(self.name("refused"), 0) < self.launch.size:
                     time.sleep(0.02)
+            if first:
+                rank = self.launch.rank
+                store.set(self.name("told"), "1")
+                store.compare_set(self.name("news"), "", json.dumps(asdict(News(message, code, rank, rank, 0))))
         except RuntimeError:
             return self.launch.is_first
         return first
@@ -170,6 +184,14 @@ class Crew:
         except RuntimeError:
             news = self.lost()
         self.end(news)
+
+    def deaf(self, number: int) -> NoReturn:
+        """A signal has told this process to end, and main, which waits for others to come, has not."""
+        code = 128 + number
+        if self.told:  # it has heard, and said so
+            _exit(code)
+        rank, word = self.launch.rank, "interrupted" if number == signal.SIGINT else "terminated"
+        self.end(News(word, code, rank, rank, self.step))
 
     def lost(self) -> News:
         """The store does not answer."""
@@ -226,7 +248,7 @@ class Crew:
         rank = self.launch.rank
         self._key("seen", rank, "1")
         teller = news.finder if news.rank == 0 and news.finder != 0 else 0
-        if rank == teller:
+        if rank == teller and not self._store.check([self.name("told")]):
             self._tell(news)
         deadline = time.monotonic() + watch.PATIENCE
         while not self._store.check([self.name("told")]):

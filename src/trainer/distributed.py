@@ -155,6 +155,7 @@ def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
         device_id=device if gpu else None,
     )
     control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # its time is the crew's to watch
+    crew.all_met()
     crew.on_leave.append(dist.destroy_process_group)
     return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store, timeout)
 

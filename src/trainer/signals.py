@@ -40,12 +40,11 @@ class StopSignals:
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
 
-    def agree(self, step: int) -> None:
-        """Step number `step` is done: call it after each, on all ranks."""
+    def agree(self) -> None:
+        """A step is done: call it after each, on all ranks."""
         if self._world is None:
             self._receive(self._noted)
             return
-        self._world.crew.step = step + 1
         if self._question is not None:
             self._receive(self._answer(*self._question))
         if self.received is None:

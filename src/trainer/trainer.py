@@ -77,9 +77,10 @@ class Trainer:
             with StopSignals(parts.world) as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
+                    parts.world.crew.step = self.step
                     parts.profiler.begin(self.step)
                     self._step(parts.loader.next())
-                    stop.agree(self.step)
+                    stop.agree()
                     self._throughput.step(self._tokens_per_step)
                     parts.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None

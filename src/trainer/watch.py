@@ -43,9 +43,11 @@ class Watched(Protocol):
 
     launch: Launch
     step: int
+    met: bool
     overdue: Callable[[], bool]
 
     def end(self, news: News) -> NoReturn: ...
+    def deaf(self, number: int) -> NoReturn: ...
     def waited_in_vain(self) -> News: ...
     def lost(self) -> News: ...
     def has(self, kind: str, which: object = None) -> bool: ...
@@ -56,13 +58,19 @@ class Watched(Protocol):
 
 
 class Watch(threading.Thread):
-    """Sends the pulse, looks for news, for neighbours that die and for pulses that stop."""
+    """Sends the pulse, looks for news, for neighbours that die and for pulses that stop.
+
+    waker: where Python puts the number of each signal at once (`signal.set_wakeup_fd`). Its handler waits for main, and
+    main, until all have met, may wait in C++ for one that never comes.
+    """
 
     def __init__(self, crew: Watched, store: "TCPStore") -> None:
         super().__init__(name="watch", daemon=True)
         self._crew, self._store, self._stopping = crew, store, False
         self._poll = select.poll()
-        self._wake, self._waker = os.pipe()
+        self._wake, self.waker = os.pipe()
+        os.set_blocking(self.waker, False)
+        self._told: tuple[int, float] | None = None  # a signal, and when main should have ended
         self._poll.register(self._wake, select.POLLIN)
         launch = crew.launch
         first = launch.rank - launch.local_rank
@@ -75,7 +83,7 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """End the thread, and wait for it."""
         self._stopping = True
-        os.write(self._waker, b".")
+        os.write(self.waker, b"\0")
         self.join()
 
     def end_the_deaf(self, rank: int) -> None:
@@ -100,8 +108,12 @@ class Watch(threading.Thread):
                 for descriptor, _ in self._poll.poll(pause * 1000):
                     if descriptor in self._neighbours:
                         self._gone(*self._neighbours[descriptor], descriptor)
+                    if descriptor == self._wake:
+                        self._hear(os.read(self._wake, 64))
                 if self._stopping:
                     return
+                if self._told is not None and not self._crew.met and time.monotonic() > self._told[1]:
+                    self._crew.deaf(self._told[0])
                 if self._store.check([self._crew.name("news")]):
                     self._crew.end(News(**json.loads(self._store.get(self._crew.name("news")))))
                 if self._crew.overdue():
@@ -118,6 +130,12 @@ class Watch(threading.Thread):
         except RuntimeError:
             if not self._stopping:
                 self._crew.end(self._crew.lost())
+
+    def _hear(self, numbers: bytes) -> None:
+        """Signals have come."""
+        for number in numbers:
+            if number in (signal.SIGINT, signal.SIGTERM) and self._told is None:
+                self._told = number, time.monotonic() + PATIENCE
 
     def _meet(self) -> None:
         """Take a descriptor of each neighbour that has come."""
@@ -166,4 +184,4 @@ class Watch(threading.Thread):
 
 
 def when(step: int) -> str:
-    return f"in step {step}" if step else "before its first step was done"
+    return f"in step {step}" if step else "before its first step"

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 tests/trainer/crew_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
 
 FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
-memory; lag: as hang, and rank 0 waits for a device, not for rank 1.
+memory; lag: as hang, and rank 0 waits for a device, not for rank 1. absent, wrong: rank 1 is killed, or refuses, before
+it meets the others, who wait for it.
 """
 
 import os
@@ -64,6 +65,7 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
     try:
         with StopSignals(world) as stop:
             for step in range(1, steps + 1):
+                world.crew.step = step
                 if step == 3 and not world.crew.launch.attempt:
                     fail(fault, world.rank)
                 time.sleep(0.05)
@@ -72,7 +74,7 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
                 elif step == 4:
                     time.sleep(1000)
                 sinks.metrics({"step": step, "loss/total": 1.0})
-                stop.agree(step)
+                stop.agree()
                 if stop.received:
                     sinks.event("signal", step, f"stopped by {stop.received} after step {step}")
                     number = signal.Signals[stop.received]
@@ -94,6 +96,9 @@ def main() -> int:
 
     def run() -> None:
         crew.board(os.environ)
+        if fault in ("absent", "wrong") and crew.launch.rank == 1:
+            time.sleep(5)
+            fail({"absent": "kill", "wrong": "mistake"}[fault], 1)
         loop(init(torch.device("cpu"), crew, timeout), folder, name, fault, steps)
         crew.leave()
 

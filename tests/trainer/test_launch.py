@@ -125,7 +125,7 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
     code, out, err = run([*QUIET, *TWO, CREW, "runs", "a", fault], tmp_path)
     expected, says = FAULTS[fault]
     folder = tmp_path / "runs" / "a"
-    assert code == expected and time.monotonic() - began < 60
+    assert code == expected and time.monotonic() - began < 60, err
     assert out.count("step 2/6") == 1  # rank 0 has the screen
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     failures = [event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]
@@ -142,6 +142,20 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
     waited_in = {"hang": "; they waited in all_gather, at distributed.py:", "lag": "; they waited in gloo all_reduce, "}
     assert waited_in.get(fault, "") in own[0]
     assert ("Traceback" in err) == (fault == "bug") and err.count("KeyError") in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "says"),
+    [
+        ("absent", 128 + signal.SIGKILL, r"octet: terminated octet: error: rank 1 \(process N\) ended by SIGKILL"),
+        ("wrong", 2, r"octet: error: optim.lr=9: too large; lower it"),
+    ],
+)
+def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: int, says: str, tmp_path: Path):
+    began = time.monotonic()
+    code, _, err = run([*QUIET, *TWO, CREW, "runs", "a", fault, "6", "300"], tmp_path)
+    assert code == expected and time.monotonic() - began < 25, "torchrun waits for 30 s"
+    assert re.fullmatch(says, re.sub(r"process \d+", "process N", " ".join(said(err)))), err
 
 
 # ---------------------------------------------------------------------------------------------------------- train.py
