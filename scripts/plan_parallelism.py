@@ -21,6 +21,7 @@ from trainer.cli import compose, guarded
 from trainer.config import Config, load
 from trainer.cost import Cost, Machine, layouts
 from trainer.memory import GIB
+from trainer.preflight import check_sizes
 
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
@@ -43,13 +44,16 @@ def run() -> None:
     parser.add_argument("--rows", type=int, default=6, help="layouts to print (6)")
     options, rest = parser.parse_known_args()
     for name in ("gpus", "per_node", "sequences", "memory", "node_link", "network", "rows"):
-        if getattr(options, name) <= 0:
+        if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: set more than 0")
+    if options.tflops is not None and not options.tflops > 0:
+        raise ValueError(f"--tflops={options.tflops:g}: set more than 0, or leave it out")
     sys.argv = [sys.argv[0], *rest]
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) != 1:
         raise ValueError("several values: a layout is planned for one config; leave -m out")
     config = load(jobs[0].tree)
+    check_sizes(config)
     plan = _plan(config)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     machine = Machine(

@@ -29,7 +29,7 @@ from trainer.recovery.config import RecoveryConfig
 def check(config: Config, world_size: int | None = None) -> Plan:
     """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
     value and fix, for one that cannot."""
-    _check_ranges(config)
+    check_sizes(config)
     _check_batch(config)
     if world_size is not None:
         check_sharing(config, resolve(config.parallel, world_size))
@@ -60,8 +60,9 @@ def _refuse(key: str, value: object, why: str, fix: str) -> None:
     raise ValueError(f"{key}={value}: {why}; {fix}")
 
 
-def _check_ranges(config: Config) -> None:
-    t, o = config.trainer, config.optim
+def check_sizes(config: Config) -> None:
+    """ValueError for numbers that no run can have, and sequences that the model cannot."""
+    t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": t.max_steps,
         "trainer.global_batch_size": t.global_batch_size,
@@ -95,21 +96,21 @@ def _check_ranges(config: Config) -> None:
         _refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
     if config.eval.batches is not None and config.eval.batches < 1:
         _refuse("eval.batches", config.eval.batches, "out of range", "set 1 or more, or null for every window")
-
-
-def _check_batch(config: Config) -> None:
-    t, m = config.trainer, config.model
-    if t.global_batch_size % t.microbatch_size:
-        most = min(t.microbatch_size, t.global_batch_size)
-        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
-        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
-        _refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
     if t.sequence_length > m.max_position_embeddings:
         why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
     if t.sequence_length <= m.num_mtp_layers:
         why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+
+
+def _check_batch(config: Config) -> None:
+    t = config.trainer
+    if t.global_batch_size % t.microbatch_size:
+        most = min(t.microbatch_size, t.global_batch_size)
+        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
+        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
+        _refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
 
 
 def fitted(config: Config, degrees: Degrees) -> Config:
