@@ -14,6 +14,7 @@ import inspect
 import linecache
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -106,7 +107,10 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
-        end = _judge(error, main)
+        crew.decided()
+        end = _judge(error, main, crew.told)
+        if crew.connected and end.by_signal:
+            crew.stopped(end.message or "", end.code)
         if crew.connected and not end.orderly:
             crew.failed(error, end.code, end.message, of_all=end.code == REFUSED)
         first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error), end.code)
@@ -123,18 +127,19 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
 
 @dataclass
 class _End:
-    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves."""
+    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: one told
+    this process to end."""
 
     message: str | None
     code: int
     orderly: bool = False
+    by_signal: bool = False
 
 
-def _judge(error: BaseException, main: Callable[[], None]) -> _End:
-    if isinstance(error, Terminated):
-        return _End("terminated", TERMINATED, orderly=True)
+def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
+    """told: number of the signal that has told main to end, 0: none."""
     if isinstance(error, KeyboardInterrupt):
-        return _End("interrupted", INTERRUPTED, orderly=True)
+        return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
@@ -143,7 +148,15 @@ def _judge(error: BaseException, main: Callable[[], None]) -> _End:
     if told or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
         code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
         return _End(_one_line(f"error: {error}"), code, orderly=hasattr(error, "exit_code"))
+    if told:  # an interrupt within an import of torch, say, may come out as anything
+        return _by_signal(told)
     return _End(None, FAILED)
+
+
+def _by_signal(number: int) -> _End:
+    if number == signal.SIGTERM:
+        return _End("terminated", TERMINATED, by_signal=True)
+    return _End("interrupted", INTERRUPTED, by_signal=True)
 
 
 def _one_line(text: str) -> str:

@@ -140,6 +140,12 @@ class Crew:
             _exit(code)
         return code
 
+    def decided(self) -> None:
+        """How main ends is decided: of many processes, one hears of no signal on its last way. torchrun sends some."""
+        if self.launch.size > 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def first_to_say(self, message: str, code: int) -> bool:
         """Whether this process is the one to say what all may have found wrong, each for itself, before they met.
 
@@ -184,6 +190,22 @@ class Crew:
         except RuntimeError:
             news = self.lost()
         self.end(news)
+
+    def stopped(self, message: str, code: int) -> NoReturn:
+        """A signal has ended main. Mostly the others have got it too, and leave; one whose main waits for this one, or
+        hangs, hears of it as news."""
+        rank = self.launch.rank
+        with contextlib.suppress(RuntimeError):
+            self._key("left", rank, "1")
+            if self.launch.is_first:
+                print(f"octet: {message}", file=sys.stderr, flush=True)
+                self._key("told", None, "1")
+            everybody = range(self.launch.size)
+            self._await_all("left", everybody, time.monotonic() + watch.PATIENCE)
+            if not all(self.has("left", other) for other in everybody):
+                self.end(News(message, code, rank, rank, self.step))
+        self.leave()
+        _exit(code)
 
     def deaf(self, number: int) -> NoReturn:
         """A signal has told this process to end, and main, which waits for others to come, has not."""

@@ -4,7 +4,7 @@
 
 FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
 memory; lag: as hang, and rank 0 waits for a device, not for rank 1. absent, wrong: rank 1 is killed, or refuses, before
-it meets the others, who wait for it.
+it meets the others, who wait for it; waits: it comes, and rank 0 waits for it in a collective.
 """
 
 import os
@@ -99,7 +99,12 @@ def main() -> int:
         if fault in ("absent", "wrong") and crew.launch.rank == 1:
             time.sleep(5)
             fail({"absent": "kill", "wrong": "mistake"}[fault], 1)
-        loop(init(torch.device("cpu"), crew, timeout), folder, name, fault, steps)
+        world = init(torch.device("cpu"), crew, timeout)
+        if fault == "waits":
+            (Path(folder) / f"rank{world.rank}").mkdir(parents=True)
+            time.sleep(1000 * world.rank)
+            world.barrier()
+        loop(world, folder, name, fault, steps)
         crew.leave()
 
     return guarded(run, crew)

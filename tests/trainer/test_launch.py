@@ -158,6 +158,18 @@ def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: in
     assert re.fullmatch(says, re.sub(r"process \d+", "process N", " ".join(said(err)))), err
 
 
+def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Path):
+    process = start([*QUIET, *TWO, CREW, "runs", "a", "waits", "6", "300"], tmp_path)
+    for rank in range(2):
+        wait_for(tmp_path / "runs" / f"rank{rank}", process)
+    time.sleep(1)  # until rank 0 is there
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, _, err = end(process)
+    assert time.monotonic() - began < 20, "torchrun waits for 30 s"
+    assert (code, err) == (128 + signal.SIGTERM, "octet: terminated\n")
+
+
 # ---------------------------------------------------------------------------------------------------------- train.py
 
 
