@@ -4,6 +4,7 @@ Names are DeepSeek's and Hugging Face's where those are clear, `num_` for counts
 file of `configs/model/` fills in every key.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +33,22 @@ class YarnConfig:
     """Growth of the rotated part of keys and queries with log(factor)."""
     mscale_all_dim: float = 1.0
     """Growth of keys and queries as a whole with log(factor), put into the softmax scale; see `layers`."""
+
+    def validate(self) -> None:
+        """ValueError, naming key, value and fix, for numbers that make no frequencies."""
+        if not 1 <= self.factor < math.inf:
+            self._refuse("factor", "YaRN stretches the context", "set at least 1")
+        if self.original_max_position_embeddings < 1:
+            self._refuse("original_max_position_embeddings", "out of range", "set at least 1")
+        if not 0 < self.beta_slow < self.beta_fast:
+            why = f"it must lie between 0 and beta_fast={self.beta_fast}"
+            self._refuse("beta_slow", why, "set the published 1 and 32")
+        for key in ("beta_fast", "mscale", "mscale_all_dim"):
+            if not 0 <= getattr(self, key) < math.inf:
+                self._refuse(key, "out of range", "set 0 or more")
+
+    def _refuse(self, key: str, why: str, fix: str) -> None:
+        raise ValueError(f"model.rope_scaling.{key}={getattr(self, key)}: {why}; {fix}")
 
 
 @dataclass
@@ -117,14 +134,8 @@ class ModelConfig:
             self._refuse("qk_rope_head_dim", "RoPE rotates pairs", "set an even number")
         if self.num_dense_layers > self.num_layers:
             self._refuse("num_dense_layers", f"there are {self.num_layers} blocks", "set at most model.num_layers")
-        yarn = self.rope_scaling
-        if yarn is not None and yarn.factor < 1:
-            raise ValueError(f"model.rope_scaling.factor={yarn.factor}: YaRN stretches the context; set at least 1")
-        if yarn is not None and not 0 < yarn.beta_slow < yarn.beta_fast:
-            raise ValueError(
-                f"model.rope_scaling.beta_slow={yarn.beta_slow}: it must lie between 0 and beta_fast={yarn.beta_fast}; "
-                f"set the published 1 and 32"
-            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.validate()
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
         raise ValueError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
@@ -136,7 +147,7 @@ class ModelConfig:
             (_POSITIVE, sys.float_info.min, "set a number above 0"),
         ):
             for key in keys:
-                if not getattr(self, key) >= least:
+                if not least <= getattr(self, key) < math.inf:
                     self._refuse(key, "out of range", fix)
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             self._refuse("q_lora_rank", "out of range", "set at least 1, or null for a direct query projection")

@@ -80,7 +80,7 @@ def check_sizes(config: Config) -> None:
         "optim.weight_decay": o.weight_decay,
         "optim.warmup_steps": o.warmup_steps,
     }.items():
-        if not value >= 0:
+        if not 0 <= value < math.inf:
             _refuse(key, value, "out of range", "set 0 or more")
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:

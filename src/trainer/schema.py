@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from enum import Enum
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
 GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
 
 
@@ -112,6 +113,8 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
     allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
     if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
         raise _wrong(key, tree, annotation)
+    if inner in (int, float) and isinstance(tree, int) and not -LARGEST <= tree <= LARGEST:
+        raise _wrong(key, tree, annotation, f", and no more than {LARGEST}")
     return tree
 
 

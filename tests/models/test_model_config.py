@@ -54,6 +54,8 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ({"num_mtp_layers": -1}, "num_mtp_layers=-1: out of range; set 0 or more"),
         ({"init_std": 0.0}, "init_std=0.0: out of range; set a number above 0"),
         ({"mtp_loss_weight": float("nan")}, "mtp_loss_weight=nan: out of range; set 0 or more"),
+        ({"balance_loss_weight": float("inf")}, "balance_loss_weight=inf: out of range; set 0 or more"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: out of range; set a number above 0"),
         ({"q_lora_rank": 0}, "q_lora_rank=0: out of range; set at least 1, or null"),
         (
             {"rope_scaling": YarnConfig(factor=0.5)},
@@ -63,6 +65,13 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
             {"rope_scaling": YarnConfig(beta_fast=1.0)},
             "rope_scaling.beta_slow=1.0: it must lie between 0 and beta_fast=1.0",
         ),
+        ({"rope_scaling": YarnConfig(factor=float("nan"))}, "rope_scaling.factor=nan: YaRN stretches the context"),
+        (
+            {"rope_scaling": YarnConfig(original_max_position_embeddings=0)},
+            "rope_scaling.original_max_position_embeddings=0: out of range; set at least 1",
+        ),
+        ({"rope_scaling": YarnConfig(beta_fast=float("inf"))}, "rope_scaling.beta_fast=inf: out of range; set 0 or mo"),
+        ({"rope_scaling": YarnConfig(mscale=float("nan"))}, "rope_scaling.mscale=nan: out of range; set 0 or more"),
     ],
 )
 def test_what_cannot_be_built_is_refused(overrides: dict[str, Any], message: str) -> None:

@@ -136,6 +136,7 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("precision.rules.exceptions", [{"mtch": "a"}], "exceptions[0].mtch=a: there is no such key; did you mean"),
         ("trainer.max_steps", "ten", "trainer.max_steps=ten: must be a whole number"),
         ("trainer.max_steps", 1.5, "trainer.max_steps=1.5: must be a whole number"),
+        ("trainer.max_steps", 10**20, "must be a whole number, and no more than 9007199254740992"),
         ("trainer.max_steps", True, "trainer.max_steps=true: must be a whole number"),
         ("trainer.max_steps", None, "trainer.max_steps=null: must be a whole number"),
         ("trainer.max_steps", "???", "trainer.max_steps=???: must be a whole number"),

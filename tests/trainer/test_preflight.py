@@ -52,6 +52,7 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("optim.lr=nan", "optim.lr=nan: out of range"),
         ("optim.clip=0", "optim.clip=0.0: out of range; set a number above 0, or null not to clip"),
         ("optim.weight_decay=nan", "optim.weight_decay=nan: out of range"),
+        ("optim.weight_decay=inf", "optim.weight_decay=inf: out of range"),
         ("optim.decay_fraction=1.5", "optim.decay_fraction=1.5: it is a share; set 0 to 1"),
         ("optim.betas=[0.9]", "optim.betas=[0.9]: AdamW has two"),
         ("optim.betas=[0.9,1]", "optim.betas=[0.9, 1.0]: AdamW has two, from 0 to below 1"),
