@@ -10,7 +10,9 @@ and keeps its traceback. Of many processes one says it.
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
 
+import contextlib
 import inspect
+import io
 import linecache
 import os
 import re
@@ -63,7 +65,7 @@ def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[
     # Hydra writes a sweep's config into its folder (configs/train.yaml): nothing of use, so it goes where it disappears
     with tempfile.TemporaryDirectory() as scratch:
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-        hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect)()
+        _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect))
     if not jobs:  # --cfg and the like: Hydra has printed what was asked for
         raise SystemExit(OK)
     if any(sweeps):
@@ -73,6 +75,38 @@ def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[
     for job in jobs:
         _fit_restarts(job.tree, launch)
     return jobs
+
+
+def _read_by_hydra(task: Callable[[], None]) -> None:
+    """Run what reads sys.argv. ValueError for options that do not exist, where Hydra prints its usage, and for what it
+    stumbles over itself."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            task()
+    except SystemExit as end:
+        if end.code != REFUSED:
+            raise
+        raise ValueError(_explain_option(said.getvalue())) from None
+    except OmegaConfBaseException:  # some of them are ValueErrors, too
+        raise
+    except ValueError as error:
+        raise ValueError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
+    sys.stderr.write(said.getvalue())
+
+
+def _explain_option(usage: str) -> str:
+    """What is wrong with an option, from what argparse printed: `usage: ... error: unrecognized arguments: --x 3`."""
+    problem = usage.rpartition(" error: ")[2].strip()
+    _, unknown, words = problem.partition("unrecognized arguments: ")
+    if not unknown:
+        return f"{problem.removeprefix('argument ')}; --hydra-help says what it takes"
+    from trainer.config import meant_by
+
+    option = words.split()[0]
+    meant = meant_by(option.lstrip("-").partition("=")[0])
+    hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
+    return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
 
 
 def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
@@ -177,7 +211,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
     text = str(error)
     if isinstance(error, OverrideParseException):
-        fix = "quote values with spaces or any of ,=[]{}() as \"KEY='VALUE'\""
+        fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         return f"{error.override}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -193,8 +227,13 @@ def explain(error: BaseException, arguments: list[str]) -> str:
         return f"~{found[1]}: there is no such key to take away"
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
-    if found := re.match(r"Multiple values for (\S+)\.", text):
-        return f"{found[1]}={_given(found[1], arguments)}: {found[1]} is chosen twice; write {found[1]}=NAME, once"
+    if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
+        return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
+    if found := re.match(r"Error merging override (.+)", text):
+        return f"{found[1]}: a value, a list or a section where another of these stands; --cfg job shows what does"
+    if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
+        group = found[1] or found[2]
+        return f"{group}={_given(group, arguments)}: {group} is chosen twice; write {group}=NAME, once"
     if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
         return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
     return text.split("\nConfig search path")[0].split("\nSet the environment")[0]

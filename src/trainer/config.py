@@ -339,3 +339,9 @@ def unknown_key(key: str, value: Any) -> str:
     if parent in keys:
         return f"{problem}; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
     return f"{problem}; the sections are {', '.join(k for k in keys if '.' not in k)}"
+
+
+def meant_by(name: str) -> str | None:
+    """The key, or the choice of a recipe, that somebody probably meant who wrote `name`; None if nothing is like it."""
+    meant = nearest(name, [*keys_of(Config), RECIPE])
+    return f"+{RECIPE}" if meant == RECIPE else meant

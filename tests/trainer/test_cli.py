@@ -86,6 +86,8 @@ MISTAKES = {
     "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice",
     "model=deepseek_tny": "did you mean deepseek_tiny?",
     "+model=deepseek_300m": "model is chosen twice",
+    "+model=deepseek_tiny": "model is chosen twice",
+    "++recipe=bf16": "++recipe=bf16: ++ is for keys; choose with +recipe=bf16",
     # a wrong type or value
     "optim.lr=fast": "optim.lr=fast: must be a number",
     "-m optim.lr=1e-3,fast": "optim.lr=fast: must be a number",
@@ -101,6 +103,16 @@ MISTAKES = {
     "optim.lr=1e-3,1e-4": "several values; add -m",
     "run.name=${nothing}": "run.name: Interpolation key 'nothing' not found",
     "--config-name=nope": "Cannot find primary config 'nope'",
+    "=3": "the command line cannot be read",
+    "run.name=größe": "or letters beyond a to z",
+    "data.mix={name:a}": "data.mix={name:a}: a value, a list or a section where another of these stands",
+    # options
+    "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
+    "mean trainer.max_steps=VALUE?",
+    "--recipe=bf16": "did you mean +recipe=VALUE?",
+    "trainer.max_steps=3 -x": "-x: there is no such option",
+    "--cfg": "--cfg/-c: expected one argument; --hydra-help says what it takes",
+    "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
 }
 
 
