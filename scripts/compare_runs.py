@@ -17,7 +17,6 @@ against the first run, in percent; for another seed the validation loss alone, a
 is shaded).
 """
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -28,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
@@ -95,7 +94,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line and the runs, print the table, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
     parser.add_argument("--out", type=Path, default=Path("compare"), help="folder for the PNGs (default: compare)")
     parser.add_argument("--last", type=int, default=50, metavar="N", help="steps in the mean training loss (50)")

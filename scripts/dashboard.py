@@ -8,10 +8,9 @@ The file needs no network and no other file: it can be mailed, or opened on a ph
 only later, and may still be training; to look from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
 """
 
-import argparse
 from pathlib import Path
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 from trainer.health.dashboard.page import page, payload, write
 from trainer.health.dashboard.read import METRICS, Run
 from trainer.health.dashboard.serve import Server
@@ -24,7 +23,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line; write the page, or serve it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first is the measure")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page (default: dashboard.html in the run's folder)"

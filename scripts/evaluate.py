@@ -9,7 +9,6 @@ FP8 cost. KEY=VALUE changes keys of the run's config. --lm-eval needs `pip insta
 this project. More: docs/export.md.
 """
 
-import argparse
 import importlib.util
 import json
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 if TYPE_CHECKING:
     from trainer.evaluation import Scores
@@ -32,7 +31,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, evaluate, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--step", type=int, metavar="N", help="of which checkpoint (the newest whole one)")

@@ -7,12 +7,11 @@
 RUN is a run folder, one of its checkpoints, or what scripts/import_hf.py made. More: docs/export.md.
 """
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -24,7 +23,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, export, say what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     parser.add_argument("--dtype", choices=["bf16", "fp32", "fp8"], default="bf16", help="of the weights (bf16)")

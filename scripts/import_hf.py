@@ -6,11 +6,10 @@
 OUT also goes into scripts/export_hf.py: what came in FP8 leaves as the same FP8. More: docs/export.md.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 
 def main() -> int:
@@ -20,7 +19,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, import, say how to go on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and *.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     arguments = parser.parse_args()

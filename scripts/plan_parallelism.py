@@ -8,7 +8,6 @@ is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-l
 (scripts/bench/allreduce.py).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from models import DeepSeek
 from precision import Plan
 from precision.hardware import Gpu
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 from trainer.config import Config, load
 from trainer.cost import Cost, Machine, layouts
 from trainer.memory import GIB
@@ -33,7 +32,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, forecast, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
     parser.add_argument("--sequences", type=int, default=8, help="sequences a GPU and step (8)")

@@ -9,12 +9,11 @@ train.py does the same when it starts; this is for doing it once, ahead, and for
 and started again, it goes on. --out FOLDER: there, instead of in the cache.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 from trainer.config import load
 from trainer.data import Prepared
 from trainer.data.bars import prepare_with_bars
@@ -31,7 +30,7 @@ def main() -> int:
 
 def run() -> None:
     """Prepare each config of the command line (several with -m); all are loaded before the first is prepared."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]

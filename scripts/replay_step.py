@@ -20,14 +20,13 @@ A `!` marks rows that are not finite, `!!` the first one. KEY=VALUE changes keys
 Nothing is written into the run's folder; it may still be running.
 """
 
-import argparse
 import fnmatch
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 if TYPE_CHECKING:
     from trainer.recovery.sightings import Sighting
@@ -45,7 +44,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, replay, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("step", type=int, metavar="STEP", help="the step to look at")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 if TYPE_CHECKING:
     from models.generate import Tally
@@ -31,7 +31,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, generate, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes to the run's config")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with (nothing: a document)")

@@ -7,11 +7,10 @@ It learns from data.tokenizer_sample_mb megabytes of what is not held out for va
 and prepare_data.py train one by themselves; one of its own can be used for several corpora.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 from trainer.config import load
 from trainer.data import new_tokenizer
 from trainer.data.bars import bars
@@ -27,7 +26,7 @@ def main() -> int:
 
 def run() -> None:
     """Train it and write it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab-size", type=int)
     own, sys.argv[1:] = parser.parse_known_args()
@@ -42,7 +41,7 @@ def run() -> None:
     wanted = own.vocab_size or config.model.vocab_size
     with bars() as show:
         tokenizer = new_tokenizer(config.data, wanted, show)
-    tokenizer.save(str(own.out))
+    own.out.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     entries = tokenizer.get_vocab_size()
     fewer = f" of {wanted:,}: the text has no more pairs to merge" if entries < wanted else ""
     print(f"{own.out}: {entries:,} entries{fewer}; use it with data.tokenizer={own.out} model.vocab_size={entries}")

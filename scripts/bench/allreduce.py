@@ -13,7 +13,6 @@ The largest bus figures are the --node-link (one node) and --network (several) o
 medians over --repeat calls, each from a barrier on until the slowest rank has finished.
 """
 
-import argparse
 import importlib
 import os
 import re
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 TWICE = {"all_reduce": 2.0}
@@ -41,7 +40,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure, print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     sizes = ["64K", "1M", "16M", "64M", "256M", "1G"]
     parser.add_argument("--sizes", nargs="+", default=sizes, help=f"bytes, with K, M or G ({' '.join(sizes)})")
     parser.add_argument("--what", nargs="+", default=list(COLLECTIVES), choices=list(COLLECTIVES), help="all four")

@@ -15,7 +15,6 @@ is scores computed again (as papers on attention count); within documents, of th
 timed alone, on a graph of autograd that is kept.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from precision.attention import attention_core
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -54,7 +53,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure each shape, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--shape", action="append", metavar="BxHxSxQxV", help="may be given more than once")
     parser.add_argument(
         "--variants", nargs="+", choices=NAMES, default=BY_DEFAULT, metavar="NAME", help=f"some of {', '.join(NAMES)}"

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from precision import Feed, GroupedLinear, begin_step, combine_rows, expert_ffn, gather_rows
 from precision.permutation import permutation
 from precision.rates import record
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 WITH_WEIGHTS, FORWARD, IN_BF16 = " +w", " forward", " dw16"
 MIB = 2**20
@@ -80,7 +80,7 @@ class Problem:
 
 def run() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     for name, default in {"tokens": 16384, "hidden": 2048, "width": 1408, "experts": 64, "chosen": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument(

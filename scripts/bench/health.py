@@ -12,7 +12,6 @@ step does more than another one: norms, update ratio, statistics of the arena an
 the copy, and writing the details.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 import measure
 import torch
 
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 
 if TYPE_CHECKING:
     from trainer.health.health import Health
@@ -44,7 +43,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
         "words", nargs="*", default=[], metavar="RECIPE | KEY=VALUE", help="recipe (default: fp8_delayed), overrides"
     )

@@ -8,7 +8,6 @@ launches do nothing; the tensors are small and in host memory. In the table: mic
 the driver takes for a launch (5 to 7 us) comes on top.
 """
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -21,7 +20,7 @@ import torch
 from layers import config_of
 from torch import Tensor
 
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 RECIPES = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
 T, D, F, E, K = 256, 256, 128, 4, 2  # tokens, features, an expert's width, experts, chosen
@@ -35,7 +34,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"some of {', '.join(RECIPES)}; default: all")
     parser.add_argument("--repeat", type=int, default=500, help="calls of each (default: 500)")
     options = parser.parse_args()

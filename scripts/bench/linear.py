@@ -41,7 +41,7 @@ from measure import Timing, Variant, both, show
 
 from precision import Linear, begin_step
 from precision.rates import record
-from trainer.cli import guarded
+from trainer.cli import Parser, guarded
 
 Shape = tuple[int, int, int]
 LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
@@ -54,7 +54,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure each shape, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--shape", action="append", metavar="MxNxK", help="may be given more than once")
     parser.add_argument("--model", help="a model of configs/model: all its FP8 linear shapes")
     parser.add_argument("--tokens", type=int, default=32768, help="rows with --model (default: 32768)")

@@ -30,7 +30,7 @@ from typing import Any
 import measure
 import torch
 
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 from trainer.crew import Crew
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -48,7 +48,7 @@ def main() -> int:
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
     """The options, and what train.py would be told."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of so many steps (3)")

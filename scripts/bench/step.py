@@ -35,7 +35,7 @@ import packed
 import torch
 from measure import Timing, both, show
 
-from trainer.cli import compose, guarded
+from trainer.cli import Parser, compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -51,7 +51,7 @@ def main() -> int:
 
 def run() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("words", nargs="+", metavar="RECIPE | KEY=VALUE", help="recipes, and overrides as for train.py")
     parser.add_argument("--against", default="bf16", help="recipe to compare with (default: bf16)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each (default: 20)")

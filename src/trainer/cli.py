@@ -10,6 +10,7 @@ and keeps its traceback. Of many processes one says it.
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
 
+import argparse
 import contextlib
 import inspect
 import io
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
 import yaml
@@ -46,6 +48,17 @@ class Job:
 
     tree: DictConfig
     overrides: list[str]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with its help as it was written, and errors that are a ValueError: one line, as all others."""
+
+    def __init__(self, description: str | None = None, **settings: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """ValueError: what argparse found."""
+        raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
 def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[Job]:
