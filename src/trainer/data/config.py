@@ -179,6 +179,8 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         raise ValueError(
             f"data.tokenizer={data.tokenizer}: there is no such file: give a tokenizer.json, or null to train one"
         )
+    if not data.cache_dir:
+        raise ValueError("data.cache_dir='': prepared data needs a folder: set one, for example .cache/data")
     for key, why in (("tokenizer_sample_mb", "the tokenizer needs text"), ("shard_mb", "a shard needs text")):
         if getattr(data, key) < 1:
             raise ValueError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
@@ -230,10 +232,15 @@ def _check_part(part: Part) -> None:
         Source.hf: "a dataset: set {}.path to its name or folder",
         Source.bins: "the folder of prepared data: set {}.path=FOLDER",
     }[part.source].format(key)
-    if path is None:
-        raise ValueError(f"{key}.path=null: {key}.source={part.source.value} needs {wanted}")
+    if not path:
+        given = "null" if path is None else "''"
+        raise ValueError(f"{key}.path={given}: {key}.source={part.source.value} needs {wanted}")
     if part.source is Source.hf:
         if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
             raise ValueError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
-    elif not Path(path).is_dir() and not (part.source is Source.files and Path(path).is_file()):
+    elif Path(path).is_file():
+        if part.source is not Source.files:
+            why = f"a file, and {key}.source={part.source.value} reads a folder"
+            raise ValueError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
+    elif not Path(path).is_dir():
         raise ValueError(f"{key}.path={path}: there is no such folder: give an existing one")

@@ -157,7 +157,8 @@ def parse_lines(data: bytes, label: str, begin: int, column: str, fraction: floa
         if not isinstance(record, dict):
             log.add(label, "not a JSON object", where)
         elif column not in record:
-            log.add(label, f"no key {column}", f"{where} (which has {', '.join(list(record)[:9])})")
+            has = ", ".join(list(record)[:9])
+            log.add(label, f"no key {column}", f"{where} (which has {has}; data.text_column names the key)")
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} is not text", where)
         else:

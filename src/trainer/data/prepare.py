@@ -70,6 +70,8 @@ def prepare(
     readers = [open_source(part, data.validation_fraction) for part in sources]
     key = _key(data, vocab_size, readers)
     place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
+    if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
+        raise ValueError(f"{folder}: exists, and is not prepared data: name a folder that does not exist")
     if not place.is_dir():
         lock = _lock(place, data.cache_dir, report)
         try:
@@ -247,13 +249,13 @@ def _train(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report:
 
 def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
     """About so much training text, of each source its share. ValueError if there is none."""
-    what, taken = "training the tokenizer", 0
+    what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
     weights = [reader.part.weight or 1.0 for reader in readers]
     next_report = 0.0
     for reader, weight in zip(readers, weights, strict=True):
         share = max(int(num_bytes * weight / sum(weights)), 1)
         for block in reader.sample(share):
-            for piece in block.pieces(validation_fraction, SkipLog(strict=False)):
+            for piece in block.pieces(validation_fraction, log):
                 if not piece.held_out:
                     taken += piece.num_bytes
                     yield piece.text
@@ -262,7 +264,9 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
                 next_report = time.monotonic() + REPORT_SECONDS
     if not taken:
         where = " and ".join(str(reader.part.path) for reader in readers)
-        raise ValueError(f"data: no text to train a tokenizer on in {where}: give more text, or a data.tokenizer")
+        reasons = "; ".join(map(str, list(log.found.values())[:3]))
+        fix = f"correct that ({reasons})" if reasons else "give more text, or a data.tokenizer"
+        raise ValueError(f"data: no text to train a tokenizer on in {where}: {fix}")
     report(what, taken, taken)
 
 

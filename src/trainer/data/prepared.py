@@ -74,6 +74,12 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
 
 def open_several(sources: Sequence[Part]) -> Prepared:
     """Folders that were prepared before, as one."""
+    for part in sources:
+        if not (Path(str(part.path)) / SUMMARY).is_file():
+            raise ValueError(
+                f"{part.key}.path={part.path}: no {SUMMARY} in it, so it is not what prepare_data.py makes: give "
+                "such a folder, or read text with data=text or data=files"
+            )
     found = [open_prepared(Path(str(part.path))) for part in sources]
     if len(found) == 1:
         return found[0]

@@ -89,9 +89,10 @@ class Files:
         first = min((document.position for document in texts), default=0.0)
         self._held_out = {d.path for d in texts if d.position < validation_fraction or d.position == first}
         if texts and len(self._held_out) == len(corpus.documents):
+            fix = "lower it, or give" if len(texts) > 1 else "give"
             raise ValueError(
                 f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
-                "for training, and a file is never divided: lower it, or give the text as more files"
+                f"for training, and a file is never divided: {fix} the text as more files"
             )
 
     def _kind(self, path: str) -> tuple[Format, bool]:

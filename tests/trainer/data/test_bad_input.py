@@ -58,7 +58,7 @@ def test_a_bad_line_is_named(files: DataConfig, why: str) -> None:
         prepare(files, 512)
     assert "\n" not in str(error.value)
     if why == "no key text":
-        assert "(which has body, id)" in str(error.value)
+        assert "(which has body, id; data.text_column names the key)" in str(error.value)
 
 
 def test_bad_lines_are_left_out_and_counted_by_kind(files: DataConfig) -> None:

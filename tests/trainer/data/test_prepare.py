@@ -223,6 +223,30 @@ def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpu
         prepare(data, 300)
 
 
+def test_a_folder_that_is_not_prepared_is_not_said_to_be_deleted(make_config: MakeConfig, own_corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it[^\n]*or read text with") as as_bins:
+        prepare(make_config(own_corpus, source=Source.bins), 300)
+    with pytest.raises(ValueError, match="exists, and is not prepared data: name a folder that does not exist") as out:
+        prepare(make_config(own_corpus), 300, folder=own_corpus)
+    assert "delete" not in f"{as_bins.value} {out.value}"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("", r"data\.path='': data\.source=text needs a folder of text files"),
+        ("a.txt", r"data\.path=a\.txt: a file, and data\.source=text reads a folder: give a folder, or read one file"),
+    ],
+)
+def test_a_path_that_is_no_folder_is_refused(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text")
+    with pytest.raises(ValueError, match=says):
+        prepare(make_config(tmp_path, path=path), 300)
+
+
 def test_a_text_too_small_for_the_vocabulary_is_said(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("tiny = 1\n")
@@ -239,5 +263,5 @@ def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_co
 def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"data: no text to train a tokenizer on in /"):
+    with pytest.raises(ValueError, match=r"no text to train a tokenizer on in [^\n]*: correct that \(.*not UTF-8 text"):
         prepare(make_config(tmp_path), 300)
