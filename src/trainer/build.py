@@ -400,5 +400,8 @@ def _init_from(engine: Engine, path: Path, notes: list[Note]) -> None:
             raise ValueError(
                 f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
             )
+    for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
+        if name not in ours:
+            raise ValueError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")
     read(checkpoint, {"model": ours}, rest=False, verified=True)
     note("resume", 0, f"weights from {checkpoint}")

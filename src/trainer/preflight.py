@@ -15,7 +15,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
-from trainer.config import Config, Device, Switch
+from trainer.config import Config, Device, RunConfig, Switch
 from trainer.data.config import check_data
 from trainer.data.idle import without_effect as data_without_effect
 from trainer.health.config import check_alerts, check_looks, check_power
@@ -29,6 +29,7 @@ from trainer.recovery.config import RecoveryConfig
 def check(config: Config, world_size: int | None = None) -> Plan:
     """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
     value and fix, for one that cannot."""
+    _check_run(config.run)
     check_sizes(config)
     _check_batch(config)
     if world_size is not None:
@@ -58,6 +59,12 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 def _refuse(key: str, value: object, why: str, fix: str) -> None:
     raise ValueError(f"{key}={value}: {why}; {fix}")
+
+
+def _check_run(run: RunConfig) -> None:
+    for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
+        if path == "":  # a variable of the shell that is not set, and to Path the folder where we are
+            _refuse(f"run.{key}", "''", "no folder", fix)
 
 
 def check_sizes(config: Config) -> None:

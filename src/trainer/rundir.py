@@ -24,8 +24,8 @@ told where it is. Where torchrun has started them anew, those before may be dyin
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -98,12 +98,14 @@ class RunDir:
         name, `config.yaml` among them. patience: seconds to wait for a process that has the folder.
         """
         self.notes: list[Note] = []
-        self.path, checkpoint = _locate(parent, name, resume, label)
+        with _told(parent):
+            self.path, checkpoint = _locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
         with ExitStack() as on_error:
-            self._lock: TextIO | None = take_lock(self.path, self._note, patience)
+            with _told(parent):
+                self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
             state = _state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
@@ -252,7 +254,8 @@ def check_place(run: "RunConfig") -> Path | None:
     """
     if run.name is None and run.resume == "never":
         return None
-    return _locate(Path(run.dir), run.name, run.resume, "")[0]
+    with _told(Path(run.dir)):
+        return _locate(Path(run.dir), run.name, run.resume, "")[0]
 
 
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
@@ -261,7 +264,10 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
+        saved = json.loads(path.read_text())
+        if not isinstance(saved, dict):
+            raise ValueError("no JSON object")
+        return saved
     except ValueError as error:
         raise ValueError(f"{path}: it is damaged ({error}); remove it, and backends are chosen anew") from error
 
@@ -275,6 +281,8 @@ def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
         _verify(path, f"{key}={path}")
         return path
     found = newest_checkpoint(path / CHECKPOINTS, on_event)
+    if found is None and list_checkpoints(path / CHECKPOINTS):
+        raise ValueError(f"{key}={path}: every checkpoint there is damaged; give another run")
     if found is None:
         raise ValueError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
     return found
@@ -330,6 +338,16 @@ def _exists(path: Path, state: str) -> ValueError:
     return ValueError(
         f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto"
     )
+
+
+@contextmanager
+def _told(parent: Path) -> Iterator[None]:
+    """A folder that cannot be made or looked into is a ValueError that names run.dir."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or parent} cannot be used ({error.strerror or error})"
+        raise ValueError(f"run.dir={parent}: {what}; set a folder that can be written") from error
 
 
 def _make_unique(parent: Path, name: str) -> Path:

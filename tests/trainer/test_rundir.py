@@ -168,6 +168,15 @@ def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name:
     assert not runs.exists()
 
 
+@pytest.mark.parametrize("name", ["a", None])
+def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path, opened: Any, name: str | None) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"run\.dir=.*file: .* cannot be used \(Not a directory\); set a folder that"):
+        opened(tmp_path / "file", name)
+    with pytest.raises(ValueError, match=r"run\.dir=.* cannot be used \(File name too long\)"):
+        opened(tmp_path, "a" * 300)
+
+
 # ---------------------------------------------------------------------------------------------------- auto
 
 
@@ -337,6 +346,9 @@ def test_find_checkpoint_takes_a_run_or_a_checkpoint(runs: Path) -> None:
     damage(one)
     with pytest.raises(ValueError, match=r"run.init_from=.*step_00000100: .*rank00000.safetensors"):
         find_checkpoint(one, "run.init_from", quiet)
+    damage(path / CHECKPOINTS / "step_00000200")
+    with pytest.raises(ValueError, match=r"run.init_from=.*a: every checkpoint there is damaged"):
+        find_checkpoint(path, "run.init_from", quiet)
 
 
 # ---------------------------------------------------------------------------------------------------- the lock

@@ -253,6 +253,8 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
     other.parts.close(None)
     with pytest.raises(ValueError, match=r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"):
         Trainer(config(f"run.init_from={run}", "model.hidden_size=32"))
+    with pytest.raises(ValueError, match=r"run\.init_from=.*: mtp\.0\..* is there and not in this model"):
+        Trainer(config(f"run.init_from={run}", "model.num_mtp_layers=0"))
 
 
 def test_a_place_that_is_refused_is_refused_before_data_is_prepared(config: Configs, tmp_path: Path) -> None:
