@@ -17,6 +17,7 @@ import io
 import linecache
 import os
 import re
+import select
 import signal
 import sys
 import tempfile
@@ -24,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import hydra
 import yaml
@@ -37,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.crew import Crew, Terminated
 from trainer.launch import Launch
 
-OK, FAILED, REFUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 ALONE = Launch()
 OWN_CODE = Path(__file__).resolve().parents[1]
 
@@ -116,7 +117,9 @@ def _explain_option(usage: str) -> str:
         return f"{problem.removeprefix('argument ')}; --hydra-help says what it takes"
     from trainer.config import meant_by
 
-    option = words.split()[0]
+    option = next((word for word in words.split() if word.startswith("-")), None)
+    if option is None:
+        return f"{words}: separated from the other KEY=VALUE by an option; write options such as -m before all of them"
     meant = meant_by(option.lstrip("-").partition("=")[0])
     hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
@@ -154,6 +157,8 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and not crew.connected and _nobody_reads(sys.stdout):  # `--help | head`
+            return CUT_OFF
         crew.decided()
         end = _judge(error, main, crew.told)
         if crew.connected and end.by_signal:
@@ -170,6 +175,18 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
         crew.leave()
         return crew.exit(end.code)
     return OK
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
+    state = select.poll()
+    state.register(stream.fileno(), 0)  # tells of errors alone
+    if not state.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    return True
 
 
 @dataclass

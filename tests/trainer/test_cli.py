@@ -111,6 +111,7 @@ MISTAKES = {
     "mean trainer.max_steps=VALUE?",
     "--recipe=bf16": "did you mean +recipe=VALUE?",
     "trainer.max_steps=3 -x": "-x: there is no such option",
+    "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: separated from the other KEY=VALUE by an option",
     "--cfg": "--cfg/-c: expected one argument; --hydra-help says what it takes",
     "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
 }
@@ -222,6 +223,15 @@ def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("octet: error: model.dimm=3: ") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import re
 import resource
 import time
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.console import Console
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.rundir import Note, RunDir
 from trainer.sinks import Sinks
+from trainer.sinks.console import Outlived, open_screen
 from trainer.watch import News
 
 METRICS = {
@@ -276,3 +278,16 @@ def test_news_of_the_end_is_an_event_on_whichever_rank_tells_it_even_when_its_fi
     first, second = lines(run.path / "events.jsonl")
     assert (first["kind"], first["step"], first["rank"], first["exit_code"]) == ("failure", 7, 0, 1)
     assert first["message"] == second["message"] == news.message
+
+
+def test_a_run_outlives_who_reads_its_screen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trainer")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        screen = open_screen(True, 0, 9, Console(file=cast(TextIO, Outlived(stream))))
+        for step in (1, 2):
+            screen.metrics({"step": step, "loss/total": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the screen cannot be written (Broken pipe): the rest is only here"
+    ]

@@ -12,11 +12,12 @@ thread.
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,7 +58,7 @@ class Screen(Protocol):
 
 def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console | None = None) -> Screen:
     """The live screen on a terminal, plain lines elsewhere; if not `enabled`, only warnings and the summary."""
-    console = console or Console(highlight=False)
+    console = console or Console(file=cast(TextIO, Outlived(sys.stdout)), highlight=False)
     if enabled and console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(console, first_step, max_steps)
     return PlainScreen(console, first_step, max_steps, enabled)
@@ -77,6 +78,38 @@ def metrics_line(values: Mapping[str, Any], max_steps: int) -> Text:
     if skipped := values.get(_SKIPPED):
         line.append(f"  {skipped} skipped", "not bold yellow")
     return line
+
+
+class Outlived:
+    """A stream that a run may outlive: when its reader, terminal or disk has gone, the rest goes nowhere. (rich would
+    end the process, on one rank of many.)"""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, if there is still somebody who reads."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, if there is still somebody who reads."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _leave(self, error: OSError) -> None:
+        logging.getLogger("trainer").info("the screen cannot be written (%s): the rest is only here", error.strerror)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, and not to an error at the exit
+        os.close(nowhere)
 
 
 class SilentScreen:
