@@ -22,7 +22,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -155,7 +156,8 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
     """
     crew = crew or Crew()
     try:
-        main()
+        with _own_warnings_in_one_line():
+            main()
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and not crew.connected and _nobody_reads(sys.stdout):  # `--help | head`
             return CUT_OFF
@@ -175,6 +177,22 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
         crew.leave()
         return crew.exit(end.code)
     return OK
+
+
+@contextlib.contextmanager
+def _own_warnings_in_one_line() -> Iterator[None]:
+    """Warnings of ours are about what the user gave: without the place in the code, which Python puts before them."""
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
+        ours = Path(file).is_relative_to(OWN_CODE)
+        return f"octet: {message}\n" if ours else usual(message, category, file, number, line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _nobody_reads(stream: TextIO) -> bool:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -198,6 +199,21 @@ def test_what_is_raised_on_purpose_is_one_line(
 ):
     assert guarded(main) == code
     assert capsys.readouterr().err == says
+
+
+def test_a_warning_of_ours_is_one_line_without_a_place_in_the_code(capsys: pytest.CaptureFixture[str]):
+    own, theirs = str(ROOT / "src" / "trainer" / "build.py"), str(ROOT / "elsewhere.py")
+
+    def main() -> None:
+        for file in (own, theirs):
+            warnings.warn_explicit("model.vocab_size=9: too many", UserWarning, file, 3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *about: sys.stderr.write(warnings.formatwarning(*about[:4]))
+        assert guarded(main) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "octet: model.vocab_size=9: too many" and "elsewhere.py:3: UserWarning" in said[1]
 
 
 @pytest.mark.parametrize(

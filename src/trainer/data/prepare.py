@@ -69,11 +69,12 @@ def prepare(
         return prepared
     readers = [open_source(part, data.validation_fraction) for part in sources]
     key = _key(data, vocab_size, readers)
+    setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
     place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
         raise ValueError(f"{folder}: exists, and is not prepared data: name a folder that does not exist")
     if not place.is_dir():
-        lock = _lock(place, data.cache_dir, report)
+        lock = _lock(place, setting, report)
         try:
             if not place.is_dir():
                 _build(place, readers, data, vocab_size, key, report)
@@ -83,8 +84,8 @@ def prepare(
             if not kept:
                 shutil.rmtree(_partial(place), ignore_errors=True)
             raise ValueError(
-                f"data.cache_dir={data.cache_dir}: {place.name} cannot be written ({error.strerror or error}): "
-                f"free space there{', and it goes on where it stopped' * kept}, or set another folder"
+                f"{setting}: {place.name} cannot be written ({error.strerror or error}): free space "
+                f"there{', and it goes on where it stopped' * kept}, or set another folder"
             ) from error
         finally:
             lock.release()
@@ -130,8 +131,8 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
             )
 
 
-def _lock(folder: Path, cache_dir: str, report: Progress) -> FileLock:
-    """The acquired lock of `folder`. The system releases it when its process dies."""
+def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
+    """The acquired lock of `folder`, which `setting` says. The system releases it when its process dies."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -141,9 +142,7 @@ def _lock(folder: Path, cache_dir: str, report: Progress) -> FileLock:
             report("waiting for another process that prepares the same data", 0, 0)
             lock.acquire()
     except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={cache_dir}: cannot be written ({error.strerror}): set a folder that can"
-        ) from None
+        raise ValueError(f"{setting}: cannot be written ({error.strerror}): set a folder that can") from None
     return lock
 
 

@@ -258,6 +258,8 @@ def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_co
     (tmp_path / "occupied").touch()
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*occupied: cannot be written \([^\n]*\): set a folder"):
         prepare(make_config(own_corpus, cache_dir=str(tmp_path / "occupied")), 300)
+    with pytest.raises(ValueError, match=r"^/.*occupied/x: cannot be written"):
+        prepare(make_config(own_corpus), 300, folder=tmp_path / "occupied" / "x")
 
 
 def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
