@@ -18,12 +18,17 @@ def run(crew: Crew) -> None:
     from trainer.config import load
     from trainer.parallel.mesh import resolve
     from trainer.preflight import check, fitted, report
+    from trainer.rundir import check_place
 
     configs = [load(job.tree) for job in jobs]
     for i, config in enumerate(configs):
         if not config.dry_run:
             configs[i] = fitted(config, resolve(config.parallel, launch.size))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
+    if not launch.under_torchrun:  # there, a rank would look while the first one has made its folder already
+        for config in configs:
+            if not config.dry_run:
+                check_place(config.run)
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
             if launch.is_first:

@@ -159,6 +159,17 @@ def test_the_runs_of_a_named_sweep_get_names_of_their_own(call: Call, recorder: 
     ]
 
 
+def test_a_sweep_whose_second_run_has_no_place_trains_none(
+    call: Call, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    taken = tmp_path / "runs" / "x_1_seed-3"
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").touch()
+    assert call("-m", "trainer.seed=2,3", "run.name=x") == 2
+    assert "run.name=x_1_seed-3: runs/x_1_seed-3 exists; choose another run.name" in capsys.readouterr().err
+    assert recorder.runs == []
+
+
 def test_a_dry_run_prints_and_trains_nothing(
     call: Call, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
