@@ -42,11 +42,10 @@ def run() -> None:
     parser.add_argument("--network", type=float, default=45.0, help="GB/s of a GPU between nodes (45: 400 Gbit/s)")
     parser.add_argument("--rows", type=int, default=6, help="layouts to print (6)")
     options, rest = parser.parse_known_args()
-    for name in ("gpus", "per_node", "sequences", "memory", "node_link", "network", "rows"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(options, name)}: set more than 0")
-    if options.tflops is not None and not options.tflops > 0:
-        raise ValueError(f"--tflops={options.tflops:g}: set more than 0, or leave it out")
+    for name in ("gpus", "per_node", "sequences", "memory", "tflops", "node_link", "network", "rows"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
     sys.argv = [sys.argv[0], *rest]
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) != 1:

@@ -259,6 +259,8 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
     text = str(error)
     if isinstance(error, OverrideParseException):
+        if "=~" in str(error.override):
+            return f"{error.override}: nothing expands ~ after a =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         return f"{error.override}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:

@@ -65,6 +65,8 @@ def _check_run(run: RunConfig) -> None:
     for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
         if path == "":  # a variable of the shell that is not set, and to Path the folder where we are
             _refuse(f"run.{key}", "''", "no folder", fix)
+    if run.dir.partition("/")[0] == "~":
+        _refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
 
 
 def check_sizes(config: Config) -> None:

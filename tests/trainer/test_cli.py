@@ -105,6 +105,8 @@ MISTAKES = {
     "run.name=${nothing}": "run.name: Interpolation key 'nothing' not found",
     "--config-name=nope": "Cannot find primary config 'nope'",
     "=3": "the command line cannot be read",
+    "run.dir=~/runs": "run.dir=~/runs: nothing expands ~ after a =; write $HOME",
+    "run.dir='~/runs'": "run.dir=~/runs: nothing expands ~ after a =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
     "data.mix={name:a}": "data.mix={name:a}: a value, a list or a section where another of these stands",
     # options

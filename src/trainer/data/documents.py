@@ -147,7 +147,7 @@ def parse_lines(data: bytes, label: str, begin: int, column: str, fraction: floa
             continue  # no document: an empty one is {"text": ""}
         where = f"the line at byte {here}"
         try:
-            record = json.loads(line.decode())
+            record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with that mark
         except UnicodeDecodeError:
             log.add(label, "not UTF-8 text", where)
             continue

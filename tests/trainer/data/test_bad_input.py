@@ -61,6 +61,11 @@ def test_a_bad_line_is_named(files: DataConfig, why: str) -> None:
         assert "(which has body, id; data.text_column names the key)" in str(error.value)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(GOOD))
+    assert count(prepare(files, 512)) == len(GOOD)
+
+
 def test_bad_lines_are_left_out_and_counted_by_kind(files: DataConfig) -> None:
     lines = [*GOOD, *BAD.values(), *GOOD[:5], BAD["not JSON"], b"", *EMPTY, b""]
     (folder(files) / "x.jsonl").write_bytes(b"\n".join(lines))
