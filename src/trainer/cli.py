@@ -173,7 +173,8 @@ def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
                 error.add_note(f"on rank {crew.launch.rank}")
             raise
         if end.message is not None and first:
-            print(f"octet: {end.message}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # its terminal may have gone
+                print(f"octet: {end.message}", file=sys.stderr, flush=True)
         crew.leave()
         return crew.exit(end.code)
     return OK
@@ -226,19 +227,20 @@ def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
-    told = isinstance(error, OSError) or hasattr(error, "exit_code")
-    if told or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
+    expected = isinstance(error, OSError) or hasattr(error, "exit_code")
+    if expected or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
         code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
-        return _End(_one_line(f"error: {error}"), code, orderly=hasattr(error, "exit_code"))
+        word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
+        return _End(_one_line(f"{word}{error}"), code, orderly=hasattr(error, "exit_code"))
     if told:  # an interrupt within an import of torch, say, may come out as anything
         return _by_signal(told)
     return _End(None, FAILED)
 
 
 def _by_signal(number: int) -> _End:
-    if number == signal.SIGTERM:
-        return _End("terminated", TERMINATED, by_signal=True)
-    return _End("interrupted", INTERRUPTED, by_signal=True)
+    if number == signal.SIGINT:
+        return _End("interrupted", INTERRUPTED, by_signal=True)
+    return _End("terminated", TERMINATED, by_signal=True)
 
 
 def _one_line(text: str) -> str:

@@ -48,7 +48,14 @@ if TYPE_CHECKING:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, outside of training, which would save first."""
+    """SIGTERM or SIGHUP, outside of training, which would save first."""
+
+
+def stopping() -> list[signal.Signals]:
+    """The signals that ask a process to stop: Ctrl-C, a scheduler's, a terminal that has gone, unless nohup keeps that
+    one from us."""
+    hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears else [])]
 
 
 class Crew:
@@ -75,11 +82,12 @@ class Crew:
     def board(self, environment: Mapping[str, str]) -> Launch:
         """Read which process this is. ValueError if the launcher's variables do not go together.
 
-        From here on SIGTERM ends this process as Ctrl-C does: what is half done is undone, and one line says so.
+        From here on SIGTERM and SIGHUP end this process as Ctrl-C does: what is half done is undone, and one line says
+        so.
         """
         self.launch = Launch.read(environment)
-        signal.signal(signal.SIGINT, self._told)
-        signal.signal(signal.SIGTERM, self._told)
+        for number in stopping():
+            signal.signal(number, self._told)
         return self.launch
 
     @property
@@ -143,8 +151,8 @@ class Crew:
     def decided(self) -> None:
         """How main ends is decided: of many processes, one hears of no signal on its last way. torchrun sends some."""
         if self.launch.size > 1:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in stopping():
+                signal.signal(number, signal.SIG_IGN)
 
     def first_to_say(self, message: str, code: int) -> bool:
         """Whether this process is the one to say what all may have found wrong, each for itself, before they met.

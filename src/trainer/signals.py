@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: finish the step, save, leave; all ranks after the same one.
+"""SIGINT, SIGTERM and SIGHUP: finish the step, save, leave; all ranks after the same one.
 
 A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
 of hosts and not of GPUs: has anybody been told to stop? It is under way while the next step runs, and read at that
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.crew import stopping
 from trainer.postmortem import pending_operation
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StopSignals:
-    """While active, the first SIGINT or SIGTERM is noted; a second one acts as it always did.
+    """While active, the first of these signals is noted; a second one acts as it always did.
 
     Many processes may get the first one twice, from the scheduler and from torchrun, so there a second one is the other
     kind: torchrun sends SIGTERM to those that a second Ctrl-C finds still saving.
@@ -70,7 +71,7 @@ class StopSignals:
             self.received = signal.Signals(number).name
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stopping():
             self._before[number] = signal.signal(number, self._note)
         return self
 

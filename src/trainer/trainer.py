@@ -198,7 +198,7 @@ class Trainer:
             if lost:
                 raise TrainingStopped(f"{ending}, not saved: {lost}")
             raise TrainingStopped(
-                f"{ending}, saved; go on with run.name={p.run.path.name} run.resume=auto",
+                f"{ending}, saved; go on with the same command and run.name={p.run.path.name} run.resume=auto",
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed

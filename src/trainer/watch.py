@@ -134,7 +134,7 @@ class Watch(threading.Thread):
     def _hear(self, numbers: bytes) -> None:
         """Signals have come."""
         for number in numbers:
-            if number in (signal.SIGINT, signal.SIGTERM) and self._told is None:
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and self._told is None:
                 self._told = number, time.monotonic() + PATIENCE
 
     def _meet(self) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import trainer.trainer
 from trainer.cli import guarded
 from trainer.config import Config
+from trainer.crew import Crew
 from trainer.distributed import World
 from trainer.recovery import TrainingStopped
 
@@ -194,6 +196,10 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def stop() -> None:
+    raise TrainingStopped("stopped by SIGTERM after step 3, saved", exit_code=143)
+
+
 def run_out_of_disk() -> None:
     raise OSError(28, "No space left on device", "runs/x")
 
@@ -204,6 +210,7 @@ def run_out_of_disk() -> None:
         (refuse, 2, "octet: error: optim.lr=9: too large; lower it\n"),
         (fail, 1, "octet: error: 3 steps in a row were not finite\n"),
         (interrupt, 130, "octet: interrupted\n"),
+        (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
         (run_out_of_disk, 1, "octet: error: [Errno 28] No space left on device: 'runs/x'\n"),
     ],
 )
@@ -212,6 +219,21 @@ def test_what_is_raised_on_purpose_is_one_line(
 ):
     assert guarded(main) == code
     assert capsys.readouterr().err == says
+
+
+def test_what_an_interrupt_comes_out_as_is_no_bug(capsys: pytest.CaptureFixture[str]):
+    """Within an import of a library, say. Without a signal it is one."""
+    crew = Crew()
+
+    def main() -> None:
+        [][0]
+
+    crew.told = signal.SIGINT
+    assert guarded(main, crew) == 130
+    assert capsys.readouterr().err == "octet: interrupted\n"
+    crew.told = 0
+    with pytest.raises(IndexError):
+        guarded(main, crew)
 
 
 def test_a_warning_of_ours_is_one_line_without_a_place_in_the_code(capsys: pytest.CaptureFixture[str]):

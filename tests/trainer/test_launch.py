@@ -230,7 +230,8 @@ def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: A
     code, out, err = end(process)
     step = lines(folder / "metrics.jsonl")[-1]["step"]
     assert code == 128 + signal.SIGTERM and out.count("packing the text") == 1
-    expected = f"octet: error: stopped by SIGTERM after step {step}, saved; go on with run.name=a run.resume=auto"
+    how = "go on with the same command and run.name=a run.resume=auto"
+    expected = f"octet: stopped by SIGTERM after step {step}, saved; {how}"
     assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
     assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()

@@ -1,13 +1,18 @@
 """The world outside of a run: disks that fill up, folders that go, files of data that are damaged, signals."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,8 +197,42 @@ def test_an_interrupt_that_a_library_has_swallowed_stops_the_run_after_its_first
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(TrainingStopped, match=r"stopped by SIGINT after step 1, saved"):
         Trainer(config("run.name=a"), world=World(torch.device("cpu"), crew=crew)).train()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
+    ignored: bool, overrides: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    words = [word for word in overrides("run.name=a", "trainer.max_steps=400") if "console" not in word]
+    command = [*(["nohup"] if ignored else []), sys.executable, str(ROOT / "train.py"), *words]
+    mine, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=tmp_path,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    run, began = tmp_path / "runs" / "a", time.monotonic()
+    while not (run / "metrics.jsonl").exists() or len(lines(run / "metrics.jsonl")) < 3:
+        with contextlib.suppress(OSError):  # nohup writes into a file
+            if select.select([mine], [], [], 0.05)[0]:
+                os.read(mine, 1 << 16)
+        time.sleep(0.02)
+        assert time.monotonic() < began + 60 and process.poll() is None
+    os.close(mine)
+    if ignored:
+        seen = len(lines(run / "metrics.jsonl"))
+        while len(lines(run / "metrics.jsonl")) < seen + 5:
+            assert time.monotonic() < began + 60 and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + (signal.SIGTERM if ignored else signal.SIGHUP)
+    (event,) = events(run, "signal")
+    step = event["step"]
+    assert event["message"] == f"stopped by {'SIGTERM' if ignored else 'SIGHUP'} after step {step}; saved"
+    assert checkpoints(run) == [f"step_{step:08}"]
 
 
 def test_a_second_signal_does_not_wait_for_the_end_of_the_step(config: Configs) -> None:
