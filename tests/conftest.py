@@ -6,6 +6,7 @@ collected first.
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +29,13 @@ settings.register_profile("octet", deadline=None, derandomize=True)
 settings.load_profile("octet")
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "precision"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What inductor compiles for a CPU takes a C++ compiler."""
+    backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
+    if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no C++ compiler (g++), which torch.compile needs on a CPU")
 
 
 def load(name: str, **overrides: object) -> PrecisionConfig:

@@ -13,6 +13,7 @@ import torch
 from models import DeepSeek
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
+from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.config import Config, Device, RunConfig, Switch
@@ -43,6 +44,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
     config.model.validate()
     gpu = None if config.trainer.device is Device.cpu else detect("cuda")
+    if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
+        raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):

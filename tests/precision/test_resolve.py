@@ -1,5 +1,8 @@
 """Which backend serves an op: by config, by machine, by measured rates, and again when a run goes on."""
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +165,38 @@ def test_transformer_engine_scales_per_tensor_what_is_per_row(backend: str, gpu:
     resolver = Resolver(rows, gpu, rates=RateTable([]))
     assert resolver.choose(GEMM, Precision.fp8).backend == "transformer_engine"
     assert "Transformer Engine has no scales per row: it scales per tensor here" in resolver.notes
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"),
+    [
+        (None, "C compiler, and there is none; install gcc"),
+        ("/nowhere/cc", "CC=/nowhere/cc: No such file or directory; set CC to a C compiler"),
+        ("headers", "Triton builds kernels with Python's headers ("),
+        ("false", "Python's headers (false fails)"),
+    ],
+)
+def test_what_triton_lacks_to_build_kernels(compiler: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is missing")
+    gcc = shutil.which("gcc")
+    if compiler == "headers":
+        if gcc is None:
+            pytest.skip("no gcc here")
+        monkeypatch.setattr(availability.sysconfig, "get_paths", lambda scheme: {"include": "/nowhere"})
+    monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CC", str(gcc) if compiler == "headers" else compiler)
+    assert says in str(availability.build_problem.__wrapped__())
+
+
+def test_triton_can_build_kernels_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same way as Triton's own: it builds with what is found."""
+    build = pytest.importorskip("triton.runtime.build", reason="Triton is missing")
+    problem = availability.build_problem.__wrapped__()
+    if problem is not None:
+        pytest.skip(problem)
+    source = "#include <Python.h>\nint main(void) { return 0; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "main.c").write_text(source)
+        assert Path(build._build("octet", f"{folder}/main.c", folder, [], [], [], [])).is_file()

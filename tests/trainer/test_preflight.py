@@ -9,7 +9,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from precision import bind
+from precision.hardware import Gpu
 from precision.linear import gemm_layers
+from trainer import preflight
 from trainer.build import build_model
 from trainer.config import Config, load
 from trainer.memory import ROOM, forecast_memory, pick_sharing, what_grew
@@ -221,6 +223,16 @@ def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(conf
     made = config("parallel.shard=3")
     with pytest.raises(ValueError, match=r"^trainer\.global_batch_size=\d+: 3 ranks .* set a multiple of"):
         report(made, check(made))
+
+
+def test_a_gpu_without_a_compiler_is_told_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preflight, "detect", lambda device: Gpu("NVIDIA A100", (8, 0)))
+    monkeypatch.setattr(preflight, "build_problem", lambda: "no compiler; install one")
+    made = config("trainer.device=auto")
+    with pytest.raises(ValueError, match=r"^trainer\.device=auto: no compiler; install one$"):
+        check(made)
+    check(config("trainer.device=cpu"))
+    check(config("trainer.device=auto", "dry_run=true"))
 
 
 @pytest.mark.parametrize(

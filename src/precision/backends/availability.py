@@ -5,14 +5,19 @@
     transformer_engine   Transformer Engine 2.20 or later, a GPU with FP8 (sm_89, blocks sm_90), and a scaling out of
                          DelayedScaling, Float8CurrentScaling and Float8BlockScaling
 
-Each function returns None, or in a few words why not.
+And on any GPU, whether Triton can build what starts kernels. Each function returns None, or in a few words why not.
 """
 
 import functools
 import importlib
+import os
 import re
+import shutil
+import subprocess
+import sysconfig
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
 from precision.hardware import Gpu
@@ -27,6 +32,27 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
         return "it needs a Hopper GPU (sm_90) and there is no GPU"
     if gpu.capability != HOPPER:
         return f"it needs a Hopper GPU (sm_90); {gpu.name} is {gpu.sm}"
+    return None
+
+
+@functools.cache
+def build_problem() -> str | None:
+    """Why Triton cannot build what starts its kernels, with the fix: it calls a C compiler (CC, gcc or clang), which
+    wants Python's headers."""
+    if find_spec("triton") is None:
+        return None
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "Triton builds kernels with a C compiler, and there is none; install gcc or clang, or set CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    command = [compiler, f"-I{sysconfig.get_paths(scheme)['include']}", "-E", "-x", "c", "-o", os.devnull, "-"]
+    try:
+        done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"Triton builds kernels with CC={compiler}: {error.strerror}; set CC to a C compiler, or leave it unset"
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"{compiler} fails")
+        return f"Triton builds kernels with Python's headers ({said}); install them: apt install python3-dev, say"
     return None
 
 
