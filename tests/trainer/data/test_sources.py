@@ -218,5 +218,5 @@ def test_prepared_bins_are_a_source(prepare_for: Prepare, three: list[MixEntry],
         prepare_for(source=Source.bins, mix=mix)
     with pytest.raises(ValueError, match=r"data\.tokenizer=.*was made with another one: set null"):
         prepare_for(source=Source.bins, path=str(other.folder))
-    with pytest.raises(ValueError, match=r"prepared\.json: cannot be read|tokenizer\.json: the file is missing"):
+    with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it, so it is not what"):
         prepare_for(source=Source.bins, path=three[0].path)
