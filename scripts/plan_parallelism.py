@@ -22,6 +22,7 @@ from trainer.cost import Cost, Machine, layouts
 from trainer.memory import GIB
 from trainer.preflight import check_sizes
 
+DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert")
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
@@ -46,6 +47,9 @@ def run() -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
+    for word in rest:
+        if word.lstrip("+").partition("=")[0] in DEGREES:
+            raise ValueError(f"{word}: the degrees are what is worked out here; leave it out")
     sys.argv = [sys.argv[0], *rest]
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) != 1:
@@ -109,12 +113,8 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
         start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     if gpus == 1:
         start = "python"
-    own = {"parallel", "trainer.microbatch_size", "trainer.global_batch_size", "recompute"}
-    kept = [
-        word
-        for word in rest
-        if word.partition("=")[0].partition(".")[0] != "parallel" and word.partition("=")[0] not in own
-    ]
+    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute"}
+    kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
     degrees = [
         f"parallel.{axis}={size}"

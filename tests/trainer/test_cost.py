@@ -42,6 +42,7 @@ def with_(config: Config, **parallel: Switch) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 
+FREED_KEY = "parallel.reshard_after_forward=true"
 FREED = {"reshard_after_forward": Switch.true, "reduce_each_microbatch": Switch.false}
 
 
@@ -104,7 +105,7 @@ def plan_parallelism(run_python: Run) -> Run:
 
 def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> None:
     done = plan_parallelism(
-        "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4"
+        "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4", FREED_KEY
     )
     assert done.returncode == 0, done.stderr
     head, *rows, blank, command = done.stdout.splitlines()
@@ -112,7 +113,7 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
     assert command.startswith(
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py"
     )
-    assert " optim.lr=3e-4 " in command and "trainer.global_batch_size=64" in command
+    assert f" optim.lr=3e-4 {FREED_KEY} " in command and "trainer.global_batch_size=64" in command
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,10 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139 GiB a GPU; take more GPUs"),
         (["--gpus", "0"], "--gpus=0: set more than 0"),
+        (
+            ["--gpus", "8", "parallel.shard=4"],
+            "parallel.shard=4: the degrees are what is worked out here",
+        ),
         (["--gpus", "8", "--tflops", "nan"], "--tflops=nan: set more than 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),
     ],

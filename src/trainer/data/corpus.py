@@ -124,19 +124,15 @@ def scan(data: DataConfig | Part) -> Corpus:
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """(train, validation), each in the given order. ValueError if a side would be empty."""
+    """(train, validation), each in the given order. The first of all is always held out, so that a small corpus has
+    something to validate on."""
     documents = list(documents)
-    first = min(document.position for document in documents)
+    first = min((document.position for document in documents), default=0.0)
     train: list[Document] = []
     validation: list[Document] = []
     for document in documents:
         held_out = document.position < validation_fraction or document.position == first
         (validation if held_out else train).append(document)
-    if not train:
-        raise ValueError(
-            f"data.validation_fraction={validation_fraction}: leaves none of {len(documents)} file(s) for training, "
-            "and a file is never divided: lower it, or give the text as more files"
-        )
     return train, validation
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trainer.data.config import Format, Part, Source, Stop
-from trainer.data.corpus import Document, scan
+from trainer.data.corpus import Document, scan, split
 from trainer.data.documents import (
     BLOCK_BYTES,
     EMPTY,
@@ -85,9 +85,7 @@ class Files:
         known = not any(packed for _, packed in self._kinds.values())
         self.num_bytes = corpus.num_bytes if known else 0
         texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
-        # the first of a few is always held out, so that a small corpus has something to validate on
-        first = min((document.position for document in texts), default=0.0)
-        self._held_out = {d.path for d in texts if d.position < validation_fraction or d.position == first}
+        self._held_out = {document.path for document in split(texts, validation_fraction)[1]}
         if texts and len(self._held_out) == len(corpus.documents):
             fix = "lower it, or give" if len(texts) > 1 else "give"
             raise ValueError(

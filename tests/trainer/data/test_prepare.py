@@ -247,6 +247,20 @@ def test_a_path_that_is_no_folder_is_refused(
         prepare(make_config(tmp_path, path=path), 300)
 
 
+@pytest.mark.parametrize(
+    ("files", "fraction", "fix"),
+    [(1, 0.05, "1 file.* is never divided: give the text as more files"), (2, 0.999, "2 file.* divided: lower it, or")],
+)
+def test_text_that_leaves_nothing_to_train_on_is_refused(
+    files: int, fraction: float, fix: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    for number in range(files):
+        (tmp_path / "corpus").mkdir(exist_ok=True)
+        (tmp_path / "corpus" / f"{number}.py").write_text("a text\n" * 50)
+    with pytest.raises(ValueError, match=rf"data\.validation_fraction={fraction}: leaves none of {fix}"):
+        prepare(make_config(tmp_path / "corpus", validation_fraction=fraction), 300)
+
+
 def test_a_text_too_small_for_the_vocabulary_is_said(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("tiny = 1\n")
