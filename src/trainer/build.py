@@ -5,7 +5,6 @@ behind. Parameters are made on the meta device and materialised once; weights co
 or from the checkpoint that the run resumes from.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ import torch
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
-from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, saved_shapes
+from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.ahead import READ_AHEAD
@@ -34,6 +33,7 @@ from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.memory import pick_sharing, total_memory, travels_in_fp8
 from trainer.optim import Optimizer
+from trainer.origin import check_same, identity, init_from
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shards import as_parts, model_state
@@ -43,7 +43,7 @@ from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.evidence import EvidenceKeeper
 from trainer.recovery.ladder import Ladder, Rewind
-from trainer.rundir import METRICS, TENSORS, Note, RunDir, check_place, find_checkpoint, saved_backends
+from trainer.rundir import METRICS, TENSORS, Note, RunDir, check_place, saved_backends
 from trainer.sinks import Sinks
 
 
@@ -126,7 +126,7 @@ class Parts:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
         self.run.heal(step, self.sinks.event)
-        self.checkpointer.save(step, self.state(), _identity(self.config), began, self.ladder.row_begins)
+        self.checkpointer.save(step, self.state(), identity(self.config), began, self.ladder.row_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
         """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""
@@ -203,7 +203,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None:
-        _init_from(engine, Path(config.run.init_from), notes)
+        init_from(engine.in_place()["model"], Path(config.run.init_from), world, notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
     with world.first_of_node_goes_ahead():
         data = prepare_data(config.data, config.model.vocab_size)
@@ -218,7 +218,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             engine.plan.to_text(),
             engine.plan.backends(),
             world,
-            lambda meta, path: _check_same(meta, _identity(config), path),
+            lambda meta, path: check_same(meta, identity(config), path),
         )
         on_error.callback(run.close)
         run.keep(data.tokenizer_path)
@@ -355,53 +355,3 @@ def _left_out(data: Prepared, step: int) -> list[Note]:
         message = f"{count:,} {what.format(s='s' * (count > 1))}: {', '.join(map(str, first))}{more}"
         notes.append(Note("data", step, message, {"count": count, "paths": [each.path for each in found[:100]]}))
     return notes
-
-
-def _identity(config: Config) -> dict:
-    """What must not change between a run and its resumption, and the recipe, which may."""
-    t = config.trainer
-    return {
-        "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
-        "trainer": {
-            "seed": t.seed,
-            "global_batch_size": t.global_batch_size,
-            "sequence_length": t.sequence_length,
-            "document_masking": t.document_masking,
-        },
-        "precision": config.precision.name,
-    }
-
-
-def _check_same(theirs: dict, ours: dict, path: Path) -> None:
-    """ValueError, naming the first key that a resumed run may not change and does."""
-    for section in ("model", "trainer"):
-        for key, value in ours[section].items():
-            was = theirs[section].get(key, value)
-            if was != value:
-                raise ValueError(
-                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "
-                    f"start a new run from its weights with run.init_from={path}"
-                )
-
-
-def _init_from(engine: Engine, path: Path, notes: list[Note]) -> None:
-    """Weights (and router biases) of another run's checkpoint; what there is to tell goes to `notes`. A collective."""
-
-    def note(kind: str, step: int, message: str, **what: object) -> None:
-        notes.append(Note(kind, step, message, what))
-
-    checkpoint = engine.world.on_first(lambda: find_checkpoint(path, "run.init_from", note), "init_from")
-    saved = saved_shapes(checkpoint)
-    ours = engine.in_place()["model"]
-    for name, tensor in ours.items():
-        here, there = tensor.size(), saved.get(f"model/{name}")
-        if there != here:
-            theirs = "no such tensor" if there is None else list(there)
-            raise ValueError(
-                f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
-            )
-    for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
-        if name not in ours:
-            raise ValueError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")
-    read(checkpoint, {"model": ours}, rest=False, verified=True)
-    note("resume", 0, f"weights from {checkpoint}")

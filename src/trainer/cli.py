@@ -101,6 +101,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
             task()
     except SystemExit as end:
         if end.code != REFUSED:
+            sys.stderr.write(said.getvalue())
             raise
         raise ValueError(_explain_option(said.getvalue())) from None
     except OmegaConfBaseException:  # some of them are ValueErrors, too

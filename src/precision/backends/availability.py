@@ -41,7 +41,7 @@ def build_problem() -> str | None:
     wants Python's headers."""
     if find_spec("triton") is None:
         return None
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     if compiler is None:
         return "Triton builds kernels with a C compiler, and there is none; install gcc or clang, or set CC"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
