@@ -195,15 +195,23 @@ def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
+def _sent(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """Bytes of this rank's parts of the blocks' weights that travel in FP8."""
+    rows = [row for name, row in plan.gemms.items() if _block_of(name) and travels_in_fp8(config, row, degrees)]
+    experts = degrees.expert * degrees.expert_shard
+    ranks = [experts if row.op == "moe.experts" else degrees.shard for row in rows]
+    return sum(row.in_features * row.out_features * row.groups / n for row, n in zip(rows, ranks, strict=True))
+
+
 def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
     """Compute weights that are there at a time: embedding and head always; of the blocks all, or the last one, the one
-    that computes, and the next one."""
+    that computes, and the next one, and what is sent of the others."""
     copies = _copies(plan, degrees)
     embedding = config.model.vocab_size * config.model.hidden_size * plan.tensors["embed"].format.bytes
     beside = copies.pop("", 0.0) + embedding
     if keeps:
         return beside + sum(copies.values())
-    return beside + sum(sorted(copies.values())[-3:])
+    return beside + sum(sorted(copies.values())[-3:]) + _sent(config, plan, degrees)
 
 
 def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:

@@ -70,7 +70,7 @@ def test_what_computes_in_fp8_may_be_gathered_in_half_the_bytes(moonlight: tuple
     assert 0.9 < halved / (OTHERS + EXPERTS) < 1
     plain, less = (cost(c, plan, Degrees(shard=8), H200S) for c in (config, in_fp8))
     assert plain.hidden - less.hidden == pytest.approx(7 / 8 * halved * 2 * 4 / 350e9)
-    assert less.memory < plain.memory
+    assert less.memory < plain.memory + halved / 8, "the parts that are sent stay for the step"
 
 
 def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[Config, Plan]) -> None:

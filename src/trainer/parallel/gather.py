@@ -5,7 +5,8 @@ it has the master's shape and dtype, so that FP32 gradients flow into it, and ow
 layer's operand (`precision.linear`).
 
     Wire         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
-    Fp8Wire      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the operand
+    Fp8Wire      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the operand.
+                 Where a weight is gathered for each pass, its quantised part stays until the masters change
 
 Both end in the same numbers, bit for bit, where a part can be quantised by itself:
 
@@ -106,16 +107,24 @@ class Fp8Wire(Wire):
         if not self._fp8_layer.recipe.is_fp8:  # for the moment: see `unquantised`
             return super()._send(mesh, outer_size, outer_stride, module, policy)
         self._agreed.settle()
+        sent = self._agreed.sent.get(self._row.start)
+        if sent is None:
+            sent = self._quantised(torch.Size([-(-outer_size[0] // mesh.size()), *outer_size[1:]]))
+            if self._freed:
+                self._agreed.sent[self._row.start] = sent
+        return sent, None
+
+    def _quantised(self, shape: torch.Size) -> tuple[Tensor, ...]:
+        """Bytes of this rank's part, of `shape`, and the scales that travel with them."""
         shard, own = local(self._layer.weight), self._agreed.of_part(self._row)
-        rows, scales = -(-outer_size[0] // mesh.size()), ()
-        sent = shard.new_empty((rows, *outer_size[1:]), dtype=torch.uint8)
-        if shard.shape[0]:
-            data, inv = self._fp8_layer.quantize_part(shard, own.scale, own.amax)
-            scales = (inv.contiguous(),) if self._row.blocks else ()
-            if shard.shape[0] == rows:
-                return (data.view(torch.uint8), *scales), None
-            sent[: shard.shape[0]].copy_(data.view(torch.uint8))  # what is left of an uneven cut is never read
-        return (sent,), None
+        if not shard.shape[0]:
+            return (shard.new_empty(shape, dtype=torch.uint8),)
+        data, inv = self._fp8_layer.quantize_part(shard, own.scale, own.amax)
+        if shard.shape[0] == shape[0]:
+            return data.view(torch.uint8), *((inv.contiguous(),) if self._row.blocks else ())
+        sent = shard.new_empty(shape, dtype=torch.uint8)
+        sent[: shard.shape[0]].copy_(data.view(torch.uint8))  # what is left of an uneven cut is never read
+        return (sent,)
 
     @torch.no_grad()
     def _arrive(
@@ -164,9 +173,12 @@ class Agreed:
 
     They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one
     place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
+
+    sent: quantised parts of weights that are gathered again before the masters change, by their rows' start.
     """
 
     def __init__(self) -> None:
+        self.sent: dict[int, tuple[Tensor, ...]] = {}
         self._rows: list[_Row] = []
         self._size, self._known, self._bound = 0, False, False
         self._amax = self._scale = self._inverse = torch.empty(0)
@@ -187,6 +199,7 @@ class Agreed:
     def forget(self) -> None:
         """The masters change, or a step begins."""
         self._known = False
+        self.sent.clear()
 
     def of_part(self, row: _Row) -> _Own:
         """What this rank's part is quantised under."""

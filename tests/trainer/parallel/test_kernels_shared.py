@@ -1,5 +1,6 @@
 """Two ranks that share weights, with our kernels: weights that travel in FP8 and are freed between their passes give
-what weights give that stay, and the transposed copy that only a backward pass reads is made for that pass alone.
+what weights give that stay, the transposed copy that only a backward pass reads is made for that pass alone, and parts
+are quantised once.
 
 The ranks run this file as a program, over gloo, the kernels in Triton's interpreter.
 """
@@ -20,6 +21,7 @@ from precision.hardware import Gpu
 from trainer.build import build_engine
 from trainer.config import load
 from trainer.distributed import World
+from trainer.parallel import gather
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -35,7 +37,7 @@ WEIGHTS = 7  # of each of two blocks
 
 
 def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]:
-    """Loss and norm of a step of two microbatches, and how often a weight was transposed."""
+    """Loss and norm of a step of two microbatches, and how often a weight was transposed and a part quantised."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = load(compose("train", overrides=[*RUN, *keys]))
     engine = build_engine(config, world.device, world=world)
@@ -44,7 +46,7 @@ def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]
     result = train_step(engine, 1, tokens, config.trainer.microbatch_size)
     assert bool(result.verdict.ok)
     metrics = {key: float(result.metrics[key]) for key in ("loss/total", "optim/grad_norm")}
-    return metrics | {"transposed": made["transposed"], "amax": float(engine.arena.amax.double().sum())}
+    return metrics | {**made, "amax": float(engine.arena.amax.double().sum())}
 
 
 def main(out: Path) -> None:
@@ -60,6 +62,13 @@ def main(out: Path) -> None:
         return transpose(data, out)
 
     cuda.transpose_weight = count
+    quantise = gather.Fp8Wire._quantised
+
+    def count_part(wire: gather.Fp8Wire, shape: torch.Size) -> tuple[torch.Tensor, ...]:
+        made["quantised"] += 1
+        return quantise(wire, shape)
+
+    gather.Fp8Wire._quantised = count_part
     seen = {name: train(keys, world, made) for name, keys in CASES.items()}
     if rank == 0:
         out.write_text(json.dumps(seen))
@@ -72,6 +81,8 @@ def test_freed_weights_are_those_that_stay(tmp_path: Path, start_ranks: Callable
     kept, freed = seen["kept"], seen["freed"]
     assert kept.pop("transposed") == 2 * WEIGHTS, "once a step"
     assert freed.pop("transposed") == 2 * 2 * WEIGHTS, "once a microbatch, not in each of its passes"
+    assert kept.pop("quantised") == 2 * WEIGHTS, "once a step"
+    assert freed.pop("quantised") == WEIGHTS + 2 * WEIGHTS, "those of the last block, which are not freed, twice"
     assert kept == freed
 
 
