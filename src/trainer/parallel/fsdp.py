@@ -14,7 +14,8 @@ That is not a policy of FSDP's, but what the precision plan says of each weight:
                           so that gradients and their scales are those of a single process
 
 It uses FSDP2's extension: a shard with two functions, of which the first says what to send, the second makes of what
-arrived the parameter that autograd sees: see `gather`.
+arrived the parameter that autograd sees: see `gather`. Gradients of stacks of experts travel by `reduce`, without the
+copy that FSDP makes of them.
 
 With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks, or none.
 
@@ -37,6 +38,7 @@ from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
 from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.reduce import StackedGradients
 
 
 def materialise(
@@ -130,6 +132,7 @@ class Shared:
     def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
         self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
         self._agreed = cast(Agreed | None, model.agreed)
+        self._stacked = StackedGradients(model)
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`; index and count are of this rank's own."""
@@ -143,6 +146,7 @@ class Shared:
             if self._sharing.keeps:
                 shared.set_reshard_after_backward(last)
         losses = self._run(tokens, index, count * self._world_size)
+        self._stacked.finish(tokens.device)
         if self._agreed is not None and index == count - 1:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
         return losses

@@ -64,9 +64,9 @@ def main(out: Path) -> None:
     cuda.transpose_weight = count
     quantise = gather.Fp8Wire._quantised
 
-    def count_part(wire: gather.Fp8Wire, shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    def count_part(self: gather.Fp8Wire, shape: torch.Size) -> tuple[torch.Tensor, ...]:
         made["quantised"] += 1
-        return quantise(wire, shape)
+        return quantise(self, shape)
 
     gather.Fp8Wire._quantised = count_part
     seen = {name: train(keys, world, made) for name, keys in CASES.items()}
