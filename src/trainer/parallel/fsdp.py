@@ -17,7 +17,9 @@ It uses FSDP2's extension: a shard with two functions, of which the first says w
 arrived the parameter that autograd sees: see `gather`. Gradients of stacks of experts travel by `reduce`, without the
 copy that FSDP makes of them.
 
-With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks, or none.
+With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks. Experts that
+no other rank has are not FSDP's at all. They are what weights of a single process are: their compute weights stay, made
+once a step, and autograd adds up their gradients where they are, which tokens of all ranks have made.
 
 The parts of the model (embedding, each block, norm, head) come into being one after the other, whole, with the weights
 that a single process draws, and are cut at once: the model never has to fit into one rank.
@@ -60,7 +62,8 @@ def materialise(
             frees = not keeps and part is not blocks[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
-                _shard(part.moe.experts, mesh.experts, frees, agreed)
+                if mesh.degrees.shares_experts:
+                    _shard(part.moe.experts, mesh.experts, frees, agreed)
                 for parameter in part.moe.experts.parameters():
                     parameter.spread = mesh.expert  # type: ignore[attr-defined]
             _shard(part, mesh.weights, frees, agreed)
@@ -88,9 +91,11 @@ def _prefetch(blocks: list[Block]) -> None:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | None) -> None:
-    """Cut the parameters below `module` that are whole yet."""
-    own = [m for m in module.modules() if any(not isinstance(p, DTensor) for p in m.parameters(recurse=False))]
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to."""
+    spread = {p for p in module.parameters() if hasattr(p, "spread")}
+    whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
+    own = [m for m in module.modules() if any(p in whole for p in m.parameters(recurse=False))]
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=spread)
     shared = cast(FSDPModule, module)
     shared.set_gradient_divide_factor(1.0)
     shared.set_force_sum_reduction_for_comms(True)

@@ -5,8 +5,9 @@
 
 Ranks are counted row by row, so that the last axis is made of neighbours: a shard group, and an expert group, lie in
 one node where they fit. `expert` subdivides the other two axes: an expert group is some ranks of a shard group, or some
-whole shard groups. Each of its ranks owns E / expert whole experts, and shares each of them with the `expert_shard`
-ranks that own the same ones; all `replicate x shard` ranks have tokens of their own.
+whole shard groups. Each of its ranks owns E / expert whole experts, and shares each of them with the `expert_shard x
+expert_replicate` ranks that own the same ones, if there are others; all `replicate x shard` ranks have tokens of their
+own.
 
 Axes for tensor, context and pipeline parallelism have their names in the config, and nothing behind them yet.
 """
@@ -47,6 +48,11 @@ class Degrees:
     def expert_replicate(self) -> int:
         """Ranks that have the same part of the same experts."""
         return self.world // (self.expert * self.expert_shard)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether several ranks have weights of the same experts."""
+        return self.expert_shard * self.expert_replicate > 1
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 A shared parameter is a DTensor (torch.distributed.tensor): it has the shape of the whole, and one part of it in memory.
 What works element by element, as the optimizer does, works on the parts.
 
-With expert parallelism a stack of experts is spread first, whole experts to each rank of a group, and the DTensor is
-that of a rank's own experts: such a tensor has an attribute `spread`, the group's mesh.
+With expert parallelism a stack of experts is spread first, whole experts to each rank of a group: such a tensor has an
+attribute `spread`, the group's mesh. It is a DTensor of the rank's own experts where other ranks have the same ones,
+else these experts as they are.
 """
 
 import math
@@ -22,7 +23,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether ranks share it."""
+    """Whether ranks share it, beyond being spread."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -35,14 +36,13 @@ def copies(tensor: Tensor) -> int:
 
 
 def shared_like(part: Tensor, like: Tensor) -> Tensor:
-    """A rank's part of something that is cut as `like` is -> the shared tensor, in the same memory. `part` itself if
-    `like` is not shared."""
-    if not is_shared(like):
-        return part
-    from torch.distributed.tensor import DTensor
+    """A rank's part of something that is cut as `like` is -> the shared tensor, in the same memory."""
+    shared = part.detach()
+    if is_shared(like):
+        from torch.distributed.tensor import DTensor
 
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    shared = DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+        mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+        shared = DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     shared.spread = getattr(like, "spread", None)  # type: ignore[attr-defined]
     return shared
 
@@ -63,19 +63,21 @@ def as_parts(tree: Mapping) -> dict:
 
 
 def part_of(tensor: Tensor, turn: int = 0) -> Tensor | Part:
-    """This rank's part of a shared tensor; a tensor that is not shared: itself. turn: which of its copies is written,
+    """This rank's part of a shared or spread tensor; of another one: itself. turn: which of its copies is written,
     modulo their number."""
-    if not is_shared(tensor):
+    spread = getattr(tensor, "spread", None)
+    if not is_shared(tensor) and spread is None:
         return tensor.detach()
-    (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # DTensor says where its part lies
-    offsets = list(box.offsets)
-    if (spread := getattr(tensor, "spread", None)) is not None:
+    offsets, copy = [0] * tensor.dim(), 0
+    if is_shared(tensor):
+        (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # DTensor says where its part lies
+        offsets = list(box.offsets)
+        for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if placement.is_replicate():
+                mesh = tensor.device_mesh  # type: ignore[attr-defined]
+                copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
+    if spread is not None:
         offsets[0] += spread.get_local_rank() * tensor.shape[0]
-    copy = 0
-    for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if placement.is_replicate():
-            mesh = tensor.device_mesh  # type: ignore[attr-defined]
-            copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
     writes = copy == turn % copies(tensor)
     return Part(local(tensor).detach(), whole_shape(tensor), tuple(offsets), writes)
 
@@ -86,6 +88,6 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Shape of the whole of a shared tensor; of one that is not shared: its own."""
+    """Shape of the whole of a shared or spread tensor; of another one: its own."""
     spread = getattr(tensor, "spread", None)
     return tensor.shape if spread is None else torch.Size([tensor.shape[0] * spread.size(), *tensor.shape[1:]])

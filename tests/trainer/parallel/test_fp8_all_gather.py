@@ -93,8 +93,9 @@ def train(keys: list[str], world: World) -> dict[str, list[str]]:
 
 
 def local_wire(layer: torch.nn.Module) -> str:
-    shard = gather.local(layer.weight)  # type: ignore[arg-type]
-    return type(shard.fsdp_pre_all_gather.__self__).__name__  # type: ignore[attr-defined]
+    """How its weight travels, or "stays"."""
+    send = getattr(gather.local(layer.weight), "fsdp_pre_all_gather", None)  # type: ignore[arg-type]
+    return "stays" if send is None else type(send.__self__).__name__
 
 
 def main(out: Path) -> None:
@@ -128,7 +129,8 @@ def test_quantising_before_the_gather_is_quantising_after_it(seen: dict[int, dic
     for mine, theirs in zip(before, after, strict=True):
         for key in ("operands", "loss", "norm", "amax", "scale", "validation"):
             assert mine[key] == theirs[key], key
-        assert set(theirs["wires"]) == {"Wire"}
+        stay = {"stays"} if name == "delayed spread" else set()  # experts that no other rank has
+        assert set(theirs["wires"]) == {"Wire"} | stay
         travels = mine["wires"].count("Fp8Wire")
         some = "block" in name or "spread" in name
         assert travels > 0 if some else travels == len(mine["wires"])

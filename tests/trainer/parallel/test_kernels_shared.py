@@ -1,6 +1,6 @@
 """Two ranks that share weights, with our kernels: weights that travel in FP8 and are freed between their passes give
 what weights give that stay, the transposed copy that only a backward pass reads is made for that pass alone, and parts
-are quantised once.
+are quantised once. Those of experts that no other rank has are made once a step.
 
 The ranks run this file as a program, over gloo, the kernels in Triton's interpreter.
 """
@@ -11,7 +11,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
@@ -32,12 +34,14 @@ RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=32", "model.qk_rope_hea
 RUN += ["model.num_dense_layers=0", "model.moe_intermediate_size=128", "model.num_experts=2"]
 RUN += ["model.num_experts_per_token=1", "model.num_mtp_layers=0", "data=text", "data.path=."]
 RUN += ["parallel=fsdp", "parallel.fp8_all_gather=true", "compile.enabled=false"]
-CASES = {way: [f"parallel.reshard_after_forward={way == 'freed'}".lower()] for way in ("kept", "freed")}
-WEIGHTS = 7  # of each of two blocks
+WAYS = {way: [f"parallel.reshard_after_forward={way == 'freed'}".lower()] for way in ("kept", "freed")}
+CASES = WAYS | {f"{way}, experts spread": [*keys, "parallel.expert=2"] for way, keys in WAYS.items()}
+WEIGHTS, STACKS = 7, 2  # of each of two blocks; of these, of experts
 
 
 def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]:
-    """Loss and norm of a step of two microbatches, and how often a weight was transposed and a part quantised."""
+    """Loss and norm of a step of two microbatches, how often a weight that had travelled was transposed and a part of
+    one quantised, and how often one of experts was made from its master, with its transposed copy."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = load(compose("train", overrides=[*RUN, *keys]))
     engine = build_engine(config, world.device, world=world)
@@ -46,7 +50,8 @@ def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]
     result = train_step(engine, 1, tokens, config.trainer.microbatch_size)
     assert bool(result.verdict.ok)
     metrics = {key: float(result.metrics[key]) for key in ("loss/total", "optim/grad_norm")}
-    return metrics | {**made, "amax": float(engine.arena.amax.double().sum())}
+    made_of = {key: made[key] for key in ("transposed", "quantised", "experts")}
+    return metrics | made_of | {"amax": float(engine.arena.amax.double().sum())}
 
 
 def main(out: Path) -> None:
@@ -55,13 +60,17 @@ def main(out: Path) -> None:
     world = World(torch.device("cpu"), rank, rank, size, size)
     torch.distributed.init_process_group("gloo")
     trainer.build.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
-    made, transpose = Counter[str](), cuda.transpose_weight
+    made, transpose, cast = Counter[str](), cuda.transpose_weight, cuda.cast_weight
 
     def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         made["transposed"] += 1
         return transpose(data, out)
 
-    cuda.transpose_weight = count
+    def count_experts(master: torch.Tensor, *args: Any, transposed: bool = True) -> Any:
+        made["experts"] += transposed and master.dim() == 3
+        return cast(master, *args, transposed=transposed)
+
+    cuda.transpose_weight, cuda.cast_weight = count, count_experts
     quantise = gather.Fp8Wire._quantised
 
     def count_part(self: gather.Fp8Wire, shape: torch.Size) -> tuple[torch.Tensor, ...]:
@@ -75,14 +84,23 @@ def main(out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_freed_weights_are_those_that_stay(tmp_path: Path, start_ranks: Callable[..., None]) -> None:
-    start_ranks(__file__, 2, tmp_path / "seen.json")
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    kept, freed = seen["kept"], seen["freed"]
-    assert kept.pop("transposed") == 2 * WEIGHTS, "once a step"
-    assert freed.pop("transposed") == 2 * 2 * WEIGHTS, "once a microbatch, not in each of its passes"
-    assert kept.pop("quantised") == 2 * WEIGHTS, "once a step"
-    assert freed.pop("quantised") == WEIGHTS + 2 * WEIGHTS, "those of the last block, which are not freed, twice"
+@pytest.fixture(scope="module")
+def seen(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What each case came to."""
+    out = tmp_path_factory.mktemp("ranks") / "seen.json"
+    start_ranks(__file__, 2, out)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("where", "stay"), [("", 0), (", experts spread", STACKS)])
+def test_freed_weights_are_those_that_stay(seen: dict[str, dict[str, float]], where: str, stay: int) -> None:
+    kept, freed = seen[f"kept{where}"], seen[f"freed{where}"]
+    assert kept.pop("transposed") == 2 * (WEIGHTS - stay), "once a step"
+    assert freed.pop("transposed") == 2 * 2 * (WEIGHTS - stay), "once a microbatch, not in each of its passes"
+    each = WEIGHTS - stay
+    assert kept.pop("quantised") == 2 * each, "once a step"
+    assert freed.pop("quantised") == each + 2 * each, "those of the last block, which are not freed, twice"
+    assert kept["experts"] == 2 * stay, "once a step"
     assert kept == freed
 
 

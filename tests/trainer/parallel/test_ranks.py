@@ -17,6 +17,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from precision import GroupedLinear
+from precision.backends.reference import ReferenceBackend
 from trainer.build import build_engine
 from trainer.config import Config, Recompute, load
 from trainer.distributed import World
@@ -70,6 +72,8 @@ CASES = {
         "fsdp mixed": Case((*FSDP, *MIXED), steps=3),
         "fsdp mixed compiled": Case((*FSDP, *MIXED, "recompute=full"), steps=3, compiled=True),
         "ep fp32": Case((*EP, FP32), steps=3),
+        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), steps=3),
+        "ep fp32 compiled": Case((*EP, FP32, "recompute=selective"), steps=3, compiled=True),
         "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=6),
         "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=6),
         "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=6),
@@ -77,6 +81,7 @@ CASES = {
         "freed wire": Case((*FSDP, "precision=fp8_delayed", ON_THE_WIRE), steps=3),
         "ep fp8_jit": Case((*EP, "precision=fp8_jit"), steps=6),
         "spoilt": Case((*FSDP, "precision=fp8_delayed"), steps=4, spoil=1),
+        "ep spoilt": Case((*EP, "precision=fp8_delayed"), steps=4, spoil=1),
     }
     | over_seeds("seeds ep", *EP, "precision=fp8_delayed"),
     4: {
@@ -97,18 +102,26 @@ def config_of(case: Case) -> Config:
         return load(compose("train", overrides=[*RUN, *case.keys]))
 
 
-arrived: Counter[str] = Counter()
+counted: Counter[str] = Counter()
 
 
-def count_arrivals() -> None:
-    """How often a weight is gathered."""
+def count() -> None:
+    """How often a weight is gathered, how often one of experts, and how often one of experts is quantised."""
     for kind in (Wire, Fp8Wire):
 
         def arrive(self: Wire, *args: Any, inner: Callable = kind._arrive, **out: Any) -> Any:
-            arrived["weights"] += 1
+            counted["arrived"] += 1
+            counted["experts"] += isinstance(self._layer, GroupedLinear)
             return inner(self, *args, **out)
 
         kind._arrive = arrive
+    quantise = ReferenceBackend.quantize_weight
+
+    def quantised(self: ReferenceBackend, master: torch.Tensor, *args: Any) -> Any:
+        counted["quantised"] += master.dim() == 3
+        return quantise(self, master, *args)
+
+    ReferenceBackend.quantize_weight = quantised  # type: ignore[method-assign, assignment]
 
 
 def train(case: Case, world: World) -> list[dict[str, float]]:
@@ -122,6 +135,7 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
         parallelize(engine.model, config.recompute, True, counter)
     generator = torch.Generator().manual_seed(case.seed)
     lines = []
+    counted.clear()
     for step in range(1, case.steps + 1):
         base = torch.randint(0, 512, (4, 1), generator=generator)
         tokens = (base + torch.arange(33) * torch.randint(1, 4, (4, 1), generator=generator)) % 512
@@ -139,8 +153,8 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
         line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         line["graphs"] = counter.frame_count
-        line["arrived"] = arrived.total()
-        arrived.clear()
+        line |= {key: counted[key] for key in ("arrived", "experts", "quantised")}
+        counted.clear()
         everyone = world.gather(line)
         assert all(str(other) == str(line) for other in everyone), "the same on every rank"
         lines.append(line)
@@ -156,7 +170,7 @@ def main(out: Path) -> None:
 
         dist.init_process_group("gloo")
     assert world.gather_numbers([float(rank), 0.1]) == [[float(other), 0.1] for other in range(size)]
-    count_arrivals()
+    count()
     curves = {name: train(case, world) for name, case in CASES[size].items()}
     if rank == 0:
         out.write_text(json.dumps(curves))
@@ -228,6 +242,24 @@ def test_what_is_kept_is_gathered_once_a_step(curves: dict[int, Curves], kept: s
         assert [line[key] for line in once] == [line[key] for line in again[:3]]
 
 
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(2, name) for name in CASES[2] if name.split()[0] == "ep"] + [(4, "ep over groups fp32"), (4, "ep fp32")],
+)
+def test_experts_that_no_other_rank_has_are_not_gathered(curves: dict[int, Curves], size: int, name: str) -> None:
+    shared = (size, name) == (4, "ep fp32")
+    assert all((line["experts"] > 0) is shared and line["arrived"] > 0 for line in curves[size][name])
+
+
+def test_they_are_quantised_once_a_step_as_in_one_process(curves: dict[int, Curves]) -> None:
+    """In two microbatches; where they are gathered, in each forward and backward pass."""
+    one, alone, gathered = (
+        [line["quantised"] for line in lines]
+        for lines in (curves[1]["fp8_jit"], curves[2]["ep fp8_jit"], curves[2]["fsdp fp8_jit"])
+    )
+    assert alone == one and len(set(one)) == 1 and min(gathered) > 2 * one[0] > 0
+
+
 def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves: dict[int, Curves]) -> None:
     plain, compiled = curves[2]["fsdp mixed"], curves[2]["fsdp mixed compiled"]
     assert compiled[-1]["graphs"] == 4, "of the blocks with experts, the last of the main model is in BF16"
@@ -235,9 +267,9 @@ def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves:
     assert compiled[0]["amax"] == plain[0]["amax"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves], size: int) -> None:
-    lines = curves[size]["spoilt"]
+@pytest.mark.parametrize(("size", "name"), [(2, "spoilt"), (2, "ep spoilt"), (4, "spoilt")])
+def test_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves], size: int, name: str) -> None:
+    lines = curves[size][name]
     assert [line["ok"] for line in lines] == [1, 1, 0, 1]
     before, dropped, after = lines[1:4]
     for key in ("norm", "bias", "scale") if size == 2 else ("norm", "bias"):
