@@ -5,8 +5,8 @@
                       else of the block whose backward pass runs
     optimizer         AdamW's two moments, FP32, its part
     compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
-                      blocks in one process, and where ranks that share them keep what they gather; else of those that
-                      are gathered at a time
+                      blocks in one process, of experts that no other rank has, and where ranks that share them keep
+                      what they gather; else of those that are gathered at a time
     activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
@@ -153,12 +153,20 @@ def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: fl
     return {"gradients": peak[1], "activations": peak[0]}
 
 
+def _comes_with(name: str, row: GemmRow, degrees: Degrees) -> str:
+    """The block that a compute weight comes and goes with; the empty text for one that stays: beside the blocks, and of
+    experts that no other rank has."""
+    return _block_of(name) if row.op != "moe.experts" or degrees.shares_experts else ""
+
+
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
-    """Bytes of compute weights by block ("" beside them); of the experts, those of one rank."""
+    """Bytes of compute weights by the block that they come with ("": they stay); of the experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
-        sizes[_block_of(name)] += row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
+        sizes[_comes_with(name, row, degrees)] += (
+            row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
+        )
     return sizes
 
 
@@ -168,7 +176,7 @@ def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
     sizes[""] = 4.0 * config.model.vocab_size * config.model.hidden_size  # the embedding
     for name, row in plan.gemms.items():
         kept = degrees.expert if row.op == "moe.experts" else 1
-        if row.op != "moe.experts" or degrees.expert_shard * degrees.expert_replicate > 1:
+        if row.op != "moe.experts" or degrees.shares_experts:
             sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / kept
     return sizes
 
@@ -204,8 +212,8 @@ def _sent(config: Config, plan: Plan, degrees: Degrees) -> float:
 
 
 def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
-    """Compute weights that are there at a time: embedding and head always; of the blocks all, or the last one, the one
-    that computes, and the next one, and what is sent of the others."""
+    """Compute weights that are there at a time: embedding, head and what else stays always; of the blocks all, or the
+    last one, the one that computes, and the next one, and what is sent of the others."""
     copies = _copies(plan, degrees)
     embedding = config.model.vocab_size * config.model.hidden_size * plan.tensors["embed"].format.bytes
     beside = copies.pop("", 0.0) + embedding
@@ -220,7 +228,7 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     for name, row in plan.gemms.items():
         if row.recipe.is_fp8:
             groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
-            sizes[_block_of(name)] += 2.0 * row.in_features * row.out_features * groups
+            sizes[_comes_with(name, row, degrees)] += 2.0 * row.in_features * row.out_features * groups
     beside = sizes.pop("", 0.0)
     if degrees.world == 1 or keeps:
         return beside + sum(sizes.values())

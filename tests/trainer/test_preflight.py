@@ -15,7 +15,7 @@ from trainer import preflight
 from trainer.build import build_model
 from trainer.config import Config, load
 from trainer.memory import ROOM, forecast_memory, pick_sharing, what_grew
-from trainer.parallel.mesh import Sharing, resolve
+from trainer.parallel.mesh import Degrees, Sharing, resolve
 from trainer.preflight import check, fitted, report, without_effect
 from trainer.trainer import Trainer
 
@@ -186,6 +186,27 @@ def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
     whole = 2 * forecast_memory(made, plan, degrees)["parameters"]
     assert each < 0.95 * once
     assert once == pytest.approx(1.5 * whole, rel=0.01)
+
+
+def test_weights_of_experts_that_no_other_rank_has_stay(config: Make):
+    """The rank's share of them, whether gathered weights stay or not; their gradients wait for nothing, either."""
+    keys = "model.num_layers=8", "model.num_dense_layers=0", "model.num_mtp_layers=0", "precision=fp8_delayed"
+    made = config(*keys, "parallel.shard=2", "health.shadow_every=1", "trainer.global_batch_size=8")
+    plan = check(made)
+
+    def forecast(degrees: Degrees, keeps: bool) -> dict[str, float]:
+        return forecast_memory(made, plan, degrees, Sharing(False, keeps))
+
+    rows = [row for row in plan.gemms.values() if row.op == "moe.experts"]
+    experts = sum(row.in_features * row.out_features * row.groups for row in rows) / 2
+    spread, shared = Degrees(shard=2, expert=2), Degrees(shard=4, expert=2)
+    for name, size in {"compute weights": 1, "BF16 shadow": 2}.items():
+        assert forecast(spread, True)[name] == forecast(shared, True)[name], "all of a rank's experts are there"
+        gone = forecast(shared, False)[name] + size * experts * 5 / 8  # of 8 blocks three are there at a time
+        assert forecast(spread, False)[name] == gone
+    ours, theirs = (forecast(degrees, False) for degrees in (spread, Degrees(shard=2)))
+    waiting, others = (each["gradients"] - each["parameters"] for each in (ours, theirs))
+    assert waiting == others - 4 * 2 * experts
 
 
 def test_what_ranks_keep_follows_the_room_that_there_is(config: Make):
