@@ -11,9 +11,10 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
                e (1 - (1 - 1/e)^K) of them, one of e being its own. D numbers a MoE block there and back, forward and
                backward: FP8 or BF16 to the experts, BF16 back
 
-Gathering and reducing run beside the arithmetic: what counts is only what is longer than it. Tokens on their way to
-experts are waited for. A group that fits into a node uses its links, any other one the network of its node, of which
-each GPU has its share.
+Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
+Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
+are, and rows are picked and added up. Both as measured on two and four H200s (docs/benchmarks.md). A group that fits
+into a node uses its links, any other one the network of its node, of which each GPU has its share.
 
 The arithmetic takes FLOPs / rate, and what is recomputed on top. A first answer, to be replaced by a measurement: rates
 and bandwidths are given, see `scripts/bench/`.
@@ -29,6 +30,8 @@ from trainer.memory import forecast_memory, pick_sharing, travels_in_fp8
 from trainer.parallel.mesh import Degrees
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
+DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
+TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
@@ -68,7 +71,7 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds."""
-        return max(self.compute, self.hidden) + self.waiting
+        return max(self.compute, self.hidden) + DRAG * min(self.compute, self.hidden) + self.waiting
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,7 +110,8 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
 
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
-    waiting = machine.seconds(2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks, d.expert)
+    sent = 2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks
+    waiting = TRAVEL * machine.seconds(sent, d.expert)
     memory = sum(forecast_memory(config, plan, d, sharing).values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
@@ -123,7 +127,8 @@ def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
 
 
 def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> list[Cost]:
-    """Every layout of `sequences` sequences a GPU and step that fits, the fastest first; of equals the simplest."""
+    """Every layout of `sequences` sequences a GPU and step that fits, the fastest first; of equals the simplest, then
+    that of the fewest microbatches, which the host has less work with."""
     found = []
     for degrees in _degrees(machine.gpus, config.model.num_experts):
         for microbatch in (n for n in range(1, sequences + 1) if sequences % n == 0):
@@ -139,7 +144,8 @@ def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> lis
 
 def _rank(c: Cost) -> tuple[float, ...]:
     order = list(Recompute)
-    return -round(c.tokens_per_second, -2), c.degrees.expert, c.degrees.replicate, order.index(c.recompute), c.memory
+    layout = c.degrees.expert, c.degrees.replicate
+    return -round(c.tokens_per_second, -2), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
 def _degrees(gpus: int, experts: int) -> Iterator[Degrees]:

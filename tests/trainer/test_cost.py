@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from models import DeepSeek
 from precision import Plan
 from trainer.config import Config, Switch, load
-from trainer.cost import SPARE, Machine, cost, layouts
+from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, layouts
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +77,9 @@ def test_experts_that_stay_are_not_gathered_but_tokens_travel(moonlight: tuple[C
     config, plan = moonlight
     found = cost(with_(config, **FREED), plan, Degrees(shard=8, expert=8), H200S)
     assert found.hidden == pytest.approx(7 / 8 * OTHERS * 20 / 350e9)
-    assert found.waiting == pytest.approx(7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2) / 350e9)
-    assert found.step == pytest.approx(found.compute + found.waiting)
+    sent = 7 * (1 - (7 / 8) ** 6) * 8 * 4096 * 2048 * 26 * 2 * (1 + 2)
+    assert found.waiting == pytest.approx(TRAVEL * sent / 350e9)
+    assert found.step == pytest.approx(found.compute + DRAG * found.hidden + found.waiting)
 
 
 def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, Plan]) -> None:
