@@ -14,8 +14,8 @@ That is not a policy of FSDP's, but what the precision plan says of each weight:
                           so that gradients and their scales are those of a single process
 
 It uses FSDP2's extension: a shard with two functions, of which the first says what to send, the second makes of what
-arrived the parameter that autograd sees: see `gather`. Gradients of stacks of experts travel by `reduce`, without the
-copy that FSDP makes of them.
+arrived the parameter that autograd sees: see `gather`. Gradients of large weights travel by `reduce`, without the copy
+that FSDP makes of them.
 
 With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks. Experts that
 no other rank has are not FSDP's at all. They are what weights of a single process are: their compute weights stay, made
@@ -40,7 +40,7 @@ from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
 from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.reduce import StackedGradients
+from trainer.parallel.reduce import LargeGradients
 
 
 def materialise(
@@ -130,14 +130,14 @@ class Shared:
     """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
 
     Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
-    else the step's last one does, and until then they are added up where they were made. Weights that are kept stay for
-    the next microbatch, too: masters change between steps only.
+    else the step's last one does, and until then they are added up where they were made. Weights that are kept (always:
+    embedding and head) stay for the next microbatch, too: masters change between steps only.
     """
 
     def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
         self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
         self._agreed = cast(Agreed | None, model.agreed)
-        self._stacked = StackedGradients(model)
+        self._large = LargeGradients(model)
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`; index and count are of this rank's own."""
@@ -148,10 +148,9 @@ class Shared:
             if not self._sharing.each:
                 shared.set_requires_gradient_sync(last)
                 shared.set_is_last_backward(last)
-            if self._sharing.keeps:
-                shared.set_reshard_after_backward(last)
+            shared.set_reshard_after_backward(last, recurse=self._sharing.keeps)
         losses = self._run(tokens, index, count * self._world_size)
-        self._stacked.finish(tokens.device)
+        self._large.finish(tokens.device)
         if self._agreed is not None and index == count - 1:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
         return losses

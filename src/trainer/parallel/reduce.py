@@ -1,9 +1,10 @@
-"""Gradients of stacks of experts, reduced from the memory in which they were made.
+"""Gradients of large weights, reduced from the memory in which they were made.
 
 FSDP2 copies all gradients of a block into one message before it reduces them: each number read and written once more,
-which is what sharing costs most beside the messages themselves. Of a stack [E, N, K] whose experts are cut evenly the
-parts lie one after the other already, as the message has them. So each stack is a message of its own, sent as soon as
-its gradient is there; all other weights (3 % of a block of Moonlight) stay with FSDP.
+which is what sharing costs most beside the messages themselves. Of a weight whose first dimension is cut evenly (a
+stack [E, N, K] of experts, a head [V, D]) the parts lie one after the other already, as the message has them. So each
+large one is a message of its own, sent as soon as its gradient is there; that of the head, which FSDP reduces together
+with the embedding's at the very end, is the first one. The small ones (3 % of a block of Moonlight) stay with FSDP.
 """
 
 from collections import deque
@@ -16,31 +17,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from models import DeepSeek
-from precision import GroupedLinear
 
-PENDING = 2  # gradients that may wait for their messages: those of one block
+LARGE = 2**24  # numbers: a message of 64 MiB fills the links
+PENDING = 2  # gradients that may wait for their messages: those of a block's experts
 
 
-class StackedGradients:
-    """Takes over the gradients of all stacks of experts that are cut evenly, in backward passes that reduce."""
+class LargeGradients:
+    """Takes over the gradients of large weights that are cut evenly, in backward passes that reduce."""
 
     def __init__(self, model: DeepSeek):
         self._pending: deque[tuple[Tensor, Any]] = deque()
         for module in model.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            stacks = [s for s in group.fsdp_params if _cut_evenly(s)] if group is not None else []
-            if stacks:
+            large = [p for p in group.fsdp_params if _cut_evenly(p)] if group is not None else []
+            if large:
                 # what autograd sees of a weight exists once FSDP has gathered it
                 handles: list[Any] = []
-                handles.append(module.register_forward_pre_hook(partial(self._attach, handles, group, stacks)))
+                handles.append(module.register_forward_pre_hook(partial(self._attach, handles, group, large)))
 
-    def _attach(self, handles: list[Any], group: Any, stacks: list[Any], module: nn.Module, args: tuple) -> None:
+    def _attach(self, handles: list[Any], group: Any, large: list[Any], module: nn.Module, args: tuple) -> None:
         handles.pop().remove()
-        for stack in stacks:
-            stack._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, group, stack))
+        for shared in large:
+            shared._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, group, shared))
 
     @torch.no_grad()
-    def _reduce(self, group: Any, stack: Any, whole: Tensor) -> None:
+    def _reduce(self, group: Any, shared: Any, whole: Tensor) -> None:
         """Send the gradient of `whole` and add what arrives to that of its part."""
         if not group.reduce_grads:
             return  # later microbatches add to it
@@ -52,14 +53,14 @@ class StackedGradients:
         comm, ranks = group._reduce_scatter_comm, group._reduce_scatter_process_group
         with group.device_handle.stream(stream):
             part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
-            comm(output_tensor=part, input_tensor=gradient.view(-1), group=ranks, op=dist.ReduceOp.SUM)
+            comm(output_tensor=part, input_tensor=gradient.reshape(-1), group=ranks, op=dist.ReduceOp.SUM)
             if group.mesh_info.replicate_mesh_dim is not None:
                 dist.all_reduce(part, group=group._all_reduce_process_group)
-            part = part.view(stack.sharded_size)
-            if stack.sharded_param.grad is None:
-                stack.sharded_param.grad = stack.to_sharded_dtensor(part)
+            part = part.view(shared.sharded_size)
+            if shared.sharded_param.grad is None:
+                shared.sharded_param.grad = shared.to_sharded_dtensor(part)
             else:
-                stack.sharded_param.grad._local_tensor.add_(part)
+                shared.sharded_param.grad._local_tensor.add_(part)
             self._pending.append((gradient, stream.record_event()))
 
     def finish(self, device: torch.device) -> None:
@@ -69,7 +70,6 @@ class StackedGradients:
 
 
 def _cut_evenly(shared: Any) -> bool:
-    """Whether a parameter of FSDP's is a stack of experts, as many on each rank."""
-    info, shape = shared._module_info, shared._orig_size
-    ranks = shared.mesh_info.shard_mesh_size
-    return isinstance(info.module, GroupedLinear) and ranks > 1 and shape[0] % ranks == 0
+    """Whether a parameter of FSDP's is large, and as much of it on each rank."""
+    shape, ranks = shared._orig_size, shared.mesh_info.shard_mesh_size
+    return shape.numel() >= LARGE and ranks > 1 and shape[0] % ranks == 0
