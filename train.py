@@ -16,6 +16,7 @@ def run(crew: Crew) -> None:
     launch = crew.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
+    from trainer.origin import check_origin
     from trainer.parallel.mesh import resolve
     from trainer.preflight import check, fitted, report
     from trainer.rundir import check_place
@@ -32,6 +33,7 @@ def run(crew: Crew) -> None:
     for job, config, plan in zip(jobs, configs, plans, strict=True):
         if config.dry_run:
             if launch.is_first:
+                check_origin(config)
                 print(report(config, plan, launch.size))
             continue
         from trainer.agreement import agree

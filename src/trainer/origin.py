@@ -7,10 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import read, saved_shapes
+import torch
+
+from models import DeepSeek
+from precision import Plan
+from trainer.checkpoint import newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config
 from trainer.distributed import World
-from trainer.rundir import Note, find_checkpoint
+from trainer.rundir import CHECKPOINTS, Note, check_place, find_checkpoint
 
 
 def identity(config: Config) -> dict:
@@ -48,6 +52,37 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
         notes.append(Note(kind, step, message, what))
 
     checkpoint = world.on_first(lambda: find_checkpoint(path, "run.init_from", note), "init_from")
+    _check_tensors(ours, checkpoint, path)
+    read(checkpoint, {"model": ours}, rest=False, verified=True)
+    note("resume", 0, f"weights from {checkpoint}")
+
+
+def check_origin(config: Config) -> None:
+    """For a dry run: what `init_from` and a resumption would refuse once a run has started. Writes nothing."""
+
+    def quiet(kind: str, step: int, message: str, **what: object) -> None:
+        pass
+
+    run = config.run
+    if run.init_from is not None:
+        path = Path(run.init_from)
+        checkpoint = find_checkpoint(path, "run.init_from", quiet)
+        with torch.device("meta"):
+            model = DeepSeek(config.model, Plan(config.precision, config.model.num_layers))
+        _check_tensors(model.state_dict(), checkpoint, path)
+    if run.resume == "never":
+        return
+    folder = check_place(run)
+    if run.resume != "auto":
+        newest = find_checkpoint(Path(run.resume), "run.resume", quiet)
+    else:
+        newest = None if folder is None else newest_checkpoint(folder / CHECKPOINTS, quiet)
+    if newest is not None:
+        check_same(read_meta(newest), identity(config), newest)
+
+
+def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
+    """ValueError, naming the first tensor that a model and a checkpoint, which `path` meant, do not both have alike."""
     saved = saved_shapes(checkpoint)
     for name, tensor in ours.items():
         here, there = tensor.size(), saved.get(f"model/{name}")
@@ -59,5 +94,3 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
     for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
         if name not in ours:
             raise ValueError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")
-    read(checkpoint, {"model": ours}, rest=False, verified=True)
-    note("resume", 0, f"weights from {checkpoint}")

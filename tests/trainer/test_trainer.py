@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from trainer.config import Config
+from trainer.origin import check_origin
 from trainer.recovery import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -241,6 +242,11 @@ def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(config("run.name=run", "run.resume=auto", change))
+        changed = config("run.name=run", "run.resume=auto", change, "dry_run=true")
+        with pytest.raises(ValueError, match=message):
+            check_origin(changed)
+    same = config(f"run.resume={run}", "dry_run=true")
+    check_origin(same)
     assert sorted(run.rglob("*")) == before
 
 
@@ -251,10 +257,17 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert other.step == 0 and int(other.parts.engine.guard.committed) == 0
     other.parts.close(None)
-    with pytest.raises(ValueError, match=r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"):
-        Trainer(config(f"run.init_from={run}", "model.hidden_size=32"))
-    with pytest.raises(ValueError, match=r"run\.init_from=.*: mtp\.0\..* is there and not in this model"):
-        Trainer(config(f"run.init_from={run}", "model.num_mtp_layers=0"))
+    for change, message in (
+        ("model.hidden_size=32", r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"),
+        ("model.num_mtp_layers=0", r"run\.init_from=.*: mtp\.0\..* is there and not in this model"),
+    ):
+        changed = config(f"run.init_from={run}", change)
+        with pytest.raises(ValueError, match=message):
+            Trainer(changed)
+        with pytest.raises(ValueError, match=message):  # so says a dry run
+            check_origin(changed)
+    same = config("+recipe=fp8_jit", f"run.init_from={run}")
+    check_origin(same)
 
 
 def test_a_place_that_is_refused_is_refused_before_data_is_prepared(config: Configs, tmp_path: Path) -> None:
