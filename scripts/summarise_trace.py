@@ -1,0 +1,134 @@
+"""Where the time of recorded steps went: a trace of profile.steps in a page of text.
+
+    python scripts/summarise_trace.py runs/NAME                     the newest trace of a run
+    python scripts/summarise_trace.py runs/NAME/profile/trace_step10-12.json.gz --rows 40
+
+Milliseconds are those of a step. Of a GPU: how long it was at work, with arithmetic (and copies), with messages to
+other ranks, with messages beside no arithmetic (what they cost, if nothing else waited), and idle: then it waited for
+the host, mostly. A message takes until the last rank is there: where hosts are slow, that is most of it. Then the GPU's
+kernels, the longest first, with their stream; then what the host's threads did, each function without those that it
+called. Recording slows the host down: a step that is short of it looks worse than it is.
+"""
+
+import gzip
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.cli import Parser, guarded
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver")
+NAME = 100  # characters of a name
+
+Event = dict[str, Any]
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line and the trace, print."""
+    parser = Parser(__doc__)
+    parser.add_argument("trace", type=Path, metavar="RUN | FILE", help="a run folder, or a trace in one")
+    parser.add_argument("--rows", type=int, default=20, help="rows of a table (20)")
+    options = parser.parse_args()
+    if options.rows < 1:
+        raise ValueError(f"--rows {options.rows}: set 1 or more")
+    path = find(options.trace)
+    events = read(path)
+    steps = len({e["name"] for e in events if e.get("cat") == "user_annotation" and re.match(r"step \d+$", e["name"])})
+    print(f"{path}: {steps} step{'s' * (steps != 1)}")
+    on_gpu = [e for e in events if e.get("cat") in ON_GPU]
+    if on_gpu:
+        print("\n".join(["", *gpu(on_gpu, max(steps, 1)), "", *kernels(on_gpu, max(steps, 1), options.rows)]))
+    print("\n".join(["", *host([e for e in events if e.get("cat") in ON_HOST], max(steps, 1), options.rows)]))
+
+
+def find(path: Path) -> Path:
+    """The trace that `path` means. ValueError if there is none."""
+    if path.is_file():
+        return path
+    found = sorted((path / "profile").glob("trace_*.json.gz"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise ValueError(f"{path}: no trace there; train with profile.steps=[10,12], and give the run's folder")
+    return found[-1]
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a trace that take time."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return [event for event in json.load(file)["traceEvents"] if "dur" in event]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no trace of torch's profiler ({error})") from error
+
+
+def gpu(events: list[Event], steps: int) -> list[str]:
+    """What a GPU did, a line each."""
+    messages = [e for e in events if "nccl" in e["name"].lower()]
+    rest = [e for e in events if "nccl" not in e["name"].lower()]
+    whole = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+    busy, arithmetic = covered(events), covered(rest)
+    parts = {
+        "from the first kernel to the last": whole,
+        "at work": busy,
+        "arithmetic": arithmetic,
+        "messages": covered(messages),
+        "messages alone": busy - arithmetic,
+        "idle": whole - busy,
+    }
+    return [f"{micro / 1e3 / steps:10.2f} ms  {name}" for name, micro in parts.items()]
+
+
+def covered(events: Iterable[Event]) -> float:
+    """Microseconds in which any of them ran."""
+    total, end = 0.0, float("-inf")
+    for begin, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        total += max(stop - max(begin, end), 0.0)
+        end = max(end, stop)
+    return total
+
+
+def kernels(events: list[Event], steps: int, rows: int) -> list[str]:
+    """The longest kernels."""
+    found: dict[tuple[str, Any], list[float]] = defaultdict(list)
+    for e in events:
+        found[e["name"][:NAME], e.get("args", {}).get("stream", "")].append(e["dur"])
+    lines = [f"{'ms':>10} {'calls':>8} {'stream':>6}  kernel"]
+    for (name, stream), times in sorted(found.items(), key=lambda item: -sum(item[1]))[:rows]:
+        lines.append(f"{sum(times) / 1e3 / steps:10.2f} {len(times) / steps:8.6g} {stream:>6}  {name}")
+    return lines
+
+
+def host(events: list[Event], steps: int, rows: int) -> list[str]:
+    """What the host's threads did, each function without those that it called."""
+    own: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for e in events:
+        threads[e.get("pid"), e.get("tid")].append(e)
+    for thread in threads.values():
+        around: list[Event] = []
+        for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            while around and around[-1]["ts"] + around[-1]["dur"] <= e["ts"]:
+                around.pop()
+            if around:
+                own[around[-1]["name"]] -= e["dur"]
+            own[e["name"]] += e["dur"]
+            calls[e["name"]] += 1
+            around.append(e)
+    lines = [f"{'ms':>10} {'calls':>8} {'':>6}  host"]
+    for name, micro in sorted(own.items(), key=lambda item: -item[1])[:rows]:
+        lines.append(f"{micro / 1e3 / steps:10.2f} {calls[name] / steps:8.6g} {'':>6}  {name[:NAME]}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
