@@ -10,8 +10,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; programs that tests start inherit it
 
@@ -123,3 +124,21 @@ def run_python(programs: Programs) -> Callable[..., subprocess.CompletedProcess[
 def start_ranks(programs: Programs) -> Callable[..., None]:
     """start_ranks(program, size, *arguments): see `Programs.run_ranks`."""
     return programs.run_ranks
+
+
+@pytest.fixture(scope="session")
+def ask_ranks(
+    start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Iterable[int]], dict[int, Any]]:
+    """ask_ranks(program, sizes): what a program that runs as so many ranks writes as JSON into the file that it is
+    given, by their number."""
+
+    def ask(program: str, sizes: Iterable[int]) -> dict[int, Any]:
+        said = {}
+        for size in sizes:
+            out = tmp_path_factory.mktemp("ranks") / "said.json"
+            start_ranks(program, size, out)
+            said[size] = json.loads(out.read_text())
+        return said
+
+    return ask

@@ -17,8 +17,8 @@ here serve them in the interpreter, and where there are no whole tiles.
 
 Alone on a GPU, one program a multiprocessor takes every so-maniest tile: none starts anew, and loads never pause. Where
 messages to other ranks run beside, they hold some multiprocessors, and the programs meant for these would start when
-the others end: twice the time. So there are several shorter ones a multiprocessor then, and whichever is free takes the
-next.
+the others end, up to twice the time. So there are several shorter ones a multiprocessor then, and whichever is free
+takes the next. (Four: a choice, not a measurement.)
 """
 
 from functools import cache

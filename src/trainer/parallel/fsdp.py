@@ -40,7 +40,7 @@ from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
 from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.reduce import LargeGradients
+from trainer.parallel.reduce import LargeGradients, groups
 
 
 def materialise(
@@ -116,9 +116,8 @@ def unquantised(model: DeepSeek) -> Iterator[None]:
     what is made meanwhile is dropped.
     """
     with ExitStack() as after:
-        for module in model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for shared in group.fsdp_params if group is not None else ():
+        for _, group in groups(model):
+            for shared in group.fsdp_params:
                 send = getattr(shared._sharded_local_tensor, "fsdp_pre_all_gather", None)
                 if isinstance(getattr(send, "__self__", None), Fp8Wire):
                     after.callback(setattr, shared, "all_gather_outputs", shared.all_gather_outputs)

@@ -8,6 +8,7 @@ with the embedding's at the very end, is the first one. The small ones (3 % of a
 """
 
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -18,8 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from models import DeepSeek
 
-LARGE = 2**24  # numbers: a message of 64 MiB fills the links
+LARGE = 2**24  # numbers: a message of 64 MiB, which is worth being one of its own
 PENDING = 2  # gradients that may wait for their messages: those of a block's experts
+
+
+def groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """FSDP's modules, and what each gathers and reduces together."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+            yield module, group
 
 
 class LargeGradients:
@@ -27,9 +35,8 @@ class LargeGradients:
 
     def __init__(self, model: DeepSeek):
         self._pending: deque[tuple[Tensor, Any]] = deque()
-        for module in model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            large = [p for p in group.fsdp_params if _cut_evenly(p)] if group is not None else []
+        for module, group in groups(model):
+            large = [p for p in group.fsdp_params if _cut_evenly(p)]
             if large:
                 # what autograd sees of a weight exists once FSDP has gathered it
                 handles: list[Any] = []

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,14 +114,9 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def seen(ask_ranks: Callable[..., Any]) -> dict[int, dict]:
     """By world size and case: gathered in BF16, gathered in FP8; of each rank."""
-    made = {}
-    for size in CASES:
-        out = tmp_path_factory.mktemp("ranks") / "seen.json"
-        start_ranks(__file__, size, out)
-        made[size] = json.loads(out.read_text())
-    return made
+    return ask_ranks(__file__, CASES)
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])

@@ -179,14 +179,9 @@ def main(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def curves(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Curves]:
+def curves(ask_ranks: Callable[..., Any]) -> dict[int, Curves]:
     """What each world size computed."""
-    made = {}
-    for size in CASES:
-        out = tmp_path_factory.mktemp("ranks") / "curves.json"
-        start_ranks(__file__, size, out)
-        made[size] = json.loads(out.read_text())
-    return made
+    return ask_ranks(__file__, CASES)
 
 
 def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str = "loss/total") -> list[float]:
