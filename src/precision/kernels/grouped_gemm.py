@@ -15,16 +15,13 @@ Tiles of 128 x 256 x 128 in three stages were the fastest found; where only the 
 product is transposed and written back transposed. BLOCK scales have a kernel of their own, see `block_gemm`; the ones
 here serve them in the interpreter, and where there are no whole tiles.
 
-Alone on a GPU, one program a multiprocessor takes every so-maniest tile: none starts anew, and loads never pause. Where
-messages to other ranks run beside, they hold some multiprocessors, and the programs meant for these would start when
-the others end, up to twice the time. So there are several shorter ones a multiprocessor then, and whichever is free
-takes the next. (Four: a choice, not a measurement.)
+One program a multiprocessor takes every so-maniest tile: none starts anew, and loads never pause. More and shorter ones
+were no faster, beside messages to other ranks neither (docs/benchmarks.md).
 """
 
 from functools import cache
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,7 +32,6 @@ from precision.kernels.common import as_bf16
 from precision.kernels.route import Route
 
 BF16_ALIGN = 64  # rows of an expert in BF16: the depth of a tile
-BESIDE_MESSAGES = 4  # programs a multiprocessor where there are other ranks
 
 
 @triton.jit
@@ -163,7 +159,7 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     if R == 0:
         return y
-    grid = _programs(a.device)
+    grid = _multiprocessors(a.device)
     if mode == const.BLOCK.value and not const.INTERPRETED and R % 128 == 0:
         return block_gemm.nt(a, scale_a, b, scale_b, to, grid)
     _nt_kernel[(grid,)](
@@ -195,7 +191,7 @@ def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
     d = torch.empty(E, M, N, device=a.device, dtype=out)
     if mode == const.BLOCK.value and not const.INTERPRETED and block_gemm.fits(M, N):
-        block_gemm.wgrad(a, scale_a, b, scale_b, to, _programs(a.device), d)
+        block_gemm.wgrad(a, scale_a, b, scale_b, to, _multiprocessors(a.device), d)
         return d
     BM, BK = 128, BF16_ALIGN if plain else 128
     wide = mode != const.BLOCK.value
@@ -204,7 +200,7 @@ def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to
         a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
     BN = 256 if wide and N % 256 == 0 else 128
     even = M % BM == 0 and N % BN == 0
-    grid = _programs(a.device)
+    grid = _multiprocessors(a.device)
     flat = d.view(E * N, M) if trans else d.view(E * M, N)
     box = [BN // 4, BM] if trans else [BM, BN // 4]
     _wgrad_kernel[(grid,)](
@@ -218,11 +214,5 @@ def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to
 
 
 @cache
-def _programs(device: torch.device) -> int:
-    """Of a kernel; the first call is made when other ranks, if there are any, have been met."""
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return _multiprocessors(device) * (BESIDE_MESSAGES if many else 1)
-
-
 def _multiprocessors(device: torch.device) -> int:
     return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -82,23 +82,3 @@ def test_weight_gradient_of_bf16(M: int, N: int) -> None:
     assert d.dtype == torch.float32 and torch.equal(rounded, d.bfloat16())
     for e, (first, last) in enumerate(GROUPS):
         near(d[e], a[first:last].float().t() @ b[first:last].float(), 1e-5)
-
-
-@pytest.mark.parametrize("mode", [TENSOR, BLOCK])
-def test_however_many_programs_share_the_tiles(mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside messages there are more of them. Each tile is summed as ever: the same bits."""
-    torch.manual_seed(0)
-    to, E, (M, N, R) = groups(), len(GROUPS), (384, 256, 512)
-    a, w, x = fp8(R, 256), fp8(E, M, 256), fp8(N, R)
-    a_inv = scales(2, R).t() if mode == BLOCK else scales()
-    w_inv = scales(E, M // 128, 2) if mode == BLOCK else scales(E)
-    x_inv = scales(R // 128, N) if mode == BLOCK else scales()
-    dy = fp8(M, R)
-    dy_inv = scales(R // 128, M) if mode == BLOCK else scales()
-    seen = []
-    for programs in (1, 3, 7, 64):
-        monkeypatch.setattr(grouped_gemm, "_programs", lambda device, programs=programs: programs)
-        y = grouped_gemm.nt(a, a_inv, w, w_inv, mode, to)[: GROUPS[-1][1]]
-        seen.append((y, grouped_gemm.wgrad(dy, dy_inv, x, x_inv, mode, to)))
-    for y, d in seen[1:]:
-        assert torch.equal(y, seen[0][0]) and torch.equal(d, seen[0][1])
