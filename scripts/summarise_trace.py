@@ -1,6 +1,6 @@
 """Where the time of recorded steps went: a trace of profile.steps in a page of text.
 
-    python scripts/summarise_trace.py runs/NAME                     the newest trace of a run
+    python scripts/summarise_trace.py runs/NAME                     the newest trace of a run, of rank 0
     python scripts/summarise_trace.py runs/NAME/profile/trace_step10-12.json.gz --rows 40
 
 Milliseconds are those of a step. Of a GPU: how long it was at work, with arithmetic (and copies), with messages to
@@ -55,10 +55,11 @@ def find(path: Path) -> Path:
     """The trace that `path` means. ValueError if there is none."""
     if path.is_file():
         return path
-    found = sorted((path / "profile").glob("trace_*.json.gz"), key=lambda file: file.stat().st_mtime)
+    found = list((path / "profile").glob("trace_*.json.gz"))
     if not found:
         raise ValueError(f"{path}: no trace there; train with profile.steps=[10,12], and give the run's folder")
-    return found[-1]
+    firsts = [file for file in found if not re.search(r"_rank[1-9]", file.name)]
+    return max(firsts or found, key=lambda file: file.stat().st_mtime)
 
 
 def read(path: Path) -> list[Event]:

@@ -70,7 +70,7 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     from trainer.sinks.jsonl import JsonLines
     from trainer.trainer import train_step
 
-    sys.argv[1:] = [f"+recipe={recipe}", *overrides]
+    sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
     (job,) = compose(CONFIGS)
     config = load(job.tree)
     plan = check(config)

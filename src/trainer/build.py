@@ -233,7 +233,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         if config.health.dashboard:
             world.crew.on_end.append(lambda news: write_at_end(run.path, news.message, SHORT_PATIENCE))
         checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
-        profiler = Profiler(config.profile, run.path, engine.device, sinks.event)
+        profiler = Profiler(config.profile, run.path, engine.device, sinks.event, world.rank if world.many else None)
         diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, run.path)
         ladder = Ladder(config.recovery, run.path, t.global_batch_size)
 

@@ -5,6 +5,8 @@ Two files in the run's folder, for viewers that exist:
     profile/trace_step10-12.json.gz     what the CPU and the GPU did, when: chrome://tracing or https://ui.perfetto.dev
     profile/memory_step10-12.pickle     every allocation on the GPU and who made it: https://pytorch.org/memory_viz
 
+and of each rank, if there are many: trace_step10-12_rank0.json.gz, trace_step10-12_rank1.json.gz, ...
+
 Recording slows the steps of the window down, and writing takes a while after it; all other steps are untouched. Look at
 steps well after the first, in which blocks are compiled. A run that is resumed within the window, or ends in it,
 records what it has of it.
@@ -22,11 +24,15 @@ MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to
 
 
 class Profiler:
-    """Records the window. folder: the run's. on_event(kind, step, message, **what): told when the files are written."""
+    """Records the window. folder: the run's. on_event(kind, step, message, **what): told when the files are written.
+    rank: this one's, None if it is the only one."""
 
-    def __init__(self, config: ProfileConfig, folder: Path, device: torch.device, on_event: Callable[..., None]):
+    def __init__(
+        self, config: ProfileConfig, folder: Path, device: torch.device, on_event: Callable[..., None], rank: int | None
+    ):
         self._window = range(config.steps[0], config.steps[1] + 1) if config.steps else range(0)
         self._folder, self._on_event = folder / "profile", on_event
+        self._whose = "" if rank is None else f"_rank{rank}"
         self._cuda = device.type == "cuda"
         self._memory = config.memory
         self._profile: profile | None = None
@@ -77,7 +83,7 @@ class Profiler:
             torch.cuda.synchronize()
         recorded.stop()
         self._folder.mkdir(exist_ok=True)
-        window = f"step{self._first}-{self._last}"
+        window = f"step{self._first}-{self._last}{self._whose}"
         paths = [self._folder / f"trace_{window}.json.gz"]
         recorded.export_chrome_trace(str(paths[0]))
         if self._cuda and self._memory:

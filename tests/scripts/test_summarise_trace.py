@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,19 @@ def test_a_run_on_a_cpu(summarise: Run, small_runs: Any, tmp_path: Path) -> None
     assert first == f"{run / 'profile' / 'trace_step2-3.json.gz'}: 2 steps" and not blank
     assert head.split() == ["ms", "calls", "host"] and len(rows) == 5
     assert any("aten::mm" in row for row in rows)
+
+
+def test_of_many_ranks_the_first(summarise: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    for age, name in enumerate(("step2-3_rank1", "step5-6_rank10", "step5-6_rank0", "step2-3_rank0")):
+        path = folder / f"trace_{name}.json.gz"
+        path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+        os.utime(path, (1000 - age, 1000 - age))
+    assert summarise(tmp_path).stdout.startswith(f"{folder / 'trace_step5-6_rank0.json.gz'}: 0 steps")
+    for path in folder.glob("*_rank0.*"):
+        path.unlink()  # another node's
+    assert summarise(tmp_path).stdout.startswith(f"{folder / 'trace_step2-3_rank1.json.gz'}: 0 steps")
 
 
 def test_what_is_no_trace_is_one_line(summarise: Run, tmp_path: Path) -> None:

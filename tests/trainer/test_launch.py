@@ -1,5 +1,6 @@
 """Many processes from one command line: real torchrun, on the CPU, two ranks. What a user meets, good and bad."""
 
+import gzip
 import json
 import os
 import re
@@ -311,9 +312,13 @@ def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path):
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     script = str(ROOT / "scripts" / "launch" / "slurm.sbatch")
-    words = [word for word in overrides("run.name=a", "trainer.max_steps=2") if "console" not in word]
+    keys = "run.name=a", "trainer.max_steps=2", "profile.steps=[2,2]", "profile.memory=false"
+    words = [word for word in overrides(*keys) if "console" not in word]
     code, _, err = run(["bash", script, *words], tmp_path, **slurm)
     folder = tmp_path / "runs" / "a"
     assert code == 0, err
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 2]
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    traces = sorted((folder / "profile").iterdir())
+    assert [path.name for path in traces] == [f"trace_step2-2_rank{rank}.json.gz" for rank in (0, 1)]
+    assert all(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in traces)
