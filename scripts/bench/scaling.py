@@ -180,15 +180,17 @@ def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any)
 def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
     """The same with copies within the device in the place of FSDP's messages; None in one process. The model is of no
     use afterwards."""
-    from torch.distributed.fsdp import FSDPModule
+    from trainer.parallel.large import LargeWeights, groups
 
     if not world.many:
         return None
     gather, scatter = silent_messages()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    for module, group in groups(model):
+        if isinstance(group._all_gather_comm, LargeWeights):
+            group._all_gather_comm.comm = gather
+        else:
             module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
+        module.set_custom_reduce_scatter(scatter)
     return timed(steps, options, world)
 
 
@@ -205,8 +207,8 @@ def silent_messages() -> tuple[Any, Any]:
         def __call__(
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
         ) -> None:
-            for rank, part in enumerate(output_tensor.chunk(dist.get_world_size(group))):
-                if rank != dist.get_rank(group):  # its own part lies there already
+            for part in output_tensor.chunk(dist.get_world_size(group)):
+                if part.data_ptr() != input_tensor.data_ptr():  # its own part may lie there already
                     part.copy_(input_tensor)
 
     class Scatter(Memory, ReduceScatter):

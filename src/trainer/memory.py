@@ -20,6 +20,7 @@ they are most. (With more, the gradients of the first are there while the second
 Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
 """
 
+import math
 from collections import defaultdict
 
 import torch
@@ -29,7 +30,7 @@ from precision import Plan
 from precision.config import Granularity
 from precision.plan import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
-from trainer.parallel.mesh import Degrees, Sharing
+from trainer.parallel.mesh import Degrees, Sharing, is_large
 
 GIB = 2**30
 ALONE = Degrees()
@@ -90,7 +91,7 @@ def forecast_memory(
     else:
         memory["gradients"] += largest
     # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
-    memory["communication"] = 2 * max(_travelling(config, plan, degrees).values(), default=0.0) + largest
+    memory["communication"] = 2 * max(_buffered(config, plan, degrees).values(), default=0.0) + largest
     if degrees.expert > 1:
         rows = tokens * degrees.expert * (1 - (1 - 1 / degrees.expert) ** model.num_experts_per_token)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
@@ -181,13 +182,19 @@ def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
     return sizes
 
 
-def _travelling(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
-    """Bytes that a rank gathers, by block: BF16, or FP8 where weights travel in it."""
-    sizes = {name: size / 2 for name, size in _wholes(config, plan, degrees).items() if name}
+def _buffered(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
+    """Bytes that a rank gathers into memory that they leave again, by block: BF16, or FP8 where weights travel in it.
+    Large ones arrive where they are computed with, or are quantised from there."""
+    sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        if _block_of(name) and travels_in_fp8(config, row, degrees):
-            kept = degrees.expert if row.op == "moe.experts" else 1
-            sizes[_block_of(name)] -= 1.0 * row.in_features * row.out_features * row.groups / kept
+        if not _block_of(name) or (row.op == "moe.experts" and not degrees.shares_experts):
+            continue
+        kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.shard)
+        shape = [row.groups // kept, row.out_features, row.in_features]
+        in_fp8 = travels_in_fp8(config, row, degrees)
+        stays = in_fp8 or not row.recipe.is_fp8
+        if not (stays and is_large(shape if row.groups > 1 else shape[1:], ranks)):
+            sizes[_block_of(name)] += math.prod(shape) * (1.0 if in_fp8 else 2.0)
     return sizes
 
 

@@ -14,8 +14,8 @@ That is not a policy of FSDP's, but what the precision plan says of each weight:
                           so that gradients and their scales are those of a single process
 
 It uses FSDP2's extension: a shard with two functions, of which the first says what to send, the second makes of what
-arrived the parameter that autograd sees: see `gather`. Gradients of large weights travel by `reduce`, without the copy
-that FSDP makes of them.
+arrived the parameter that autograd sees: see `gather`. Large weights and their gradients travel without the copies that
+FSDP makes of them: see `large`.
 
 With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks. Experts that
 no other rank has are not FSDP's at all. They are what weights of a single process are: their compute weights stay, made
@@ -38,9 +38,9 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek, Losses
 from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
+from trainer.parallel.large import LargeGradients, LargeWeights, groups
 from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.reduce import LargeGradients, groups
 
 
 def materialise(
@@ -87,7 +87,8 @@ def _prefetch(blocks: list[Block]) -> None:
         before = shared(blocks[i - 1]) if i else []
         itself, *inner = shared(block)
         itself.set_modules_to_forward_prefetch([*inner, *after])
-        itself.set_modules_to_backward_prefetch([*inner, *before])
+        # not `inner`: FSDP asks at each of the block's outputs, and may do so when its experts are through and freed
+        itself.set_modules_to_backward_prefetch(before)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | None) -> None:
@@ -102,9 +103,12 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | 
     for m in module.modules():
         # Dynamo would skip guards of "FSDP-managed" modules, by which it tells a block in FP8 from one in BF16
         m._is_fsdp_managed_module = False  # type: ignore[assignment]
-    for m in own:
-        if hasattr(m, "receive"):
-            wire(cast(Receiver, m), mesh, agreed, reshard).attach()
+    wires = [wire(cast(Receiver, m), mesh, agreed, reshard) for m in own if hasattr(m, "receive")]
+    for way in wires:
+        way.attach()
+    if wholes := [way.whole for way in wires if way.whole is not None]:
+        group = next(group for owner, group in groups(module) if owner is module)
+        shared.set_custom_all_gather(LargeWeights(group._all_gather_comm, wholes, group.device))
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from precision import GroupedLinear, Linear
 from precision.scaling import step_scale
+from trainer.parallel.large import Whole
+from trainer.parallel.mesh import is_large
 from trainer.parallel.shards import local
 
 ALIGNED = 4  # numbers: compiled code copies operands that do not start at 16 bytes
@@ -57,10 +59,14 @@ class Receiver(Protocol):
 
 
 class Wire:
-    """What FSDP asks a shard: what to send, and what the gathered whole becomes."""
+    """What FSDP asks a shard: what to send, and what the gathered whole becomes.
 
-    def __init__(self, layer: Receiver):
+    whole: of a large weight. FSDP's message then has what travels beside the numbers, or what nobody reads.
+    """
+
+    def __init__(self, layer: Receiver, ranks: int):
         self._layer, self._shape = layer, layer.weight.shape
+        self.whole = Whole(self._shape) if is_large(self._shape, ranks) else None
 
     def attach(self) -> None:
         """Let FSDP find its two functions at the layer's shard."""
@@ -73,20 +79,43 @@ class Wire:
     def _send(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
     ) -> Sent:
+        numbers, *beside = sent = self._part(torch.Size([-(-outer_size[0] // mesh.size()), *outer_size[1:]]))
+        if not self._straight:
+            return sent, None
+        assert self.whole is not None
+        self.whole.part = numbers
+        return tuple(beside) or (numbers.new_empty(ALIGNED),), None
+
+    @property
+    def _straight(self) -> bool:
+        """Whether the numbers are a message of their own, just now."""
+        return self.whole is not None
+
+    def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
+        """What this rank sends: numbers of `shape`, and what travels with them."""
         shard = local(self._layer.weight)
-        rows = -(-outer_size[0] // mesh.size())
-        sent = shard.new_empty((rows, *outer_size[1:]), dtype=self._layer.wire_dtype)
+        sent = shard.new_empty(shape, dtype=self._layer.wire_dtype)
         sent[: shard.shape[0]].copy_(shard)  # what is left of an uneven cut is never read
-        return (sent,), None
+        return (sent,)
 
     @torch.no_grad()
     def _arrive(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Arrived:
-        made = self._layer.receive(gathered[0][: self._shape[0]])
+        numbers, freed = self._numbers(gathered)
+        made = self._layer.receive(numbers)
         if made:
-            gathered[0].untyped_storage().resize_(0)
-        return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None
+            numbers.untyped_storage().resize_(0)
+        else:
+            made = freed
+        return (_Edge.of(self._shape, dtype, numbers.device), made) if out is None else None
+
+    def _numbers(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+        """The whole weight, and what FSDP does not know yet that it has to free with its own memory."""
+        if not self._straight:
+            return gathered[0][: self._shape[0]], []
+        assert self.whole is not None
+        return self.whole.numbers, [self.whole.numbers]
 
 
 class Fp8Wire(Wire):
@@ -96,23 +125,24 @@ class Fp8Wire(Wire):
     """
 
     def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, agreed: Agreed, freed: bool):
-        super().__init__(layer)
+        super().__init__(layer, mesh.size(mesh.ndim - 1))
         self._fp8_layer, self._agreed, self._freed = layer, agreed, freed
         self._row = agreed.add(layer, mesh)
 
-    @torch.no_grad()
-    def _send(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, policy: object
-    ) -> Sent:
-        if not self._fp8_layer.recipe.is_fp8:  # for the moment: see `unquantised`
-            return super()._send(mesh, outer_size, outer_stride, module, policy)
+    @property
+    def _straight(self) -> bool:
+        return self.whole is not None and self._fp8_layer.recipe.is_fp8  # which it is not in `unquantised`
+
+    def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
+        if not self._fp8_layer.recipe.is_fp8:
+            return super()._part(shape)
         self._agreed.settle()
         sent = self._agreed.sent.get(self._row.start)
         if sent is None:
-            sent = self._quantised(torch.Size([-(-outer_size[0] // mesh.size()), *outer_size[1:]]))
+            sent = self._quantised(shape)
             if self._freed:
                 self._agreed.sent[self._row.start] = sent
-        return sent, None
+        return sent
 
     def _quantised(self, shape: torch.Size) -> tuple[Tensor, ...]:
         """Bytes of this rank's part, of `shape`, and the scales that travel with them."""
@@ -132,22 +162,24 @@ class Fp8Wire(Wire):
     ) -> Arrived:
         if not self._fp8_layer.recipe.is_fp8:
             return super()._arrive(gathered, metadata, dtype, out=out)
-        inv = gathered[1] if self._row.blocks else self._agreed.inverse(self._row)
+        numbers, freed = self._numbers(gathered)
+        inv = gathered[-1] if self._row.blocks else self._agreed.inverse(self._row)
         backward = not self._freed or torch._C._current_graph_task_id() != -1  # -1: no backward pass runs
-        made = self._fp8_layer.receive_quantized(gathered[0][: self._shape[0]], inv, backward)
-        return (_Edge.of(self._shape, dtype, gathered[0].device), made) if out is None else None
+        made = self._fp8_layer.receive_quantized(numbers, inv, backward)
+        return (_Edge.of(self._shape, dtype, numbers.device), made + freed) if out is None else None
 
 
 def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None, freed: bool) -> Wire:
     """How the weight of a layer travels, which `mesh` (its last axis) has cut. agreed: None keeps FP8 off the wire.
     freed: whether it is gathered anew for the backward pass."""
+    ranks = mesh.size(mesh.ndim - 1)
     if agreed is not None and isinstance(layer, Linear | GroupedLinear):
-        count, ranks = layer.weight.shape[0], mesh.size(mesh.ndim - 1)
+        count = layer.weight.shape[0]
         # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
         if ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
             return Fp8Wire(layer, mesh, agreed, freed)
-    return Wire(layer)
+    return Wire(layer, ranks)
 
 
 class _Row(NamedTuple):

@@ -15,6 +15,7 @@ Axes for tensor, context and pipeline parallelism have their names in the config
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.config import ParallelConfig
 
 RESERVED = ("tensor", "context", "pipeline")
+LARGE = 2**24  # numbers of a weight: a gradient of 64 MiB, which is worth being a message of its own
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Degrees:
     def shares_experts(self) -> bool:
         """Whether several ranks have weights of the same experts."""
         return self.expert_shard * self.expert_replicate > 1
+
+
+def is_large(shape: Sequence[int], ranks: int) -> bool:
+    """Whether a weight that so many ranks share travels by itself: it is large, and as much of it on each of them."""
+    return math.prod(shape) >= LARGE and ranks > 1 and shape[0] % ranks == 0
 
 
 @dataclass(frozen=True)

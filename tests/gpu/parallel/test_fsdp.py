@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from trainer.build import build_engine
 from trainer.config import load
 from trainer.distributed import World
-from trainer.parallel import reduce
+from trainer.parallel import mesh
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -114,7 +114,7 @@ def main(out: str | None) -> None:
         for recipe in ("bf16", "fp8_delayed"):
             measure([f"precision={recipe}", *sys.argv[1:]], world)
     else:
-        reduce.LARGE = LARGE
+        mesh.LARGE = LARGE
         curves = {name: train(keys, world) for name, keys in CASES.items()}
         if world.is_first:
             Path(out).write_text(json.dumps(curves))

@@ -1,6 +1,6 @@
-"""Gradients of large weights, which travel without FSDP's copy, are those that travel with it, bit for bit.
+"""Large weights and their gradients, which travel without FSDP's copies, are those that travel with them, bit for bit.
 
-The ranks run this file as a program, over gloo: each case once as it is, once with all gradients left to FSDP.
+The ranks run this file as a program, over gloo: each case once as it is, once with everything left to FSDP.
 """
 
 import json
@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from trainer.build import build_engine
 from trainer.config import load
 from trainer.distributed import World
-from trainer.parallel import reduce
+from trainer.parallel import large, mesh
 from trainer.parallel.shards import is_shared, local
 from trainer.trainer import train_step
 
@@ -48,15 +48,25 @@ def train(keys: list[str], world: World) -> dict[str, Any]:
         batch = world.size * MICROBATCHES
         config = load(compose("train", overrides=[*RUN, f"trainer.global_batch_size={batch}", *keys]))
     engine = build_engine(config, world.device, world=world)
-    large = [p for p in engine.model.parameters() if is_shared(p) and is_large(p)]
+    weights = [p for p in engine.model.parameters() if is_shared(p) and is_large(p)]
     times = STEPS * (MICROBATCHES if EACH[0] in keys else 1)
-    seen: dict[str, Any] = {"numbers": [], "wanted": times * len(large)}
+    seen: dict[str, Any] = {"numbers": [], "wanted": times * len(weights)}
     generator = torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, 128, (batch, 17), generator=generator)
         result = train_step(engine, step, tokens, config.trainer.microbatch_size)
         assert bool(result.verdict.ok)
         seen["numbers"] += [float(result.metrics[key]).hex() for key in ("loss/total", "optim/grad_norm")]
+    engine.microbatch.release()
+    wholes = [
+        whole
+        for _, group in large.groups(engine.model)
+        if isinstance(group._all_gather_comm, large.LargeWeights)
+        for whole in group._all_gather_comm._wholes
+    ]
+    assert all(whole.numbers.numel() for whole in wholes), "each has been gathered"
+    assert not any(whole.numbers.untyped_storage().size() for whole in wholes), "and freed"
+    seen["wholes"] = [len(wholes), len(weights)]
     masters = torch.cat([local(p).detach().double().flatten() for p in engine.model.parameters()])
     seen["numbers"].append(float((masters * torch.arange(len(masters))).sum()).hex())
     return seen
@@ -73,20 +83,20 @@ def main(out: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     world = World(torch.device("cpu"), rank, rank, size, size)
     torch.distributed.init_process_group("gloo")
-    take, messages = reduce.LargeGradients._reduce, []
+    take, messages = large.LargeGradients._reduce, []
 
-    def count(self: reduce.LargeGradients, group: Any, shared: Any, whole: torch.Tensor) -> None:
+    def count(self: large.LargeGradients, group: Any, shared: Any, whole: torch.Tensor) -> None:
         take(self, group, shared, whole)
         if whole.grad is None:
             messages.append(shared)
 
-    reduce.LargeGradients._reduce = count
+    large.LargeGradients._reduce = count
     seen = {}
     for name, keys in CASES[size].items():
         messages.clear()
-        reduce.LARGE = LARGE
+        mesh.LARGE = LARGE
         ours = train(keys, world) | {"messages": len(messages)}
-        reduce.LARGE = 1 << 62
+        mesh.LARGE = 1 << 62
         seen[name] = [world.gather(way) for way in (ours, train(keys, world))]
     if rank == 0:
         out.write_text(json.dumps(seen))
@@ -103,6 +113,7 @@ def seen(ask_ranks: Callable[..., Any]) -> dict[int, dict]:
 def test_without_a_copy_they_are_the_same(seen: dict[int, dict], size: int, name: str) -> None:
     for ours, theirs in zip(*seen[size][name], strict=True):
         assert ours["messages"] == ours["wanted"] > 0
+        assert ours["wholes"][0] == ours["wholes"][1] > 0 and theirs["wholes"][0] == 0
         assert ours["numbers"] == theirs["numbers"]
 
 

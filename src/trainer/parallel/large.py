@@ -1,0 +1,139 @@
+"""Large weights travel straight: gathered into the memory that is computed with, gradients reduced from where they
+were made.
+
+FSDP2 makes one message of all weights of a block, and copies each out of it; and one of all gradients, into which it
+copies them. That is each number read and written once more, which is what sharing costs most beside the messages
+themselves. Of a weight whose first dimension is cut evenly (a stack [E, N, K] of experts, a head [V, D]) the parts lie
+one after the other already, as a message has them. So each large one is a message of its own. Its gradient is sent as
+soon as it is there; that of the head, which FSDP reduces together with the embedding's at the very end, is the first
+one. The small ones (3 % of a block of Moonlight) stay with FSDP.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from models import DeepSeek
+from trainer.parallel.mesh import is_large
+
+PENDING = 2  # gradients that may wait for their messages: those of a block's experts
+
+
+def groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP's modules, and what each gathers and reduces together."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+            yield module, group
+
+
+class Whole:
+    """A large weight of `shape`: its memory on this rank, which FSDP frees with its own, and this rank's part while it
+    waits to be sent."""
+
+    def __init__(self, shape: torch.Size):
+        self._shape = shape
+        self.numbers = torch.empty(0)
+        self.part: Tensor | None = None
+
+    def allocate(self) -> None:
+        """Make room for what `part` is a part of, in its dtype, if there is none; on the current stream."""
+        if self.part is None:
+            return
+        if not self.numbers.numel():
+            self.numbers = self.part.new_empty(self._shape)
+        memory, size = self.numbers.untyped_storage(), self.numbers.numel() * self.numbers.itemsize
+        if memory.size() != size:
+            memory.resize_(size)
+
+    def gather(self, comm: AllGather, ranks: dist.ProcessGroup) -> None:
+        """Send the part, and have those of all ranks in `numbers` once the current stream has come so far."""
+        if self.part is None:
+            return
+        part, self.part = self.part, None
+        if part.is_cuda:
+            part.record_stream(torch.cuda.current_stream(part.device))  # it was made on another one
+        # `data`: what a backward pass waits for comes again, the same numbers; that is no change to it
+        comm(output_tensor=self.numbers.data.view(-1), input_tensor=part.view(-1), group=ranks)
+
+
+class LargeWeights(AllGather):
+    """What FSDP gathers a group's weights by: one message of its own, and those of the large ones.
+
+    Steps run on the stream that is current now. The memory of whole weights belongs to it: there they are computed
+    with, and freed. comm: sends a message.
+    """
+
+    def __init__(self, comm: AllGather, wholes: list[Whole], device: torch.device):
+        self.comm = comm
+        self._wholes, self._device = wholes, torch.get_device_module(device)
+        self._steps = self._device.current_stream()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of FSDP's message."""
+        return self.comm.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """On the current stream, which is that of messages."""
+        work = self.comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        with self._device.stream(self._steps):
+            for whole in self._wholes:
+                whole.allocate()
+        self._device.current_stream().wait_stream(self._steps)  # who had the memory before may still be at work
+        for whole in self._wholes:
+            whole.gather(self.comm, group)
+        return work
+
+
+class LargeGradients:
+    """Takes over the gradients of large weights that are cut evenly, in backward passes that reduce."""
+
+    def __init__(self, model: DeepSeek):
+        self._pending: deque[tuple[Tensor, Any]] = deque()
+        for module, group in groups(model):
+            large = [p for p in group.fsdp_params if is_large(p._orig_size, p.mesh_info.shard_mesh_size)]
+            if large:
+                # what autograd sees of a weight exists once FSDP has gathered it
+                handles: list[Any] = []
+                handles.append(module.register_forward_pre_hook(partial(self._attach, handles, group, large)))
+
+    def _attach(self, handles: list[Any], group: Any, large: list[Any], module: nn.Module, args: tuple) -> None:
+        handles.pop().remove()
+        for shared in large:
+            shared._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, group, shared))
+
+    @torch.no_grad()
+    def _reduce(self, group: Any, shared: Any, whole: Tensor) -> None:
+        """Send the gradient of `whole` and add what arrives to that of its part."""
+        if not group.reduce_grads:
+            return  # later microbatches add to it
+        gradient, whole.grad = cast(Tensor, whole.grad), None
+        here, stream = group.device_handle.current_stream(), group.comm_ctx.reduce_scatter_stream
+        while len(self._pending) >= PENDING:
+            here.wait_event(self._pending.popleft()[1])
+        stream.wait_stream(here)
+        comm, ranks = group._reduce_scatter_comm, group._reduce_scatter_process_group
+        with group.device_handle.stream(stream):
+            part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
+            comm(output_tensor=part, input_tensor=gradient.reshape(-1), group=ranks, op=dist.ReduceOp.SUM)
+            if group.mesh_info.replicate_mesh_dim is not None:
+                dist.all_reduce(part, group=group._all_reduce_process_group)
+            part = part.view(shared.sharded_size)
+            if shared.sharded_param.grad is None:
+                shared.sharded_param.grad = shared.to_sharded_dtensor(part)
+            else:
+                shared.sharded_param.grad._local_tensor.add_(part)
+            self._pending.append((gradient, stream.record_event()))
+
+    def finish(self, device: torch.device) -> None:
+        """After a backward pass: what is launched next finds all parts there."""
+        while self._pending:
+            torch.get_device_module(device).current_stream().wait_event(self._pending.popleft()[1])
