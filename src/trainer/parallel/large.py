@@ -131,6 +131,8 @@ class LargeGradients:
                 shared.sharded_param.grad = shared.to_sharded_dtensor(part)
             else:
                 shared.sharded_param.grad._local_tensor.add_(part)
+            for hook in (shared.sharded_param._post_accumulate_grad_hooks or {}).values():
+                hook(shared.sharded_param)  # as FSDP does: who looks at gradients sees these, too
             self._pending.append((gradient, stream.record_event()))
 
     def finish(self, device: torch.device) -> None:

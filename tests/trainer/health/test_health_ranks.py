@@ -24,12 +24,14 @@ from trainer.distributed import World
 from trainer.health import shadow
 from trainer.health.health import Health
 from trainer.metrics import copy_to_host
+from trainer.parallel import mesh
 from trainer.parallel.gather import local
 from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CPU = torch.device("cpu")
 RANKS, STEPS, BATCH = 2, 2, 4
+LARGE = 2**13  # numbers: stacks of experts, head and embedding travel by themselves
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", "trainer.sequence_length=24", "data=text"]
 RUN += ["model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "data.path=."]
@@ -82,6 +84,7 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
+    mesh.LARGE = LARGE
     world, said = World(CPU, rank, rank, RANKS, RANKS), {}
     for name, keys in CASES.items():
         config = config_of(keys)
