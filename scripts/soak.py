@@ -211,7 +211,7 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
     at, twice = course.step(), chance.random() < 0.25
     course.signal(number)
     if twice:
-        course.wait(lambda: False, chance.uniform(0, 0.1))
+        course.wait(lambda: False, chance.uniform(0, 1))
         course.signal(number)
     codes, said = course.end()
     too_early = {-signal.SIGTERM} if not said else set()  # before the first line of train.py

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from trainer.distributed import World
 
 
+ONE_SECONDS = 0.5  # signals that are less apart are one: `timeout` sends its to the process, and to its group
+
+
 class StopSignals:
     """While active, the first of these signals is noted; a second one acts as it always did.
 
@@ -38,6 +41,7 @@ class StopSignals:
         self.received: str | None = None
         self._world = world if world is not None and world.many else None
         self._noted = world.crew.told if world is not None else 0  # before training, and something has swallowed it
+        self._since: dict[int, float] = {}  # when each was noted first
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
 
@@ -84,7 +88,11 @@ class StopSignals:
             self._answer(*self._question)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        since = self._since.setdefault(number, now := time.monotonic())
+        if self._world is None and now > since + ONE_SECONDS:
+            signal.signal(number, self._before[number])  # type: ignore[arg-type]
+            signal.raise_signal(number)
         self._noted = number
-        for other, handler in self._before.items():
-            if (other == number) == (self._world is None):
-                signal.signal(other, handler)  # type: ignore[arg-type]
+        if self._world is not None:
+            for other in self._before.keys() - {number}:
+                signal.signal(other, self._before[other])  # type: ignore[arg-type]

@@ -237,11 +237,20 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
 
 def test_a_second_signal_does_not_wait_for_the_end_of_the_step(config: Configs) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    at(trainer, 4, lambda: (signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)))
+    at(trainer, 4, lambda: [(signal.raise_signal(signal.SIGINT), time.sleep(pause)) for pause in (0.6, 0)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     run = trainer.parts.run.path
     assert checkpoints(run) == ["step_00000002"] and lines(run / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(config: Configs) -> None:
+    """As `timeout` sends it: to the process, and to its group."""
+    trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
+    at(trainer, 4, lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)])
+    with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 4, saved"):
+        trainer.train()
+    assert checkpoints(trainer.parts.run.path)[-1] == "step_00000004"
 
 
 def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config: Configs) -> None:
