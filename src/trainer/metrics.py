@@ -47,6 +47,15 @@ def allocated_memory_gib(device: torch.device) -> float:
     return int(pages.read_text().split()[1]) * resource.getpagesize() / 2**30
 
 
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Memory in a line: see `peak_memory_gib` and `allocated_memory_gib`; on a GPU also how often so far the allocator
+    found no whole piece, though there was room, and gave back to the driver what it kept, for which the GPU waits."""
+    memory = {"memory/peak_gib": peak_memory_gib(device), "memory/allocated_gib": allocated_memory_gib(device)}
+    if device.type == "cuda":
+        memory["memory/allocator_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    return memory
+
+
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
     """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each
     step.)"""

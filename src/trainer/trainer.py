@@ -31,7 +31,7 @@ from trainer.distributed import World
 from trainer.evaluation import mean_loss
 from trainer.host import pick_device
 from trainer.memory import forecast_memory, pick_sharing, what_grew
-from trainer.metrics import Throughput, allocated_memory_gib, copy_to_host, load_metrics, peak_memory_gib
+from trainer.metrics import Throughput, copy_to_host, load_metrics, memory_metrics, peak_memory_gib
 from trainer.parallel.mesh import resolve
 from trainer.parallel.totals import added_up, averaged, largest, share_of
 from trainer.recovery import TrainingStopped, Verdict
@@ -174,8 +174,7 @@ class Trainer:
         tokens["data/skipped_shards"] = len(p.data.left_out)
         rates = self._throughput.read()
         rates |= p.power.read(self.step, *self._throughput.latest)
-        memory = {"memory/peak_gib": peak_memory_gib(e.device), "memory/allocated_gib": allocated_memory_gib(e.device)}
-        line = tokens | values | rates | memory
+        line = tokens | values | rates | memory_metrics(e.device)
         p.sinks.metrics(line)
         for alert in p.alerts.see(line):
             p.sinks.event("alert", self.step, alert.message, **alert.what())

@@ -60,6 +60,8 @@ class AlertsConfig:
     """Share by which the memory held between steps has crept up."""
     memory_full: float | None
     """Share of the GPU's memory in use at the peak."""
+    allocator_retries: float | None
+    """Times a step that the allocator finds no whole piece of memory, for three lines on end: more than this."""
     throttled: float | None
     """Share of the time in which heat or its own protection slows a GPU; being at the power limit is neither."""
     gpu_celsius: float | None
@@ -102,6 +104,7 @@ def check_alerts(alerts: AlertsConfig) -> None:
     shares = ("saturated", "underflown", "shadow_cosine", "expert_entropy", "throughput_drop", "memory_full")
     above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
     above_zero = ("repeat", "loss_rise", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
+    above_zero += ("allocator_retries",)
     for keys, low, high, what in (
         (shares, 0.0, 1.0, "above 0 and up to 1"),
         (above_one, 1.0, math.inf, "above 1"),

@@ -23,7 +23,7 @@ from trainer.trainer import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STEPS, MICROBATCHES = 2, 2
-RUN = ["trainer.device=cpu", "precision=fp32", "compile.enabled=false", "optim.warmup_steps=1", "optim.lr=5e-4"]
+RUN = ["trainer.device=cpu", "compile.enabled=false", "optim.warmup_steps=1", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=128", "model.hidden_size=64", "model.num_layers=2", "model.num_dense_layers=0"]
 RUN += ["model.num_mtp_layers=0", "trainer.microbatch_size=1", "trainer.sequence_length=16"]
 RUN += ["data=text", "data.path=."]
@@ -37,6 +37,8 @@ CASES = {
         "kept": [*FSDP, *EACH, "parallel.reshard_after_forward=false"],
         "full": [*FSDP, *EACH, "recompute=full"],
         "uneven": [*FSDP, *EACH, "model.num_experts=7"],
+        "fp8": [*FSDP, *EACH, "precision=fp8_delayed", "parallel.fp8_all_gather=true"],
+        "quantised on arrival": [*FSDP, *EACH, "precision=fp8_jit"],
     },
     4: {"groups": [*HSDP, *EACH], "spread": [*FSDP, *EACH, "parallel.expert=2"], "spread once": [*HSDP, *ONCE]},
 }
@@ -46,7 +48,8 @@ def train(keys: list[str], world: World) -> dict[str, Any]:
     """Losses and norms of some steps, and a sum of all masters."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         batch = world.size * MICROBATCHES
-        config = load(compose("train", overrides=[*RUN, f"trainer.global_batch_size={batch}", *keys]))
+        fp32 = [] if any(key.startswith("precision=") for key in keys) else ["precision=fp32"]
+        config = load(compose("train", overrides=[*RUN, f"trainer.global_batch_size={batch}", *fp32, *keys]))
     engine = build_engine(config, world.device, world=world)
     weights = [p for p in engine.model.parameters() if is_shared(p) and is_large(p)]
     times = STEPS * (MICROBATCHES if EACH[0] in keys else 1)

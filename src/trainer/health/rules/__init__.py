@@ -15,6 +15,7 @@
     throughput_drop   tokens per second, against the median of this process's own lines
     memory_growth     memory held between steps creeps up
     memory_full       the peak comes near the card's size
+    allocator_retries    the card's memory is in pieces
     throttled         heat or hardware slows a GPU for this share of the time
     gpu_celsius       temperature of the hottest core
     gpu_memory_celsius   ... of the hottest memory
@@ -29,7 +30,7 @@ from trainer.health.alerts import Rule
 from trainer.health.config import AlertsConfig
 from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
 from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
-from trainer.health.rules.resources import MemoryFull, MemoryGrowth, ThroughputDrop
+from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, ThroughputDrop
 from trainer.health.rules.tensors import (
     ExpertEntropy,
     ExpertLoad,
@@ -59,6 +60,7 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
         "throughput_drop": ThroughputDrop,
         "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
         "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
+        "allocator_retries": AllocatorRetries,
         "throttled": Throttled,
         "gpu_celsius": GpuCelsius,
         "gpu_memory_celsius": GpuMemoryCelsius,

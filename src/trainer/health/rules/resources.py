@@ -119,3 +119,33 @@ class MemoryFull(Rule):
             "lower trainer.microbatch_size, or set recompute=selective"
         )
         return [Alert(self.name, step, message, peak, self._share * self._card)]
+
+
+class AllocatorRetries(Rule):
+    """More than `each` times a step, for three lines on end, the allocator found no whole piece of memory. It then
+    gives back all that it keeps and asks the driver, which waits for the GPU."""
+
+    name, of_process, lasting = "allocator_retries", True, True
+    LINES = 3
+
+    def __init__(self, each: float):
+        self._each, self._lines = each, 0
+        self._last: tuple[int, float] | None = None
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        count = number(metrics, "memory/allocator_retries")
+        if count is None:
+            return None
+        last, self._last = self._last, (step, count)
+        if last is None or step <= last[0]:
+            return None
+        a_step = (count - last[1]) / (step - last[0])
+        self._lines = self._lines + 1 if a_step > self._each else 0
+        if self._lines < self.LINES:
+            return []
+        message = (
+            f"the GPU's memory is in pieces: {a_step:.2g} times a step there was no whole one, and it waited for the "
+            "driver; lower trainer.microbatch_size, set recompute=selective, or start with "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+        return [Alert(self.name, step, message, a_step, self._each)]

@@ -38,6 +38,7 @@ def a_healthy_line(step: int, draw: random.Random) -> Line:
         "perf/tokens_per_second": 1e5 * (0.2 if step == 1 else 0.45 if step % 500 == 0 else 1 + noise(0, 0.03)),
         "perf/step_seconds": 1.3,
         "memory/peak_gib": 70.0,
+        "memory/allocator_retries": 3 + step // 1000,  # an evaluation's
         "memory/allocated_gib": 40.0 + (step > 1000) * 3 + noise(0, 0.1),
     }
     # gradients shrink by 32 over the run; delayed scaling drops with an outlier, and comes back when it is forgotten

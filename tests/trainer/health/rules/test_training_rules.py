@@ -101,6 +101,10 @@ def full(step: int, metrics: Metrics, inside: Metrics) -> None:
         metrics["memory/peak_gib"] = 79.0
 
 
+def pieces(step: int, metrics: Metrics, inside: Metrics) -> None:
+    metrics["memory/allocator_retries"] += 0.5 * max(step - FROM, 0)
+
+
 CASES: list[tuple[str, Callable, int, str, str | None]] = [
     ("grad_norm_spike", spike, 0, r"gradient norm .* times its median over the last 100 lines", None),
     ("loss_plateau", plateau, 2000, r"has not fallen in 2\d\d\d steps .* nor has the gradient norm", None),
@@ -117,6 +121,7 @@ CASES: list[tuple[str, Callable, int, str, str | None]] = [
     ("throughput_drop", slow, 40, r"(49|5\d) % of the usual \d+,\d+, for \d+ seconds", None),
     ("memory_growth", leak, 2700, r"grew from 4\d\.\d\d to 4\d\.\d\d GiB .* full in about [\d,]+ steps", None),
     ("memory_full", full, 0, r"79\.0 of the GPU's 80\.0 GiB", None),
+    ("allocator_retries", pieces, 40, r"in pieces: 0\.5 times a step .*recompute=selective", None),
 ]
 
 
@@ -171,6 +176,7 @@ def test_nothing_to_judge_by_is_no_alarm(told: Callable) -> None:
             "perf/tokens_per_second",
             "memory/peak_gib",
             "memory/allocated_gib",
+            "memory/allocator_retries",
             "shadow/loss_gap",
             "fp8/saturated_worst",
         ),
