@@ -6,6 +6,7 @@ or from the checkpoint that the run resumes from.
 """
 
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -205,7 +206,9 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     if config.run.init_from is not None:
         init_from(engine.in_place()["model"], Path(config.run.init_from), world, notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
-    with world.first_of_node_goes_ahead():
+    with world.first_of_node_goes_ahead(), warnings.catch_warnings():
+        if not world.is_first:
+            warnings.simplefilter("ignore")  # of the same data: rank 0 says it
         data = prepare_data(config.data, config.model.vocab_size)
     tell_documents(engine.model, t, data)
     batch, device = t.global_batch_size, world.device

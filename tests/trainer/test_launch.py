@@ -312,11 +312,12 @@ def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path):
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     script = str(ROOT / "scripts" / "launch" / "slurm.sbatch")
-    keys = "run.name=a", "trainer.max_steps=2", "profile.steps=[2,2]", "profile.memory=false"
+    keys = "run.name=a", "trainer.max_steps=2", "profile.steps=[2,2]", "profile.memory=false", "model.vocab_size=9000"
     words = [word for word in overrides(*keys) if "console" not in word]
     code, _, err = run(["bash", script, *words], tmp_path, **slurm)
     folder = tmp_path / "runs" / "a"
     assert code == 0, err
+    assert len([line for line in said(err) if "the text gives a tokenizer of only" in line]) == 1
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 2]
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     traces = sorted((folder / "profile").iterdir())
