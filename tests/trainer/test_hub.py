@@ -163,7 +163,7 @@ class Served(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_bf16_and_fp8_are_closer_to_ours_than_fp8_is_to_bf16(
+def test_bf16_is_ours_and_fp8_leaves_it_the_way_that_ours_does(
     runs: Path, exported: dict[str, Path], recipe: Precisions, prompt: Tensor
 ) -> None:
     bf16, fp8 = (ours(runs / "fp8_block", recipe(name)) for name in ("bf16", "fp8_block"))
@@ -179,14 +179,13 @@ def test_bf16_and_fp8_are_closer_to_ours_than_fp8_is_to_bf16(
             seen["served"] = read_as["fp8"](prompt).logits
     assert server.count >= len(plain) + 2 * 2
 
-    def distance(a: Tensor, b: Tensor) -> float:
-        return (a.float() - b.float()).square().mean().sqrt().item()
-
-    gap = distance(logits["fp8"], logits["bf16"])
-    apart = {name: distance(seen[name], logits["fp8" if name == "served" else name]) for name in seen}
-    assert apart["bf16"] < 0.5 * gap
-    assert apart["served"] < 0.8 * gap, "BF16's noise has FP8 round otherwise"
-    assert apart["fp8"] < gap, "its weights in FP8, but not what they meet"
+    away = {name: (there - logits["bf16"]).float() for name, there in {**seen, "ours": logits["fp8"]}.items()}
+    assert away["bf16"].norm() < 0.5 * away["ours"].norm()
+    # Distances tell less: BF16's noise has FP8 round otherwise, and a router near a tie choose another expert. The
+    # direction in which FP8 moves a token's logits is no noise: 0.85; with FP8 weights alone it was 0.14, in BF16 0.07.
+    same = {name: torch.cosine_similarity(way, away["ours"], dim=-1).median() for name, way in away.items()}
+    assert same["served"] > 0.6
+    assert max(same["fp8"], same["bf16"]) < 0.4
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "fp8_delayed"])
