@@ -12,6 +12,7 @@ count runs in processes of its own, all steps on random tokens. In the table, of
     of no messages   the step with copies within the GPU in the place of what FSDP sends (weights, gradients), against
                      the step: 1 where messages hide behind the arithmetic (tokens still travel to other ranks' experts)
     peak             the most memory a rank took; forecast: what dry_run=true said
+    retries          how often in these steps the allocator found no whole piece of memory and gave back what it kept
 """
 
 import argparse
@@ -105,6 +106,7 @@ def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
         "of no messages": measure.NONE if silent is None else f"{silent / result['seconds']:.2f}",
         "peak GiB": measure.show(result["peak"], ".1f", 1 / GIB),
         "forecast": measure.show(result["forecast"], ".1f", 1 / GIB),
+        "retries": measure.show(result["retries"], ".0f"),
     }
 
 
@@ -143,10 +145,12 @@ def rank(crew: Crew) -> None:
             train_step(engine, number, tokens, t.microbatch_size)
 
     seconds = timed(steps, options, world)
-    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else float("nan")
+    peak, retries = float("nan"), float("nan")
+    if world.device.type == "cuda":
+        peak, retries = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["num_alloc_retries"]
     silent = silent_seconds(engine.model, steps, options, world)
     sharing = pick_sharing(config, engine.plan, degrees, total_memory(world.device))
-    peaks = world.gather(peak)
+    peaks, retries = world.gather(peak), world.gather(retries)
     if world.is_first:
         result = {
             "gpus": world.size,
@@ -156,6 +160,7 @@ def rank(crew: Crew) -> None:
             "tokens_per_second": t.global_batch_size * t.sequence_length / seconds / world.size,
             "silent_seconds": silent,
             "peak": max(peaks),
+            "retries": max(retries),
             "forecast": sum(forecast_memory(config, engine.plan, degrees, sharing).values()),
         }
         Path(os.environ["SCALING_RESULT"]).write_text(json.dumps(result))

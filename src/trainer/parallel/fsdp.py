@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek, Losses
 from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
-from trainer.parallel.large import LargeGradients, LargeWeights, groups
+from trainer.parallel.large import LargeGradients, LargeWeights, Sending, groups
 from trainer.parallel.mesh import Mesh, Sharing
 from trainer.parallel.microbatch import Microbatch
 
@@ -51,7 +51,7 @@ def materialise(
     keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
     needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
     """
-    agreed = Agreed() if fp8 else None
+    agreed, sending = Agreed() if fp8 else None, Sending()
     model.agreed = agreed  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = [block for _, block in model.iter_blocks()]
@@ -63,11 +63,11 @@ def materialise(
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 if mesh.degrees.shares_experts:
-                    _shard(part.moe.experts, mesh.experts, frees, agreed)
+                    _shard(part.moe.experts, mesh.experts, frees, agreed, sending)
                 for parameter in part.moe.experts.parameters():
                     parameter.spread = mesh.expert  # type: ignore[attr-defined]
-            _shard(part, mesh.weights, frees, agreed)
-    _shard(model, mesh.weights, False, agreed)
+            _shard(part, mesh.weights, frees, agreed, sending)
+    _shard(model, mesh.weights, False, agreed, sending)
     _prefetch(blocks)
     for method in ("hidden", "logits"):
         register_fsdp_forward_method(model, method)
@@ -91,7 +91,7 @@ def _prefetch(blocks: list[Block]) -> None:
         itself.set_modules_to_backward_prefetch(before)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | None) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | None, sending: Sending) -> None:
     """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to."""
     spread = {p for p in module.parameters() if hasattr(p, "spread")}
     whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
@@ -108,7 +108,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | 
         way.attach()
     if wholes := [way.whole for way in wires if way.whole is not None]:
         group = next(group for owner, group in groups(module) if owner is module)
-        shared.set_custom_all_gather(LargeWeights(group._all_gather_comm, wholes, group.device))
+        shared.set_custom_all_gather(LargeWeights(group._all_gather_comm, wholes, sending, group.device))
 
 
 @contextmanager

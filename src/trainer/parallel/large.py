@@ -24,6 +24,7 @@ from models import DeepSeek
 from trainer.parallel.mesh import is_large
 
 PENDING = 2  # gradients that may wait for their messages: those of a block's experts
+SENDING = 2  # groups whose parts may wait for theirs: as far as FSDP gathers ahead
 
 
 def groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -52,31 +53,36 @@ class Whole:
         if memory.size() != size:
             memory.resize_(size)
 
-    def gather(self, comm: AllGather, ranks: dist.ProcessGroup) -> None:
-        """Send the part, and have those of all ranks in `numbers` once the current stream has come so far."""
+    def gather(self, comm: AllGather, ranks: dist.ProcessGroup) -> Tensor | None:
+        """Send the part, and have those of all ranks in `numbers` once the current stream has come so far. Returns the
+        part, which must live until then."""
         if self.part is None:
-            return
+            return None
         part, self.part = self.part, None
-        if part.is_cuda:
-            part.record_stream(torch.cuda.current_stream(part.device))  # it was made on another one
         # `data`: what a backward pass waits for comes again, the same numbers; that is no change to it
         comm(output_tensor=self.numbers.data.view(-1), input_tensor=part.view(-1), group=ranks)
+        return part
+
+
+Sending = deque[tuple[list[Tensor | None], Any]]
 
 
 class LargeWeights(AllGather):
     """What FSDP gathers a group's weights by: one message of its own, and those of the large ones.
 
     Steps run on the stream that is current now. The memory of whole weights belongs to it: there they are computed
-    with, and freed. comm: sends a message.
+    with, and freed. comm: sends a message; sending: parts on their way, of all groups, with the event of their arrival.
     """
 
-    def __init__(self, comm: AllGather, wholes: list[Whole], device: torch.device):
+    def __init__(self, comm: AllGather, wholes: list[Whole], sending: Sending, device: torch.device):
         self.comm = comm
-        self._wholes, self._device = wholes, torch.get_device_module(device)
+        self._wholes, self._sending, self._device = wholes, sending, torch.get_device_module(device)
         self._steps = self._device.current_stream()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of FSDP's message."""
+        """Memory of FSDP's message, on the current stream: that on which parts are made."""
+        while len(self._sending) >= SENDING:  # the host may be far ahead, and would have parts of the whole model wait
+            self._device.current_stream().wait_event(self._sending.popleft()[1])
         return self.comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -88,8 +94,8 @@ class LargeWeights(AllGather):
             for whole in self._wholes:
                 whole.allocate()
         self._device.current_stream().wait_stream(self._steps)  # who had the memory before may still be at work
-        for whole in self._wholes:
-            whole.gather(self.comm, group)
+        parts = [whole.gather(self.comm, group) for whole in self._wholes]
+        self._sending.append((parts, self._device.current_stream().record_event()))
         return work
 
 
@@ -97,7 +103,7 @@ class LargeGradients:
     """Takes over the gradients of large weights that are cut evenly, in backward passes that reduce."""
 
     def __init__(self, model: DeepSeek):
-        self._pending: deque[tuple[Tensor, Any]] = deque()
+        self._pending: deque[tuple[Tensor, Tensor, Any]] = deque()
         for module, group in groups(model):
             large = [p for p in group.fsdp_params if is_large(p._orig_size, p.mesh_info.shard_mesh_size)]
             if large:
@@ -118,24 +124,24 @@ class LargeGradients:
         gradient, whole.grad = cast(Tensor, whole.grad), None
         here, stream = group.device_handle.current_stream(), group.comm_ctx.reduce_scatter_stream
         while len(self._pending) >= PENDING:
-            here.wait_event(self._pending.popleft()[1])
-        stream.wait_stream(here)
+            here.wait_event(self._pending.popleft()[-1])
         comm, ranks = group._reduce_scatter_comm, group._reduce_scatter_process_group
+        # memory of the steps' stream, where activations were: that of another stream would lie idle in forward passes
+        part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
+        stream.wait_stream(here)
         with group.device_handle.stream(stream):
-            part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
             comm(output_tensor=part, input_tensor=gradient.reshape(-1), group=ranks, op=dist.ReduceOp.SUM)
             if group.mesh_info.replicate_mesh_dim is not None:
                 dist.all_reduce(part, group=group._all_reduce_process_group)
-            part = part.view(shared.sharded_size)
             if shared.sharded_param.grad is None:
-                shared.sharded_param.grad = shared.to_sharded_dtensor(part)
+                shared.sharded_param.grad = shared.to_sharded_dtensor(part.view(shared.sharded_size))
             else:
-                shared.sharded_param.grad._local_tensor.add_(part)
+                shared.sharded_param.grad._local_tensor.add_(part.view(shared.sharded_size))
             for hook in (shared.sharded_param._post_accumulate_grad_hooks or {}).values():
                 hook(shared.sharded_param)  # as FSDP does: who looks at gradients sees these, too
-            self._pending.append((gradient, stream.record_event()))
+            self._pending.append((gradient, part, stream.record_event()))
 
     def finish(self, device: torch.device) -> None:
         """After a backward pass: what is launched next finds all parts there."""
         while self._pending:
-            torch.get_device_module(device).current_stream().wait_event(self._pending.popleft()[1])
+            torch.get_device_module(device).current_stream().wait_event(self._pending.popleft()[-1])
