@@ -69,14 +69,16 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6.0 * active + core
 
 
-def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool = False) -> dict[str, float]:
+def kept_bytes_per_token(
+    config: ModelConfig, plan: Plan, attention_again: bool = False, spread: int = 1
+) -> dict[str, float]:
     """Bytes that one token's forward pass keeps for its backward pass, by category.
 
     plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
     attention: q, k, v and result of the core. swiglu: its input. head: the gradient of its input, or of its logits if
     it is not computed in chunks. Left out: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
     attention_again: of attention only the sublayer's input (its norm's) and the core's result are kept, the rest is
-    computed again.
+    computed again. spread: over how many processes experts are (`arriving`).
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -91,8 +93,13 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool 
         fused = kind in ("gate_up", "down") and is_fused(gemms[f"{ffn}.gate_up"].recipe, gemms[f"{ffn}.down"].recipe)
         if fused and kind == "down":
             continue  # its input is computed again
-        rows = 1 if fused and row.recipe.is_fp8 else row.rows_per_token  # in FP8 rows are gathered again, too
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
+        rows = row.rows_per_token
+        if fused and row.op == "moe.experts":  # rows are gathered again
+            layer = ffn.removesuffix("experts")
+            rows = arriving(config, spread)
+            if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
+                others = [gemms[f"{layer}router"], gemms[f"{layer}shared.gate_up"]]
         again = attention_again and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
@@ -108,6 +115,12 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, attention_again: bool 
             kept["attention"] += c.num_heads * widths * row.format.bytes
     kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
     return kept
+
+
+def arriving(config: ModelConfig, spread: int) -> float:
+    """Tokens that each of `spread` processes gets for its experts, of each one's tokens, where the choices are even:
+    a token goes once to each process that has one of those it chose."""
+    return spread * (1 - (1 - 1 / spread) ** config.num_experts_per_token)
 
 
 def head_gradient_bytes(plan: Plan) -> float:

@@ -76,7 +76,7 @@ def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -
 
 def is_fused(gate_up: GemmRecipe, down: GemmRecipe) -> bool:
     """Whether the backend has kernels for a whole layer of these recipes; they round where BF16 results are summed in
-    FP32. Of such a layer x and the first GEMM's result are kept, of experts in BF16 x's rows."""
+    FP32. Of such a layer x and the first GEMM's result are kept."""
     plain = gate_up.output.dtype == torch.bfloat16
     return gate_up == down and gate_up.backend == "cuda" and gate_up.input.bytes <= 2 and plain
 
@@ -144,10 +144,9 @@ class _Ffn(torch.autograd.Function):
             x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
             _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none),
         )  # fmt: skip
-        keep_x = x2 if how or expert is None else none  # experts in BF16 keep rows instead
         of_copies = w1_inv if w1t_inv is None else w1t_inv, w2_inv if w2t_inv is None else w2t_inv
         copies = (w1 if w1t is None else w1t).mT, of_copies[0], (w2 if w2t is None else w2t).mT, of_copies[1]
-        ctx.save_for_backward(keep_x, inv, *kept, *copies)
+        ctx.save_for_backward(x2, inv, *kept, *copies)
         # arena rows are not saved for backward: other views of the arena are written in between
         ctx.rows, ctx.places = (dy_scale, dy_amax, d1_scale, d1_amax), (dy_place, d1_place)
         ctx.how, ctx.shape, ctx.dtype = how, carrier.shape, carrier.dtype
@@ -160,12 +159,12 @@ class _Ffn(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         from precision.kernels import ffn_ops
 
-        x, x_inv, y1, h_inv, x_rows, *rest = ctx.saved_tensors
+        x, x_inv, y1, h_inv, *rest = ctx.saved_tensors
         routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
         none = y1.new_empty(0, dtype=torch.float32)
         dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
         dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
-            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
+            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
             ctx.weight_dtype, *ctx.places,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from collections import defaultdict
 
 import torch
 
-from models.flops import count_parameters, head_gradient_bytes, kept_bytes_per_token
+from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
 from precision.plan import GemmRecipe, GemmRow
@@ -73,7 +73,7 @@ def forecast_memory(
         "gradients": masters,
         "optimizer": 2 * masters,
         "compute weights": sum(_copies(plan, degrees).values()),
-        "activations": _activations(config, plan) * tokens,
+        "activations": _activations(config, plan, degrees) * tokens,
         "head": head_gradient_bytes(plan),
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.world
@@ -93,7 +93,7 @@ def forecast_memory(
     # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
     memory["communication"] = 2 * max(_buffered(config, plan, degrees).values(), default=0.0) + largest
     if degrees.expert > 1:
-        rows = tokens * degrees.expert * (1 - (1 - 1 / degrees.expert) ** model.num_experts_per_token)
+        rows = tokens * arriving(model, degrees.expert)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
         memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
     return memory
@@ -242,14 +242,14 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
-def _activations(config: Config, plan: Plan) -> float:
+def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
-    kept = kept_bytes_per_token(config.model, plan)
+    kept = kept_bytes_per_token(config.model, plan, spread=degrees.expert)
     head = kept.pop("head")
     blocks = sum(kept.values())
     num_blocks = config.model.num_layers + config.model.num_mtp_layers
     if config.recompute is Recompute.selective:
-        selective = sum(kept_bytes_per_token(config.model, plan, attention_again=True).values()) - head
+        selective = sum(kept_bytes_per_token(config.model, plan, True, degrees.expert).values()) - head
         blocks = selective + (blocks - selective) / num_blocks
     if config.recompute is Recompute.full:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes

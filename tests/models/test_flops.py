@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from models import DeepSeek, ModelConfig
+from models.block import MoEBlock
 from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
-from precision import Plan, bind, gemm_layers
+from precision import Plan, begin_step, bind, choice, gemm_layers
 from precision.config import BackendChoice, Precision
 from precision.hardware import Gpu
 
+FP8 = torch.float8_e4m3fn
 OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 
 
@@ -78,21 +81,53 @@ def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
     assert sum(kept_bytes_per_token(config, plan).values()) == pytest.approx(measured / (batch * length), rel=0.02)
 
 
-@pytest.mark.parametrize(("recipe", "x"), [("bf16", 6 * 2048 * 2), ("fp8_delayed", 2048), ("fp8_block", 2048)])
-def test_experts_in_kernels_keep_x_and_one_result(
-    recipe: str, x: int, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
+def in_kernels(config: ModelConfig, recipe: str, on_meta: OnMeta) -> tuple[DeepSeek, Plan]:
+    """The model and plan that an H200 would have."""
+    precision = on_meta(config, recipe)[1].config
+    precision.backend = BackendChoice.cuda
+    plan = Plan(precision, config.num_layers, Gpu("NVIDIA H200", (9, 0)))
+    with torch.device("meta"):
+        return DeepSeek(config, plan), plan
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
+def test_experts_in_kernels_keep_one_result(
+    recipe: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
-    """Rows of x, or x in FP8, and [gate, up] of the rows in BF16: what scripts/bench/experts.py finds on a GPU."""
+    """[gate, up] of the rows in BF16, and no x of their own unless tokens travelled."""
     config = replace(model_config("moonlight_16b"), num_layers=2)
-    plans = []
-    for backend in (BackendChoice.reference, BackendChoice.cuda):
-        precision = on_meta(config, recipe)[1].config
-        precision.backend = backend
-        plans.append(Plan(precision, config.num_layers, Gpu("NVIDIA H200", (9, 0))))
-        with torch.device("meta"):
-            DeepSeek(config, plans[-1])
-    reference, cuda = (kept_bytes_per_token(config, plan) for plan in plans)
+    reference = kept_bytes_per_token(config, on_meta(config, recipe)[1])
+    plan = in_kernels(config, recipe, on_meta)[1]
+    cuda, spread = kept_bytes_per_token(config, plan), kept_bytes_per_token(config, plan, spread=2)
     width = 2 if recipe == "bf16" else 1
     downs = width * (11264 + 2816 + 6 * 1408)  # of the dense layer, the shared experts and the routed ones
-    assert reference["gemm"] - cuda["gemm"] == downs + 6 * 2048 * width - x
-    assert reference["swiglu"] == cuda["swiglu"] == 2 * 2 * (11264 + 2816 + 6 * 1408)
+    assert reference["gemm"] - cuda["gemm"] == downs + 6 * 2048 * width
+    assert spread["gemm"] - cuda["gemm"] == 2 * (1 - 0.5**6) * 2048 * width
+    assert reference["swiglu"] == cuda["swiglu"] == spread["swiglu"] == 2 * 2 * (11264 + 2816 + 6 * 1408)
+
+
+@pytest.mark.parametrize(("recipe", "kinds"), [("bf16", [torch.bfloat16]), ("fp8_delayed", [torch.bfloat16, FP8])])
+def test_router_shared_and_routed_experts_keep_the_same_x(
+    recipe: str, kinds: list[torch.dtype], on_meta: OnMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "has_kernel", lambda score: True)
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    config = ModelConfig(num_layers=2, num_experts=2, num_experts_per_token=2, num_mtp_layers=0, **sizes)
+    model, plan = in_kernels(config, recipe, on_meta)
+    model.to_empty(device="cpu").init_weights(0)
+    arena = bind(model, plan, torch.device("cpu"))
+    begin_step(model, arena)
+    block = model.iter_blocks()[-1][1]
+    assert isinstance(block, MoEBlock)
+    kept: dict[int, Tensor] = {}
+
+    def note(t: Tensor) -> Tensor:
+        return kept.setdefault(t.untyped_storage().data_ptr(), t)
+
+    tokens = 100
+    x = block.ffn_norm(torch.randn(tokens, 128, dtype=torch.bfloat16, requires_grad=True), block.moe.feed)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        block.moe(x, 1)
+    # weights of so many rows are there, too
+    wide = [t for t in kept.values() if t.dim() == 2 and t.shape[1] == 128 and len(t) not in (2, 128, 256, 512)]
+    assert [(len(t), t.dtype) for t in wide] == [(tokens, kind) for kind in kinds]
