@@ -64,25 +64,28 @@ class Whole:
         return part
 
 
-Sending = deque[tuple[list[Tensor | None], Any]]
+Sending = deque[tuple[list[Tensor | None], Any, Any]]
 
 
 class LargeWeights(AllGather):
     """What FSDP gathers a group's weights by: one message of its own, and those of the large ones.
 
     Steps run on the stream that is current now. The memory of whole weights belongs to it: there they are computed
-    with, and freed. comm: sends a message; sending: parts on their way, of all groups, with the event of their arrival.
+    with, and freed. comm: sends a message; sending: parts on their way, of all groups, the stream that made them, and
+    the event of their arrival.
     """
 
     def __init__(self, comm: AllGather, wholes: list[Whole], sending: Sending, device: torch.device):
         self.comm = comm
         self._wholes, self._sending, self._device = wholes, sending, torch.get_device_module(device)
-        self._steps = self._device.current_stream()
+        self._steps = self._made = self._device.current_stream()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of FSDP's message, on the current stream: that on which parts are made."""
+        """Memory of FSDP's message, on the current stream: that on which parts were made, just now."""
+        self._made = self._device.current_stream()
         while len(self._sending) >= SENDING:  # the host may be far ahead, and would have parts of the whole model wait
-            self._device.current_stream().wait_event(self._sending.popleft()[1])
+            _parts, made, arrival = self._sending.popleft()
+            made.wait_event(arrival)  # who gets their memory next
         return self.comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -95,7 +98,7 @@ class LargeWeights(AllGather):
                 whole.allocate()
         self._device.current_stream().wait_stream(self._steps)  # who had the memory before may still be at work
         parts = [whole.gather(self.comm, group) for whole in self._wholes]
-        self._sending.append((parts, self._device.current_stream().record_event()))
+        self._sending.append((parts, self._made, self._device.current_stream().record_event()))
         return work
 
 
