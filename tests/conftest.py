@@ -32,6 +32,17 @@ settings.load_profile("octet")
 CONFIGS = Path(__file__).parents[1] / "configs" / "precision"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers (-n 2), tests that share what their file makes once, such as a run on ranks, go to one."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = item._fixtureinfo.name2fixturedefs.values()
+            if any(fixture.scope == "module" for found in fixtures for fixture in found):
+                item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What inductor compiles for a CPU takes a C++ compiler."""
     backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
