@@ -132,11 +132,11 @@ def calls(recipe: str) -> dict[str, Callable[[], object]]:
 
         def forward() -> Any:
             return ffn_ops.ffn_forward(
-                data, inv, *w1, *w2, expert, share, none.bfloat16(), one, one, both, -1, place, none
+                data, inv, *w1, *w2, expert, share, none.bfloat16(), one, one, both, -1, place, none, True
             )
 
-        _, y1, h_inv, *routing = forward()
-        given = data, inv, y1, h_inv, routing, *w1_back, *w2_back, one, one, both, torch.float32, place, place
+        _, y1, h_inv, kept, *routing = forward()
+        given = data, inv, y1, h_inv, kept, routing, *w1_back, *w2_back, one, one, both, torch.float32, place, place
         made |= {"experts, forward": forward, "experts, backward": lambda: ffn_ops.ffn_backward(x, *given)}
     return made
 

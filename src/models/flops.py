@@ -69,16 +69,14 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6.0 * active + core
 
 
-def kept_bytes_per_token(
-    config: ModelConfig, plan: Plan, attention_again: bool = False, spread: int = 1
-) -> dict[str, float]:
+def kept_bytes_per_token(config: ModelConfig, plan: Plan, selective: bool = False, spread: int = 1) -> dict[str, float]:
     """Bytes that one token's forward pass keeps for its backward pass, by category.
 
     plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
     attention: q, k, v and result of the core. swiglu: its input. head: the gradient of its input, or of its logits if
     it is not computed in chunks. Left out: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
-    attention_again: of attention only the sublayer's input (its norm's) and the core's result are kept, the rest is
-    computed again. spread: over how many processes experts are (`arriving`).
+    selective: of attention only the sublayer's input (its norm's) and the core's result are kept, and no rows of BF16
+    experts; the rest is computed again. spread: over how many processes experts are (`arriving`).
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -95,23 +93,23 @@ def kept_bytes_per_token(
             continue  # its input is computed again
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
         rows = row.rows_per_token
-        if fused and row.op == "moe.experts":  # rows are gathered again
+        if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
             layer = ffn.removesuffix("experts")
             rows = arriving(config, spread)
             if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
                 others = [gemms[f"{layer}router"], gemms[f"{layer}shared.gate_up"]]
-        again = attention_again and row.op.startswith("attn.")
+        again = selective and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
         if name.endswith(".gate_up"):
             kept["swiglu"] += row.out_features * row.rows_per_token * row.recipe.output.bytes
     for name, row in plan.tensors.items():
-        if row.op == "norm" and not (attention_again and ".attn." in name):
+        if row.op == "norm" and not (selective and ".attn." in name):
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
         if row.op == "attn.core":
             kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
-            widths = c.v_head_dim if attention_again else 2 * c.qk_head_dim + kv_b + c.v_head_dim
+            widths = c.v_head_dim if selective else 2 * c.qk_head_dim + kv_b + c.v_head_dim
             kept["attention"] += c.num_heads * widths * row.format.bytes
     kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
     return kept

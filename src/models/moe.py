@@ -35,8 +35,10 @@ class Experts(nn.Module):
     """Gated feed-forward layers D -> F -> D, E of them, or those of this process. gate_up [E, 2F, D], down [E, D, F].
 
     combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: what `gate_up` wants,
-    where tokens do not travel as an Operand.
+    where tokens do not travel as an Operand. keep_rows: see `precision.ffn`.
     """
+
+    keep_rows = True
 
     def __init__(
         self, plan: Plan, name: str, *, hidden_size: int, intermediate_size: int, num_experts: int, rows_per_token: int
@@ -88,6 +90,7 @@ class Experts(nn.Module):
             grad=grad,
             choices=choices,
             kurtosis=self.kurtosis,
+            keep_rows=self.keep_rows,
         )
 
 

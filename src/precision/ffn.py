@@ -48,6 +48,7 @@ def expert_ffn(
     grad: GradRows | None = None,
     choices: int = -1,
     kurtosis: Kurtosis | None = None,
+    keep_rows: bool = True,
 ) -> Tensor:
     """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype;
     without add in combine's.
@@ -55,10 +56,11 @@ def expert_ffn(
     rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
     experts' outputs and of the sum. grad: with what the output gradient is cast, if it has been FP8 before.
     choices: how many of the T K there are, the others being expert E, which is none; -1: all. kurtosis: as in
-    `gated_ffn`, of all experts' rows.
+    `gated_ffn`, of all experts' rows. keep_rows: kernels for experts in BF16 keep x's rows, T K of them, and do not
+    gather them from x again in the backward pass.
     """
     if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
-        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis)
+        return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis, keep_rows)
     order_R, index_R, inverse_TK, offsets_E = permutation(expert_TK, gate_up.weight.shape[0], choices)
     weight_R = weight_TK.flatten().index_select(0, order_R)
     rows = gather_rows(x, index_R, inverse_TK, rows_feed)
@@ -76,7 +78,7 @@ def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -
 
 def is_fused(gate_up: GemmRecipe, down: GemmRecipe) -> bool:
     """Whether the backend has kernels for a whole layer of these recipes; they round where BF16 results are summed in
-    FP32. Of such a layer x and the first GEMM's result are kept."""
+    FP32. Of such a layer x and the first GEMM's result are kept, of experts in BF16 x's rows instead (`keep_rows`)."""
     plain = gate_up.output.dtype == torch.bfloat16
     return gate_up == down and gate_up.backend == "cuda" and gate_up.input.bytes <= 2 and plain
 
@@ -91,6 +93,7 @@ def _fused(
     grad: GradRows | None = None,
     choices: int = -1,
     kurtosis: Kurtosis | None = None,
+    keep_rows: bool = True,
 ) -> Tensor:
     from precision.backends.cuda import cast_of
 
@@ -119,7 +122,7 @@ def _fused(
             data, inv = quantize(x, gate_up.input_slot, recipe)
     return _Ffn.apply(
         carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, *places,
-        None if kurtosis is None else kurtosis.sums, how, choices,
+        None if kurtosis is None else kurtosis.sums, how, choices, keep_rows,
     )  # fmt: skip
 
 
@@ -132,7 +135,7 @@ class _Ffn(torch.autograd.Function):
     def forward(
         ctx, carrier, weight1, weight2, x, x_inv, w1, w1_inv, w1t, w1t_inv, w2, w2_inv, w2t, w2t_inv,
         expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, h_place, dy_place, d1_place,
-        kurtosis, how, choices,
+        kurtosis, how, choices, keep_rows,
     ) -> Tensor:  # fmt: skip
         from precision.kernels import ffn_ops
 
@@ -142,11 +145,12 @@ class _Ffn(torch.autograd.Function):
         inv = none if x_inv is None else x_inv.reshape(-1, x_inv.shape[-1]) if x_inv.dim() else x_inv
         y, *kept = ffn_ops.ffn_forward(
             x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
-            _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none),
+            _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none), keep_rows,
         )  # fmt: skip
+        keep_x = none if kept[2].numel() else x2
         of_copies = w1_inv if w1t_inv is None else w1t_inv, w2_inv if w2t_inv is None else w2t_inv
         copies = (w1 if w1t is None else w1t).mT, of_copies[0], (w2 if w2t is None else w2t).mT, of_copies[1]
-        ctx.save_for_backward(x2, inv, *kept, *copies)
+        ctx.save_for_backward(keep_x, inv, *kept, *copies)
         # arena rows are not saved for backward: other views of the arena are written in between
         ctx.rows, ctx.places = (dy_scale, dy_amax, d1_scale, d1_amax), (dy_place, d1_place)
         ctx.how, ctx.shape, ctx.dtype = how, carrier.shape, carrier.dtype
@@ -159,12 +163,12 @@ class _Ffn(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         from precision.kernels import ffn_ops
 
-        x, x_inv, y1, h_inv, *rest = ctx.saved_tensors
+        x, x_inv, y1, h_inv, x_rows, *rest = ctx.saved_tensors
         routing, (w1t, w1t_inv, w2t, w2t_inv) = rest[:6], rest[6:]
         none = y1.new_empty(0, dtype=torch.float32)
         dy_scale, dy_amax, d1_scale, d1_amax = ctx.rows
         dx, dw1, dw2, dweight, amaxes = ffn_ops.ffn_backward(
-            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, routing,
+            grads[0].reshape(-1, grads[0].shape[-1]), x, x_inv, y1, h_inv, x_rows, routing,
             w1t, _or(w1t_inv, none), w2t, _or(w2t_inv, none), _or(dy_scale, none), _or(d1_scale, none), ctx.how,
             ctx.weight_dtype, *ctx.places,
         )  # fmt: skip
@@ -173,7 +177,7 @@ class _Ffn(torch.autograd.Function):
             record_amax(d1_amax, amaxes[1])
         dx = dx.to(ctx.dtype).view(ctx.shape)
         gone = (None,) * 11
-        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 12
+        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 13
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

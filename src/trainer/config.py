@@ -294,8 +294,8 @@ class Config:
     compile: CompileConfig
     """torch.compile."""
     recompute: Recompute
-    """none; selective: attention except its core is computed again; full: only the blocks' inputs are kept, the least
-    memory and a third more work."""
+    """none; selective: attention except its core, and BF16 experts' rows, are made again; full: only the blocks' inputs
+    are kept, the least memory and a third more work."""
     cuda_graph: Switch
     """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: no waiting for
     Python. On one GPU only, and not on the transformer_engine backend. auto: there, where the forecast leaves half of

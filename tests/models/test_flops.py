@@ -94,15 +94,21 @@ def in_kernels(config: ModelConfig, recipe: str, on_meta: OnMeta) -> tuple[DeepS
 def test_experts_in_kernels_keep_one_result(
     recipe: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
-    """[gate, up] of the rows in BF16, and no x of their own unless tokens travelled."""
+    """[gate, up] of the rows in BF16. Of x nothing of their own unless tokens travelled; in BF16 its rows, unless these
+    are gathered again."""
     config = replace(model_config("moonlight_16b"), num_layers=2)
     reference = kept_bytes_per_token(config, on_meta(config, recipe)[1])
     plan = in_kernels(config, recipe, on_meta)[1]
     cuda, spread = kept_bytes_per_token(config, plan), kept_bytes_per_token(config, plan, spread=2)
-    width = 2 if recipe == "bf16" else 1
+    again, spread_again = (kept_bytes_per_token(config, plan, selective=True, spread=n) for n in (1, 2))
+    width, rows = (2, 6 * 2048 * 2) if recipe == "bf16" else (1, 0)
     downs = width * (11264 + 2816 + 6 * 1408)  # of the dense layer, the shared experts and the routed ones
-    assert reference["gemm"] - cuda["gemm"] == downs + 6 * 2048 * width
-    assert spread["gemm"] - cuda["gemm"] == 2 * (1 - 0.5**6) * 2048 * width
+    arrived = 2 * (1 - 0.5**6) * 2048 * width
+    assert reference["gemm"] - cuda["gemm"] == downs + 6 * 2048 * width - rows
+    assert spread["gemm"] - cuda["gemm"] == (0 if rows else arrived)
+    assert spread_again["gemm"] - again["gemm"] == arrived
+    attention = sum(cuda[kind] - again[kind] for kind in ("norm", "attention"))
+    assert 0 < attention < sum(cuda.values()) - sum(again.values()) - rows
     assert reference["swiglu"] == cuda["swiglu"] == spread["swiglu"] == 2 * 2 * (11264 + 2816 + 6 * 1408)
 
 
@@ -119,6 +125,7 @@ def test_router_shared_and_routed_experts_keep_the_same_x(
     begin_step(model, arena)
     block = model.iter_blocks()[-1][1]
     assert isinstance(block, MoEBlock)
+    block.moe.experts.keep_rows = False
     kept: dict[int, Tensor] = {}
 
     def note(t: Tensor) -> Tensor:

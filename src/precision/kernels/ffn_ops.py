@@ -6,7 +6,8 @@
 
 Every operand is cast once, by the kernel that makes it; x once for gate and up. The router's weight is applied inside
 SwiGLU, so the experts' outputs need not be kept and the weight's gradient falls out of SwiGLU's. Kept for backward: x
-in token order (its rows are K times as large, and are gathered again), and the first GEMM's result in BF16.
+in token order, and the first GEMM's result in BF16. x's rows are K times as large: they are gathered again, which in
+FP8 makes their transposed copy at once; in BF16 they may be kept.
 
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
@@ -82,10 +83,11 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 def ffn_forward(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), of which so many choices are
     not none (-1: all; see `route`), add [T, D] (empty: none) -> y [T, D] BF16; then what backward reads: the first
-    GEMM's result, h's scales, and the six tensors of the Route.
+    GEMM's result, h's scales, rows of x (with keep_rows, of BF16 experts) and the six tensors of the Route.
 
     h_place, kurtosis [2] FP64 (empty: none): h's, for a step that is sampled."""
     casts = _Casts.parse(how)
@@ -108,16 +110,18 @@ def ffn_forward(
         y, _ = combine(y, to, add if add.numel() else None)
     elif add.numel():
         y = y + add
+    kept = rows if keep_rows and casts.mode == 0 and to is not None else _empty(x, dtype=x.dtype)
     if casts.mode == const.BLOCK.value:
         h_inv = _empty(x)  # h is cast again in the backward pass
-    return y, y1, h_inv, *(to or [_empty(x) for _ in range(6)])
+    return y, y1, h_inv, kept, *(to or [_empty(x) for _ in range(6)])
 
 
 @torch.library.register_fake(ffn_forward)
 def _(
     x: Tensor, x_inv: Tensor, w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, expert: Tensor, weight: Tensor,
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
     choices = expert.numel() if choices < 0 else choices
@@ -125,18 +129,19 @@ def _(
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
     h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))
+    kept = _empty(x, R, D, dtype=x.dtype) if keep_rows and mode == 0 and experts else _empty(x, dtype=x.dtype)
     if not experts:
-        return y, y1, h_inv, *[_empty(x) for _ in range(6)]
+        return y, y1, h_inv, kept, *[_empty(x) for _ in range(6)]
     i32 = torch.int32
     return (
-        y, y1, h_inv, _empty(x, R, dtype=i32), _empty(x, R), _empty(x, *expert.shape, dtype=i32),
+        y, y1, h_inv, kept, _empty(x, R, dtype=i32), _empty(x, R), _empty(x, *expert.shape, dtype=i32),
         _empty(x, experts, dtype=i32), _empty(x, experts, dtype=i32), _empty(x, R // 128, dtype=i32),
     )  # fmt: skip
 
 
 @operator("ffn_backward")
 def ffn_backward(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -148,13 +153,13 @@ def ffn_backward(
     copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11)."""
     amaxes = torch.zeros(2, device=dy.device)
     return *_backward(
-        dy, x, x_inv, y1, h_inv, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
+        dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
         out, dy_place, d1_place,
     ), amaxes  # fmt: skip
 
 
 def _backward(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor,
     dy_scale: Tensor, dy_amax: Tensor, d1_scale: Tensor, d1_amax: Tensor, how: str, out: torch.dtype,
     dy_place: Tensor | None, d1_place: Tensor | None,
@@ -162,7 +167,7 @@ def _backward(
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
     if casts.forward is None or casts.grad is None:
-        return _backward_bf16(dy, x, y1, to, w1, w2, out)
+        return _backward_bf16(dy, x, x_rows, y1, to, w1, w2, out)
     mode = casts.mode
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     if to is None:
@@ -215,7 +220,7 @@ def _backward(
 
 @torch.library.register_fake(ffn_backward)
 def _(
-    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, routing: list[Tensor],
+    dy: Tensor, x: Tensor, x_inv: Tensor, y1: Tensor, h_inv: Tensor, x_rows: Tensor, routing: list[Tensor],
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -226,7 +231,7 @@ def _(
 
 
 def _backward_bf16(
-    dy: Tensor, x: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor, out: torch.dtype
+    dy: Tensor, x: Tensor, x_rows: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor, out: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     d = gather(dy, None, to, None)[0] if to is not None else dy
@@ -238,7 +243,7 @@ def _backward_bf16(
         dx, made = combine(dx, to, partial=dw)
         assert made is not None
         dweight = made
-        x, _ = gather(x, None, to, None)
+        x = x_rows if x_rows.numel() else gather(x, None, to, None)[0]
     return dx, _wgrad_bf16(d1, x, to, out), dw2, dweight
 
 

@@ -6,7 +6,7 @@ what it made. Amaxes are maxima and router loads are outputs, so nothing is coun
     none        nothing
     selective   the attention sublayer, except the attention core: norms, projections, RoPE and concatenation are cheap
                 beside q, k and v of all heads, which they make (DeepSeek-V3, arXiv 2412.19437, section 3.2.3); the
-                core's output and log-sum-exp stay
+                core's output and log-sum-exp stay. And rows of tokens for experts in BF16, which are gathered again
     full        everything inside a block; its input is all that stays
 
 Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it. Where
@@ -45,6 +45,8 @@ def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: 
     for _, block in model.iter_blocks():
         if recompute is Recompute.selective:
             block.around_attention = _recompute_all_but_core
+            if isinstance(block, MoEBlock):
+                block.moe.experts.keep_rows = False
         if compiled:
             whole = not isinstance(block, MoEBlock) or block.moe.dispatcher.traceable
             block.forward = torch.compile(block.forward, backend=backend, fullgraph=whole, dynamic=False)

@@ -178,10 +178,11 @@ def test_norm_and_dense_ffn(recipe: Recipe, name: str, rows: int, width: int, in
 
 @pytest.mark.parametrize("spread", ["random", "one expert has all", "one has none"][: None if ON_GPU else 1])
 @pytest.mark.parametrize(
-    ("name", "inner"),
-    [(name, inner) for name in CHOSEN for inner in (80, 128) if ON_GPU or inner == 80 or name == "block"],
+    ("name", "inner", "keep"),
+    [(name, inner, True) for name in CHOSEN for inner in (80, 128) if ON_GPU or inner == 80 or name == "block"]
+    + [("bf16", 80, False)],
 )
-def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int) -> None:
+def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int, keep: bool) -> None:
     rows, width, experts = (45, 144, 5) if ON_GPU else (21, 144, 3)
 
     def run(layers: Layers, step: int) -> list[Tensor]:
@@ -197,7 +198,7 @@ def test_norm_and_experts(recipe: Recipe, name: str, spread: str, inner: int) ->
         made = rms_norm(x, layers.gain, 1e-6, layers.feed, layers.kernels)
         y = expert_ffn(
             made, expert, weight, layers.ups, layers.downs, down_feed=layers.downs_feed,
-            rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=add,
+            rows_feed=None, combine=torch.bfloat16, accumulate=torch.float32, add=add, keep_rows=keep,
         )  # fmt: skip
         y.backward(gradient(y))
         assert x.grad is not None and weight.grad is not None and add.grad is not None

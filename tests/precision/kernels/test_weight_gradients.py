@@ -126,7 +126,7 @@ def test_what_the_compiler_is_told_is_so(how: str, out: torch.dtype) -> None:
     y1 = torch.randn(ROWS, 2 * INNER, device=DEVICE).bfloat16()
     # FP8 has a copy for the input gradient, BF16 is seen transposed
     w1, w2 = (some(K, N) if how else some(N, K).mT for N, K in ((2 * INNER, WIDTH), (WIDTH, INNER)))
-    given = dy, some(ROWS, WIDTH), inv, y1, torch.ones(2, device=DEVICE) if how else none, [none] * 6
+    given = dy, some(ROWS, WIDTH), inv, y1, torch.ones(2, device=DEVICE) if how else none, none, [none] * 6
     hows = f"{how} {how}" if how else ""
     torch.library.opcheck(
         ffn_ops.ffn_backward, (*given, w1, inv, w2, inv, one * 0, one * 0, hows, out), test_utils=checks
