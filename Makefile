@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/soak.py $(ARGS)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,22 @@ settings.load_profile("octet")
 CONFIGS = Path(__file__).parents[1] / "configs" / "precision"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers (-n 2), tests that share what their file makes once, such as a run on ranks, go to one."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if isinstance(item, pytest.Function):
-            fixtures = item._fixtureinfo.name2fixturedefs.values()
-            if any(fixture.scope == "module" for found in fixtures for fixture in found):
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (-n 2), tests of a file that makes something once for all of them, such as runs on ranks, go
+    to one worker; other tests to whichever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if makes_once(config.rootpath / file) else nodeid
+
+    @cache
+    def makes_once(file: Path) -> bool:
+        return '@pytest.fixture(scope="module")' in file.read_text()
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
