@@ -36,7 +36,9 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "precision"
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several workers (-n 2), tests of a file that makes something once for all of them, such as runs on ranks, go
-    to one worker; other tests to whichever is free."""
+    to one worker; other tests to whichever is free. Not where --dist says otherwise."""
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -46,7 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def makes_once(file: Path) -> bool:
-        return '@pytest.fixture(scope="module")' in file.read_text()
+        return '(scope="module"' in file.read_text()
 
     return Scheduling(config, log)
 

@@ -145,7 +145,6 @@ class AllocatorRetries(Rule):
             return []
         message = (
             f"the GPU's memory is in pieces: {a_step:.2g} times a step there was no whole one, and it waited for the "
-            "driver; lower trainer.microbatch_size, set recompute=selective, or start with "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "driver; lower trainer.microbatch_size, or set recompute=selective"
         )
         return [Alert(self.name, step, message, a_step, self._each)]
