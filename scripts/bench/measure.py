@@ -119,10 +119,13 @@ def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[st
     """Time all variants in turn. One that fails is reported in a line and left out."""
     prepared: list[tuple[Variant, Callable[[], object]]] = []
     timings: dict[str, Timing] = {}
+    pool: Any = None  # of all graphs: nobody reads what one leaves, so the next may overwrite it
     for variant in variants:
-        for launch, run in attempt(variant.name, lambda v=variant: [_prepare(v, not options.no_graph)]):
+        for run in attempt(variant.name, lambda v=variant, p=pool: [_prepare(v, not options.no_graph, p)]):
+            timings[variant.name] = Timing(variant.name, "python" if torch.cuda.is_available() else "cpu")
+            if isinstance(run, torch.cuda.CUDAGraph):
+                timings[variant.name].launch, pool, run = "graph", run.pool(), run.replay
             prepared.append((variant, run))
-            timings[variant.name] = Timing(variant.name, launch)
     meter = Meter()
     for _ in range(options.rounds):
         for variant, run in prepared:
@@ -142,11 +145,11 @@ def _note(timing: Timing, key: str, value: float | None) -> None:
         timing.rounds.setdefault(key, []).append(value)
 
 
-def _prepare(variant: Variant, graphs: bool) -> tuple[str, Callable[[], object]]:
-    """Warm up; the way it is launched and the function that launches it."""
+def _prepare(variant: Variant, graphs: bool, pool: Any) -> "Callable[[], object] | torch.cuda.CUDAGraph":
+    """Warm up; the function that launches it, or the graph it became. pool: memory that a graph may take."""
     if not torch.cuda.is_available():
         variant.run()
-        return "cpu", variant.run
+        return variant.run
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -155,10 +158,10 @@ def _prepare(variant: Variant, graphs: bool) -> tuple[str, Callable[[], object]]
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     if not (graphs and variant.graph):
-        return "python", variant.run
+        return variant.run
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             variant.run()
         graph.replay()
         torch.cuda.synchronize()
@@ -166,8 +169,8 @@ def _prepare(variant: Variant, graphs: bool) -> tuple[str, Callable[[], object]]
         say(f"{variant.name}: no CUDA graph ({' '.join(str(error).split())[:120]}); launched from Python")
         torch.cuda.synchronize()
         variant.run()
-        return "python", variant.run
-    return "graph", graph.replay
+        return variant.run
+    return graph
 
 
 _flush: list[torch.Tensor] = []

@@ -82,7 +82,13 @@ def run() -> None:
             contestant.limit = limit.seconds(contestant.config, contestant.plan)
     measure.release()
     for together in [[c] for c in contestants] if options.apart else [contestants]:
-        race(together, options)
+        try:
+            race(together, options)
+        except torch.OutOfMemoryError:
+            if len(together) == 1:
+                raise
+            names = ", ".join(contestant.recipe for contestant in together)
+            raise RuntimeError(f"out of GPU memory with {names} in it; add --apart: one at a time") from None
     base = contestants[-1]
     measure.say(measure.table([contestant.row() for contestant in contestants]))
     for contestant in contestants[:-1]:
