@@ -119,9 +119,10 @@ def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[st
     """Time all variants in turn. One that fails is reported in a line and left out."""
     prepared: list[tuple[Variant, Callable[[], object]]] = []
     timings: dict[str, Timing] = {}
-    pool: Any = None  # of all graphs: nobody reads what one leaves, so the next may overwrite it
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+    pool: Any = None  # of all graphs, on one stream: nobody reads what one leaves, so the next may overwrite it
     for variant in variants:
-        for run in attempt(variant.name, lambda v=variant, p=pool: [_prepare(v, not options.no_graph, p)]):
+        for run in attempt(variant.name, lambda v=variant, p=pool: [_prepare(v, not options.no_graph, stream, p)]):
             timings[variant.name] = Timing(variant.name, "python" if torch.cuda.is_available() else "cpu")
             if isinstance(run, torch.cuda.CUDAGraph):
                 timings[variant.name].launch, pool, run = "graph", run.pool(), run.replay
@@ -145,12 +146,13 @@ def _note(timing: Timing, key: str, value: float | None) -> None:
         timing.rounds.setdefault(key, []).append(value)
 
 
-def _prepare(variant: Variant, graphs: bool, pool: Any) -> "Callable[[], object] | torch.cuda.CUDAGraph":
-    """Warm up; the function that launches it, or the graph it became. pool: memory that a graph may take."""
-    if not torch.cuda.is_available():
+def _prepare(
+    variant: Variant, graphs: bool, stream: torch.cuda.Stream | None, pool: Any
+) -> "Callable[[], object] | torch.cuda.CUDAGraph":
+    """Warm up; the function that launches it, or the graph it became. pool: memory for a graph on `stream`."""
+    if stream is None:  # no GPU
         variant.run()
         return variant.run
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -66,3 +66,14 @@ def test_the_tables_of_the_repository_are_whole(path: Path) -> None:
     assert len(load_rates(content["gpu"])) == len(content["entries"])
     measured = {one["kind"] for one in content["measured"] if one["command"] and one["commit"]}
     assert measured == {entry["kind"] for entry in content["entries"]}  # no figure without its command
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_the_recipes_put_in_fp8_is_faster_there(path: Path) -> None:
+    """Or the table is older than the kernels: never_slower would take their place from them."""
+    slow = [
+        (entry["scaling"], entry["shape"])
+        for entry in yaml.safe_load(path.read_text())["entries"]
+        if entry["ms"]["cuda"] >= entry["ms"]["bf16"]
+    ]
+    assert slow == [("current/block", [4096, 512, 1])]  # attn.kv_b, which fp8_block leaves in BF16

@@ -211,7 +211,7 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
     mine, terminal = pty.openpty()
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=tmp_path,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=lambda: (signal.signal(signal.SIGHUP, signal.SIG_DFL), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
     )  # fmt: skip
     os.close(terminal)
     run, began = tmp_path / "runs" / "a", time.monotonic()
