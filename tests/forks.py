@@ -90,9 +90,10 @@ def fork(job: dict[str, Any]) -> int:
 def main() -> None:
     """Serve until stdin ends."""
     die_with_parent()
-    sys.path.remove(str(Path(__file__).parent))
-    for name in IMPORTED:
+    sys.path[0] = str(Path(__file__).with_name("support"))
+    for name in (*IMPORTED, *(["triton_interpreter"] if os.environ.get("TRITON_INTERPRET") == "1" else [])):
         importlib.import_module(name)
+    del sys.path[0]
     gc.freeze()
     for line in sys.stdin:
         started = [fork(job) for job in json.loads(line)]
