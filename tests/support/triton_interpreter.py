@@ -76,6 +76,22 @@ def make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.numel, self.shape = _shape(tuple(type.shape) if type.is_block() else ())
 
 
+_make_block_type = tl.block_type.__init__
+_block_types: dict[Any, tuple[Any, ...]] = {}
+
+
+def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """As Triton's, which writes a name anew for each tensor."""
+    key = element_ty.name, *shape
+    if key in _block_types:
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = _block_types[key]
+    else:
+        _make_block_type(self, element_ty, shape)
+        _block_types[key] = self.shape, self.numel, self.name
+
+
+tl.block_type.__init__ = make_block_type
 tl.tensor.__init__ = make_tensor
 interpreter._patch_lang_tensor = patch_index_too
 Builder.create_dot = create_dot_of_numbers
