@@ -22,9 +22,8 @@ with all weights. Experts then need no factor of their own.
 Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R rows sent, A rows arrived.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,6 @@ from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
 from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class RoutedExperts(Protocol):
@@ -137,11 +133,6 @@ class _Exchange:
         return out
 
 
-def _untraced(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A method that compiled code calls as it is."""
-    return torch.compiler.disable(method)  # pyright: ignore[reportReturnType]
-
-
 class AllToAllDispatcher:
     """Experts spread over the processes of `group`; see the module docstring. experts: the global ones that are here.
 
@@ -160,8 +151,9 @@ class AllToAllDispatcher:
         self.group, self.size, self.num_experts = group, size, num_experts
         each = num_experts // size
         self.experts = range(rank * each, (rank + 1) * each)
+        for name in ("begin", "finish"):  # for compiled code; as decorators, they had every program import the compiler
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    @_untraced
     def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
         """See `Dispatcher`: addresses the tokens, counts them, tells the others."""
         kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
@@ -178,7 +170,6 @@ class AllToAllDispatcher:
             ready.record()
         return _Begun(parcels, expert_TK, weight_TK, summary, ready)
 
-    @_untraced
     def finish(self, begun: _Begun, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
         if begun.ready is not None:

@@ -94,7 +94,7 @@ def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 tl.block_type.__init__ = make_block_type
 tl.tensor.__init__ = make_tensor
 interpreter._patch_lang_tensor = patch_index_too
-Builder.create_dot = create_dot_of_numbers
+Builder.create_dot = create_dot_of_numbers  # type: ignore[method-assign]
 interpreter.GridExecutor.__call__ = call_kernel
 Interpreted.__call__ = call_function
 interpreter._get_np_dtype = np_dtype
