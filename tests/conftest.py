@@ -4,6 +4,8 @@ Without a GPU, Triton's kernels run in its interpreter. It must be told before T
 collected first.
 """
 
+import gc
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +31,10 @@ if not torch.cuda.is_available():
         import triton_interpreter  # noqa: F401 (it corrects and hastens the interpreter)
 
 from precision import PrecisionConfig
+
+# A run freezes what lives long, and looks at all of it before: in a process of many runs, once in a while is enough.
+_unfreeze, _runs = gc.unfreeze, itertools.count(1)
+gc.unfreeze = lambda: _unfreeze() if next(_runs) % 25 == 0 else None
 
 settings.register_profile("octet", deadline=None, derandomize=True)
 settings.load_profile("octet")

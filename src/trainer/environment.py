@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,15 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "git": _git_state(),
-        "packages": {dist.name: dist.version for dist in sorted(distributions(), key=lambda dist: dist.name.lower())},
+        "packages": _packages(),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Versions by name. Of a package that is installed twice, that which an import finds."""
+    found = [(each["Name"], each["Version"]) for each in (one.metadata for one in distributions())]
+    return dict(sorted(dict(reversed(found)).items(), key=lambda item: item[0].lower()))
 
 
 def _git_state() -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from trainer.parallel import parallelize
 from trainer.schema import Recompute
 
 Configs = Callable[..., Config]
+ONE_KIND = "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # of block to compile
 
 
 @pytest.mark.parametrize("where", [Where.activation, Where.gradient])
@@ -20,7 +21,7 @@ Configs = Callable[..., Config]
 def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Recompute) -> None:
     torch.compiler.reset()
     device = torch.device("cpu")
-    plan, model = build_model(config("precision=bf16", "model.num_layers=3"), device)
+    plan, model = build_model(config("precision=bf16", *ONE_KIND), device)
     injector = Injector(InjectConfig(step=2, where=where, value=float("inf")), model)
     arena = bind(model, plan, device)
     parallelize(model, recompute, True, backend="aot_eager")

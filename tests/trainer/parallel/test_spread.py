@@ -51,7 +51,8 @@ def two_steps(
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
 def test_compiled_or_recomputed(config: Configs, recipe: str, group: dist.ProcessGroup) -> None:
-    made = config(f"+recipe={recipe}", "model.num_layers=4", "precision.backend=reference")
+    kinds = "model.num_layers=2", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # only those that are spread
+    made = config(f"+recipe={recipe}", *kinds, "precision.backend=reference")
     plain = two_steps(made, group, Recompute.none, None)
     counter = CompileCounterWithBackend("aot_eager")
     for recompute, compiler in ((Recompute.full, None), (Recompute.selective, counter)):
@@ -59,4 +60,4 @@ def test_compiled_or_recomputed(config: Configs, recipe: str, group: dist.Proces
         assert len(spread) == len(plain)
         for ours, theirs in zip(spread, plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
-    assert 0 < counter.frame_count <= 12, "the parts of a block are compiled once a kind"
+    assert 0 < counter.frame_count <= 6, "the parts of a block are compiled once a kind"
