@@ -2,12 +2,14 @@
 
     python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed
     python scripts/plan_parallelism.py --gpus 64 --sequences 4 model=deepseek_v3 +recipe=fp8_block
+    python scripts/plan_parallelism.py --gpus 4 --sequences 4,6,8,10,12 model=moonlight_16b trainer.sequence_length=4096
 
 Arguments after the options are train.py's. The arithmetic is that of docs/parallelism.md, and as good as the rates it
 is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network what it sends
 (scripts/bench/allreduce.py).
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from precision import Plan
 from precision.hardware import Gpu
 from trainer.cli import Parser, compose, guarded
 from trainer.config import Config, load
-from trainer.cost import Cost, Machine, layouts
+from trainer.cost import Cost, Machine, layouts, ranked
 from trainer.memory import GIB
 from trainer.preflight import check_sizes
 
@@ -36,14 +38,14 @@ def run() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences a GPU and step (8)")
+    parser.add_argument("--sequences", type=_counts, default=[8], help="a GPU and step (8); of several, the fastest")
     parser.add_argument("--memory", type=float, default=139.0, help="GiB of a GPU (139: H200)")
     parser.add_argument("--tflops", type=float, help="of one GPU in a step (469 in BF16, 611 in FP8: one H200)")
     parser.add_argument("--node-link", type=float, default=350.0, help="GB/s of a GPU within its node (350)")
     parser.add_argument("--network", type=float, default=45.0, help="GB/s of a GPU between nodes (45: 400 Gbit/s)")
     parser.add_argument("--rows", type=int, default=6, help="layouts to print (6)")
     options, rest = parser.parse_known_args()
-    for name in ("gpus", "per_node", "sequences", "memory", "tflops", "node_link", "network", "rows"):
+    for name in ("gpus", "per_node", "memory", "tflops", "node_link", "network", "rows"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
@@ -66,7 +68,7 @@ def run() -> None:
         node_link=1e9 * options.node_link,
         network=1e9 * options.network,
     )
-    found = layouts(config, plan, machine, options.sequences)
+    found = ranked(one for count in options.sequences for one in layouts(config, plan, machine, count))
     if not found:
         raise ValueError(
             f"--gpus={options.gpus}: no layout fits into {options.memory:g} GiB a GPU; take more GPUs, "
@@ -79,6 +81,14 @@ def run() -> None:
             best.append(one)
     print(table(best[: options.rows]))
     print(f"\n{command(best[0], options.gpus, options.per_node, rest)}")
+
+
+def _counts(text: str) -> list[int]:
+    """8, or 6,8,10 -> the numbers. ArgumentTypeError if one is not above 0."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: want a number above 0, or several: 6,8,10")
+    return numbers
 
 
 def _plan(config: Config) -> Plan:

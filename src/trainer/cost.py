@@ -20,7 +20,7 @@ The arithmetic takes FLOPs / rate, and what is recomputed on top. A first answer
 and bandwidths are given, see `scripts/bench/`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from models.flops import count_parameters, flops_per_token
@@ -126,10 +126,8 @@ def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
     return sizes[0], sizes[1]
 
 
-def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> list[Cost]:
-    """Every layout of `sequences` sequences a GPU and step that fits, the fastest first; of equals the simplest, then
-    that of the fewest microbatches, which the host has less work with."""
-    found = []
+def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> Iterator[Cost]:
+    """Every layout of `sequences` sequences a GPU and step that fits."""
     for degrees in _degrees(machine.gpus, config.model.num_experts):
         for microbatch in (n for n in range(1, sequences + 1) if sequences % n == 0):
             for recompute in Recompute:
@@ -138,7 +136,12 @@ def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> lis
                 )
                 one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
                 if one.memory <= SPARE * machine.memory:
-                    found.append(one)
+                    yield one
+
+
+def ranked(found: Iterable[Cost]) -> list[Cost]:
+    """The fastest first; of equals the simplest, then that of the fewest microbatches, which the host has less work
+    with."""
     return sorted(found, key=_rank)
 
 

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from models import DeepSeek
 from precision import Plan
 from trainer.config import Config, Switch, load
-from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, layouts
+from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, layouts, ranked
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[2]
@@ -90,12 +90,12 @@ def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, 
 
 
 def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
-    found = layouts(*moonlight, H200S, 8)
+    found = ranked(layouts(*moonlight, H200S, 8))
     speeds = [round(one.tokens_per_second, -2) for one in found]
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
     assert all(one.microbatch * one.microbatches == 8 for one in found)
-    assert not layouts(*moonlight, replace(H200S, gpus=1), 8)
+    assert not list(layouts(*moonlight, replace(H200S, gpus=1), 8))
 
 
 @pytest.fixture
@@ -117,9 +117,19 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
     assert f" optim.lr=3e-4 {FREED_KEY} " in command and "trainer.global_batch_size=64" in command
 
 
+def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None:
+    """Messages cost what they cost, however many tokens a step has: the largest that fits."""
+    words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "trainer.sequence_length=4096", "--sequences"
+    few, more = (plan_parallelism(*words, counts).stdout for counts in ("4", "4,10,40"))
+    assert "trainer.global_batch_size=16" in few and "trainer.global_batch_size=40" in more
+    speeds = [float(text.splitlines()[1].split()[-1].replace(",", "")) for text in (few, more)]
+    assert speeds[0] < speeds[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--gpus", "8", "--sequences", "8,ten"], "--sequences: 8,ten: want a number above 0, or several: 6,8,10"),
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set more than 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139 GiB a GPU; take more GPUs"),
