@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -91,7 +92,8 @@ def main() -> None:
     """Serve until stdin ends."""
     die_with_parent()
     sys.path[0] = str(Path(__file__).with_name("support"))
-    for name in (*IMPORTED, *(["triton_interpreter"] if os.environ.get("TRITON_INTERPRET") == "1" else [])):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    for name in (*IMPORTED, *(["triton_interpreter"] if interpreted else [])):
         importlib.import_module(name)
     del sys.path[0]
     gc.freeze()

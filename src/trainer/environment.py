@@ -30,8 +30,9 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Versions by name. Of a package that is installed twice, that which an import finds."""
-    found = [(each["Name"], each["Version"]) for each in (one.metadata for one in distributions())]
+    """Versions by name. Of a package that is installed twice, that which an import finds; of what a broken
+    installation left without a name, nothing."""
+    found = [(each["Name"], each["Version"]) for one in distributions() if (each := one.metadata) and "Name" in each]
     return dict(sorted(dict(reversed(found)).items(), key=lambda item: item[0].lower()))
 
 

@@ -3,7 +3,6 @@
 Imported before kernels run, by tests and by the processes that tests start. A private part of Triton, of 3.6 and 3.7.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import cache
@@ -98,7 +97,3 @@ Builder.create_dot = create_dot_of_numbers  # type: ignore[method-assign]
 interpreter.GridExecutor.__call__ = call_kernel
 Interpreted.__call__ = call_function
 interpreter._get_np_dtype = np_dtype
-# tensors of tests are small: no index outgrows 32 bits, and every sum asks
-interpreter.interpreter_builder.options = dataclasses.replace(
-    interpreter.interpreter_builder.options, sanitize_overflow=False
-)
