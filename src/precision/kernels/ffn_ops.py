@@ -28,12 +28,12 @@ from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backwa
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
 from precision.operators import operator
 
-_grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+TILE = 128  # rows of an expert come in multiples of it
 
 
-def rows_of(choices: int, experts: int, align: int) -> int:
+def rows_of(choices: int, experts: int) -> int:
     """R' of so many choices; see `route.route`."""
-    return (choices + experts * (align - 1) + 127) // 128 * 128
+    return (choices + experts * (TILE - 1) + TILE - 1) // TILE * TILE
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Casts:
 def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route | None) -> Tensor:
     """a [R, K] times w [(G,) N, K]^T."""
     if mode == 0:
-        return _grouped_mm(a, w.mT, offs=to.ends) if to is not None else a @ w.mT
+        return grouped_gemm.nt_bf16(a, w, to) if to is not None else a @ w.mT
     if to is not None:
         return grouped_gemm.nt(a, a_inv, w, w_inv, mode, to)
     return scaled_nt(a, a_inv, w, w_inv, mode, torch.bfloat16)
@@ -93,8 +93,7 @@ def ffn_forward(
     casts = _Casts.parse(how)
     T, D = x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
-    align = 128 if casts.mode else grouped_gemm.BF16_ALIGN
-    to = route(expert, weight, experts, align, choices) if experts else None
+    to = route(expert, weight, experts, TILE, choices) if experts else None
     rows, rows_inv = (x, x_inv)
     if to is not None:
         rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
@@ -125,7 +124,7 @@ def _(
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
     choices = expert.numel() if choices < 0 else choices
-    R = rows_of(choices, experts, 128 if mode else grouped_gemm.BF16_ALIGN) if experts else T
+    R = rows_of(choices, experts) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
     h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))

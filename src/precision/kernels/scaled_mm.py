@@ -33,7 +33,7 @@ def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out
 
 
 def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
-    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out` (with BLOCK scales by way of BF16)."""
+    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
     if mode == const.BLOCK.value:
         return _block_wgrad(a, a_inv, b, b_inv, out)
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=False)
@@ -70,7 +70,7 @@ def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.
     """a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
     if _ragged(a.shape[0], b.shape[0]):
         return grouped_gemm.wgrad(a, a_inv, b, b_inv, const.BLOCK.value, _one_group(a, a.shape[1]), out)[0]
-    return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=torch.bfloat16).to(out)
+    return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=out)
 
 
 @torch.library.register_fake(_block_wgrad)

@@ -8,8 +8,8 @@ grouped_gemm = pytest.importorskip("precision.kernels.grouped_gemm", reason="Tri
 from precision.kernels.route import Route  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TENSOR, BLOCK = 1, 3
-SIZES = [(144, 272), (128, 256), (256, 128), (128, 128)]
+TENSOR, ROW, BLOCK = 1, 2, 3
+SIZES = [(144, 272), (128, 256), (256, 128), (128, 128), (128, 272)]
 GROUPS = [(0, 128), (128, 128), (128, 384)]  # first and last row: the second expert has none
 
 
@@ -39,20 +39,41 @@ def near(ours: Tensor, exact: Tensor, tolerance: float) -> None:
     assert (ours.float() - exact).norm() <= tolerance * exact.norm()
 
 
-@pytest.mark.parametrize("mode", [TENSOR, BLOCK])
-@pytest.mark.parametrize(("N", "K"), [(272, 144), (256, 256), (384, 128)])
-def test_rows_by_weights(mode: int, N: int, K: int) -> None:
-    torch.manual_seed(N)
-    to, E, R = groups(), len(GROUPS), 512
+def check_rows_by_weights(mode: int, N: int, K: int, to: Route) -> None:
+    E, R = len(to.starts), len(to.token)
     a, b = fp8(R, K), fp8(E, N, K)
     blocks = -(-N // 128), -(-K // 128)
-    a_inv = scales(blocks[1], R).t() if mode == BLOCK else scales()
-    b_inv = scales(E, *blocks) if mode == BLOCK else scales(E)
+    a_inv = {TENSOR: scales(), ROW: scales(R, 1), BLOCK: scales(blocks[1], R).t()}[mode]
+    b_inv = {TENSOR: scales(E), ROW: scales(E, N), BLOCK: scales(E, *blocks)}[mode]
     y = grouped_gemm.nt(a, a_inv, b, b_inv, mode, to)
-    for e, (first, last) in enumerate(GROUPS):
-        x = wide(a[first:last], a_inv[first:last] if mode == BLOCK else a_inv)
-        w = wide(b[e], b_inv[e].repeat_interleave(128, 0)[:N] if mode == BLOCK else b_inv[e])
-        near(y[first:last], x @ w.t(), 4e-3)
+    left = a.float() * a_inv if mode == ROW else wide(a, a_inv)
+    for e, (first, last) in enumerate(zip(to.starts.tolist(), to.ends.tolist(), strict=True)):
+        if mode == ROW:
+            w = b[e].float() * b_inv[e, :, None]
+        else:
+            w = wide(b[e], b_inv[e].repeat_interleave(128, 0)[:N] if mode == BLOCK else b_inv[e])
+        near(y[first:last], left[first:last] @ w.t(), 4e-3)
+
+
+def check_weight_gradient(mode: int, out: torch.dtype, M: int, N: int, to: Route) -> None:
+    R = len(to.token)
+    a, b = fp8(M, R), fp8(N, R)
+    a_inv, b_inv = (scales(R // 128, n) if mode == BLOCK else scales() for n in (M, N))
+    d = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to, out)
+    assert d.shape == (len(to.starts), M, N) and d.dtype == out
+    left, right = (wide(x, inv.t() if mode == BLOCK else inv) for x, inv in ((a, a_inv), (b, b_inv)))
+    for e, (first, last) in enumerate(zip(to.starts.tolist(), to.ends.tolist(), strict=True)):
+        near(d[e], left[:, first:last] @ right[:, first:last].t(), 1e-3 if out == torch.float32 else 4e-3)
+    if out == torch.bfloat16:
+        exact = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
+        assert torch.equal(d, exact.bfloat16()), "rounded once, to nearest"
+
+
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+@pytest.mark.parametrize(("N", "K"), [(272, 144), (256, 256), (384, 128), (64, 16)])
+def test_rows_by_weights(mode: int, N: int, K: int) -> None:
+    torch.manual_seed(N)
+    check_rows_by_weights(mode, N, K, groups())
 
 
 @pytest.mark.parametrize("mode", [TENSOR, BLOCK])
@@ -60,25 +81,41 @@ def test_rows_by_weights(mode: int, N: int, K: int) -> None:
 @pytest.mark.parametrize(("M", "N"), SIZES)
 def test_weight_gradient(mode: int, out: torch.dtype, M: int, N: int) -> None:
     torch.manual_seed(M)
-    to, R = groups(), 512
-    a, b = fp8(M, R), fp8(N, R)
-    a_inv, b_inv = (scales(R // 128, n) if mode == BLOCK else scales() for n in (M, N))
-    d = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to, out)
-    assert d.shape == (len(GROUPS), M, N) and d.dtype == out
-    left, right = (wide(x, inv.t() if mode == BLOCK else inv) for x, inv in ((a, a_inv), (b, b_inv)))
-    for e, (first, last) in enumerate(GROUPS):
-        near(d[e], left[:, first:last] @ right[:, first:last].t(), 1e-3 if out == torch.float32 else 4e-3)
-    if out == torch.bfloat16:
-        exact = grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to)
-        assert torch.equal(d, exact.bfloat16()), "rounded once, to nearest"
+    check_weight_gradient(mode, out, M, N, groups())
 
 
-@pytest.mark.parametrize(("M", "N"), SIZES)
-def test_weight_gradient_of_bf16(M: int, N: int) -> None:
-    torch.manual_seed(M)
-    to = groups()
-    a, b = (torch.randn(512, n).bfloat16().to(DEVICE) for n in (M, N))
-    d, rounded = grouped_gemm.wgrad_bf16(a, b, to), grouped_gemm.wgrad_bf16(a, b, to, torch.bfloat16)
-    assert d.dtype == torch.float32 and torch.equal(rounded, d.bfloat16())
-    for e, (first, last) in enumerate(GROUPS):
-        near(d[e], a[first:last].float().t() @ b[first:last].float(), 1e-5)
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter takes minutes for a GPU's worth of tiles")
+@pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
+def test_more_tiles_than_multiprocessors(mode: int) -> None:
+    torch.manual_seed(0)
+    tiles = torch.tensor([7, 0, 1, 15, 0, 14, 9, 8])
+    ends = (tiles * 128).cumsum(0).int()
+    none = torch.zeros(128 * 54, dtype=torch.int32)
+    tile_expert = torch.arange(8).repeat_interleave(tiles).int()
+    to = Route(*(x.to(DEVICE) for x in (none, none.float(), none, ends - 128 * tiles.int(), ends, tile_expert)))
+    for N, K in ((1408, 1040), (2048, 1408), (2000, 272)):
+        check_rows_by_weights(mode, N, K, to)
+    for M, N in ((1408, 2048), (2048, 1408), (1400, 2000), (1408, 1408), (1408, 2000)):
+        for out in (torch.float32, torch.bfloat16):
+            if mode != ROW:
+                check_weight_gradient(mode, out, M, N, to)
+        check_bf16(M, N, to)
+
+
+def check_bf16(N: int, K: int, to: Route) -> None:
+    R, E = len(to.token), len(to.starts)
+    x, dy = (torch.randn(R, n).bfloat16().to(DEVICE) for n in (K, N))
+    w = torch.randn(E, N, K).bfloat16().to(DEVICE)
+    y, dx = grouped_gemm.nt_bf16(x, w, to), grouped_gemm.nt_bf16(dy, w.mT, to)
+    dw, rounded = grouped_gemm.wgrad_bf16(dy, x, to), grouped_gemm.wgrad_bf16(dy, x, to, torch.bfloat16)
+    assert dw.dtype == torch.float32 and torch.equal(rounded, dw.bfloat16())
+    for e, (first, last) in enumerate(zip(to.starts.tolist(), to.ends.tolist(), strict=True)):
+        near(y[first:last], x[first:last].float() @ w[e].float().t(), 4e-3)
+        near(dx[first:last], dy[first:last].float() @ w[e].float(), 4e-3)
+        near(dw[e], dy[first:last].float().t() @ x[first:last].float(), 1e-5)
+
+
+@pytest.mark.parametrize(("N", "K"), SIZES)
+def test_bf16(N: int, K: int) -> None:
+    torch.manual_seed(N)
+    check_bf16(N, K, groups())

@@ -106,6 +106,9 @@ if mode == 1:
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
     grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to, torch.bfloat16)
+    grouped_gemm.wgrad_bf16(new(R, 144), new(R, D), to)
+    grouped_gemm.nt_bf16(new(R, D), new(E, F, D), to)
+    grouped_gemm.nt_bf16(new(R, D), new(E, D, F).mT, to)
 if mode == 2:
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
 if mode == 3:
@@ -121,7 +124,7 @@ for n, k, fmt in ((2 * F, D, E4M3), (D, F, E4M3), (F, D, back.fmt), (D, 2 * F, b
     scale_b = {1: floats(E), 2: floats(E, n, 1), 3: floats(E, n // 128, k // 128)}[mode]
     w8 = new(E, n, k, dtype=torch.float8_e4m3fn)
     grouped_gemm.nt(new(R, k, dtype=fmt.dtype), scale_a, w8, scale_b, mode, to)
-for m, n in ((2 * F, D), (D, F)):
+for m, n in ((2 * F, D), (D, F), (144, D)):
     scales = [floats(R // 128, size) if mode == 3 else one for size in (m, n)]
     a8, b8 = new(m, R, dtype=back.fmt.dtype), new(n, R, dtype=torch.float8_e4m3fn)
     grouped_gemm.wgrad(a8, scales[0], b8, scales[1], mode, to)
