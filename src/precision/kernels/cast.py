@@ -120,15 +120,20 @@ def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
 
 
 @triton.jit
-def _block_part(
-    x, token, r4, c, T, C, i: tl.constexpr,
-    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
-    GATHER: tl.constexpr,
-):  # fmt: skip
-    """Rows 4 r4 + i of 128 columns: FP8 under the rows' scales, these, the rows' amaxes, and the numbers that the
-    transposed copy is cast from."""
+def _read(x, token, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr):
+    """Rows 4 r4 + i of 128 columns, as they are."""
     t, live = _source(token, r4, T, i, GATHER)
-    v = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0).to(tl.float32)
+    return tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
+
+
+@triton.jit
+def _block_part(
+    read,
+    F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Of 32 rows of 128 columns: FP8 under the rows' scales, these, the rows' amaxes, and the numbers that the
+    transposed copy is cast from."""
+    v = read.to(tl.float32)
     top = amax_along(v, 1)
     scale = scale_of(top, LIMIT, HEADROOM, POW2)
     x8 = to_fp8(v * scale[:, None], F8, LIMIT)
@@ -146,18 +151,22 @@ def _blocks_kernel(
     """A tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
     column. AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
 
-    Four parts of 32 rows, twice: the columns' scales are known after the first time, and reading the tile again from
-    the cache leaves registers for another tile beside it."""
+    Four parts of 32 rows. All are asked for before the first is used, or each would wait for memory by itself; they
+    stay in registers until the columns' scales are known."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
+        parts = (
+            _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
+            _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
+        )  # fmt: skip
         columns = tl.zeros((32, 128), tl.int32)
         rows = tl.zeros((32,), tl.int32)
         for i in tl.static_range(4):
-            x8, scale, top, v = _block_part(x, token, r4, c, T, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN, GATHER)
+            x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
             rows = tl.maximum(rows, abs_bits(top))
             columns = tl.maximum(columns, abs_bits(v))
             if ROWS:
@@ -168,10 +177,9 @@ def _blocks_kernel(
         if TRANSPOSED:
             scale_t = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
             tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale_t, POW2), mask=c < C)
-            tl.debug_barrier()  # or the compiler keeps the first reading in registers
             words = tl.zeros((32, 128), tl.int32)
             for i in tl.static_range(4):
-                x8, scale, top, v = _block_part(x, token, r4, c, T, C, i, F8, LIMIT, HEADROOM, POW2, AGAIN, GATHER)
+                x8, scale, top, v = _block_part(parts[i], F8, LIMIT, HEADROOM, POW2, AGAIN)
                 words |= byte(to_fp8(v * scale_t[None, :], F8, LIMIT), i)
             words = settled(words)
             tl.store(yt + c[:, None].to(tl.int64) * R4 + r4[None, :], tl.trans(words), mask=(c < C)[:, None])
@@ -185,19 +193,6 @@ def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: 
         return tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
     else:
         return tl.load(inv + t, mask=live, other=0.0)
-
-
-@triton.jit
-def _transpose_part(
-    x, token, inv, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """Rows 4 r4 + i of x in FP8, and their factors."""
-    t, live = _source(token, r4, T, i, GATHER)
-    x8 = tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
-    if MODE == const.TENSOR:
-        return x8, t
-    else:
-        return x8, _factors(token, inv, r4, c, T, i, GATHER, MODE)
 
 
 @triton.jit(do_not_specialize=["T"])  # one row compiled apart gave wrong results on the GPU
@@ -214,13 +209,18 @@ def _transpose_kernel(
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
+        parts = (
+            _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
+            _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
+        )  # fmt: skip
         words = tl.zeros((32, 128), tl.int32)
         columns = tl.zeros((32, 128), tl.int32)
         for i in tl.static_range(4):
-            x8, factor = _transpose_part(x, token, inv, r4, c, T, C, i, GATHER, MODE)
-            words |= byte(x8, i)
+            words |= byte(parts[i], i)
+            if MODE != const.TENSOR:
+                factor = _factors(token, inv, r4, c, T, i, GATHER, MODE)
             if MODE == const.BLOCK:
-                columns = tl.maximum(columns, abs_bits(x8.to(tl.float32) * factor[:, None]))
+                columns = tl.maximum(columns, abs_bits(parts[i].to(tl.float32) * factor[:, None]))
             if ROWS:
                 r = (r4 * 4 + i).to(tl.int64)
                 tl.store(y + r[:, None] * C + c[None, :], unbyte(words, i), mask=(c < C)[None, :])
