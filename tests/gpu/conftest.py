@@ -1,5 +1,6 @@
 """Tests that need a GPU: skipped without one."""
 
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def milliseconds() -> Callable[[Callable[[], object]], float]:
-    """milliseconds(run): median time of the GPU for one call."""
+    """milliseconds(run): median time of the GPU for one call, which says something only while nobody else uses it."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("several workers share the GPU, so that no time means anything: run this without -n")
 
     def measure(run: Callable[[], object]) -> float:
         run()
