@@ -28,6 +28,7 @@ SMALL = {
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
     "trainer.sequence_length": "32", "eval.every": "0", "checkpoint.every": "0", "trainer.device": "cpu",
 }  # fmt: skip
+ON_DOCS = ["data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"]  # evaluated in no time
 BENCH = {"--model": "deepseek_tiny", "--tokens": "32", "--rounds": "1", "--repeat": "1", "--hold": "0"}
 BENCHES = {
     "linear.py": {**BENCH, "--shape": "32x32x32"},
@@ -70,7 +71,7 @@ def benched(words: list[str]) -> list[str]:
         return [*cut, *(part for option in sorted(needed - given) for part in (option, sizes[option]))]
     own = {"model", "data", "data.path", "data.glob", "model.vocab_size", *SMALL}
     kept = [word for word in words if word.partition("=")[0] not in own]
-    return smaller([*kept, "data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"])
+    return smaller([*kept, *ON_DOCS])
 
 
 def smaller(words: list[str]) -> list[str]:
@@ -86,10 +87,9 @@ def smaller(words: list[str]) -> list[str]:
 
 
 def on_docs(words: list[str]) -> list[str]:
-    """The command, `smaller`, on the text of docs/, which is evaluated in no time."""
+    """The command, `smaller`, on the text of docs/."""
     given = any(word.startswith(("data=", "model=")) for word in words)
-    data = ["data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"]
-    return smaller([*words, *data] if "train.py" in words and not given else words)
+    return smaller([*words, *ON_DOCS] if "train.py" in words and not given else words)
 
 
 def exported(words: list[str]) -> list[str]:
@@ -132,7 +132,7 @@ def test_commands_run(page: str, checkout: Path, run_python: Run) -> None:
             done = run_python(*line, cwd=checkout, environment=environment)
         else:
             # make: what its targets do is what this test is part of; that they exist is all that is left to check
-            line = [program, *smaller([*words, "trainer.microbatch_size=2"])]
+            line = [program, *smaller([*words, *ON_DOCS, "trainer.microbatch_size=2"])]
             line = ["make", "-n", *words] if program == "make" else line
             more = {**os.environ, **environment}
             done = subprocess.run(line, cwd=checkout, env=more, capture_output=True, text=True, check=False)
