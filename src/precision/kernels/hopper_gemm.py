@@ -10,10 +10,11 @@ stored, and while one group scales or stores, the other multiplies. For that, on
 and they stay so. `tl.dot` in a plain loop has a barrier of all warps every step, and nothing multiplies while it
 stores.
 
-One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s, `tl.dot` in brackets: one scale a tensor 1,180 to 1,350
-(1,150 to 1,310) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,250 to 1,300 (1,110 to 1,150) with
-BF16; BLOCK 1,000 to 1,150 (700), wgrad 730 to 790. What holds nt is the way from L2, 48 KiB a step and multiprocessor:
-without the loads the same kernel takes 0.72 ms where it takes 0.86.
+One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after a rest, `tl.dot` in brackets: one scale a tensor
+1,210 to 1,370 (1,150 to 1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to
+1,150) with BF16; BLOCK 1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). What
+holds nt is the way from L2, 48 KiB a step and multiprocessor: without the loads the same kernel takes 0.72 ms where it
+takes 0.86.
 
 Registers (240 a thread, none spilled): acc 128, BLOCK's p 64. There is no room for a second p, so each half is scaled
 behind a branch that is always taken: the assembler does not start the second product above it.

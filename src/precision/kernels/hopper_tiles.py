@@ -198,20 +198,24 @@ def block_sums(
             y = sy.index(s)
             q = warpgroup_mma(x, y.slice(0, 128).permute((1, 0)), none, use_acc=False, is_async=True)
             rows = sl.index(s).slice(G * 64, 64).load(LEFT)
+            if WGRAD:
+                cols = sr.index(s).slice(0, 128).load(RIGHT)
             p = warpgroup_mma_wait(0, deps=(q,))
             if R >= 0:
                 if WGRAD:
-                    acc0 += p * gl.expand_dims(sr.index(s).slice(0, 128).load(RIGHT), 0) * gl.expand_dims(rows, 1)
+                    acc0 += p * gl.expand_dims(cols, 0) * gl.expand_dims(rows, 1)
                 else:
                     acc0 += p * gl.expand_dims(rows * f0, 1)
             if second:
                 q = warpgroup_mma(x, y.slice(128, 128).permute((1, 0)), none, use_acc=False, is_async=True)
+                if WGRAD:
+                    cols = sr.index(s).slice(128, 128).load(RIGHT)
                 p = warpgroup_mma_wait(0, deps=(q,))
             if not WGRAD:
                 mbarrier.arrive(empty.index(s), count=1)
             if second:
                 if WGRAD:
-                    acc1 += p * gl.expand_dims(sr.index(s).slice(128, 128).load(RIGHT), 0) * gl.expand_dims(rows, 1)
+                    acc1 += p * gl.expand_dims(cols, 0) * gl.expand_dims(rows, 1)
                 else:
                     acc1 += p * gl.expand_dims(rows * f1, 1)
             if WGRAD:
