@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from precision import Plan
 from precision.ffn import is_fused
 from precision.head import is_chunked
+from precision.permutation import rows_in_tiles
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,17 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6.0 * active + core
 
 
-def kept_bytes_per_token(config: ModelConfig, plan: Plan, selective: bool = False, spread: int = 1) -> dict[str, float]:
+def kept_bytes_per_token(
+    config: ModelConfig, plan: Plan, selective: bool = False, spread: int = 1, tokens: int | None = None
+) -> dict[str, float]:
     """Bytes that one token's forward pass keeps for its backward pass, by category.
 
     plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
     attention: q, k, v and result of the core. swiglu: its input. head: the gradient of its input, or of its logits if
     it is not computed in chunks. Left out: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
     selective: of attention only the sublayer's input (its norm's) and the core's result are kept, and no rows of BF16
-    experts; the rest is computed again. spread: over how many processes experts are (`arriving`).
+    experts; the rest is computed again. spread: over how many processes experts are (`arriving`). tokens: in a
+    process's microbatch, to count the tiles that experts' rows come in where kernels keep them; None: not counted.
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -84,6 +88,7 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, selective: bool = Fals
     same_input = {"attn.kv_a": ("attn.q", "attn.q_a"), "moe.router": ("moe.shared.gate_up",)}
     head = gemms["lm_head"]
     chunked = is_chunked(head.recipe)
+    tiles = rows_in_tiles(0, c.num_experts // spread) / tokens if tokens else 0.0
     for name, row in gemms.items():
         if row is head and chunked:
             continue
@@ -92,7 +97,7 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, selective: bool = Fals
         if fused and kind == "down":
             continue  # its input is computed again
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
-        rows = row.rows_per_token
+        in_tiles = rows = row.rows_per_token + (tiles if fused and row.op == "moe.experts" else 0.0)
         if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
             layer = ffn.removesuffix("experts")
             rows = arriving(config, spread)
@@ -102,7 +107,7 @@ def kept_bytes_per_token(config: ModelConfig, plan: Plan, selective: bool = Fals
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
         if name.endswith(".gate_up"):
-            kept["swiglu"] += row.out_features * row.rows_per_token * row.recipe.output.bytes
+            kept["swiglu"] += row.out_features * in_tiles * row.recipe.output.bytes
     for name, row in plan.tensors.items():
         if row.op == "norm" and not (selective and ".attn." in name):
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}

@@ -20,6 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TILE = 128  # kernels that keep the rows of a whole layer have each expert's in multiples of it
+
+
+def rows_in_tiles(choices: int, experts: int) -> int:
+    """How many rows may come up at the most where so many choices are in tiles; memory is made for so many."""
+    return (choices + experts * (TILE - 1) + TILE - 1) // TILE * TILE
+
 
 class Permutation(NamedTuple):
     """Rows in the experts' order; see the module docstring. order [R] int64: which of the T K choices each row is."""

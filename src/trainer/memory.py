@@ -244,12 +244,13 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
 
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
-    kept = kept_bytes_per_token(config.model, plan, spread=degrees.expert)
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    kept = kept_bytes_per_token(config.model, plan, False, degrees.expert, tokens)
     head = kept.pop("head")
     blocks = sum(kept.values())
     num_blocks = config.model.num_layers + config.model.num_mtp_layers
     if config.recompute is Recompute.selective:
-        selective = sum(kept_bytes_per_token(config.model, plan, True, degrees.expert).values()) - head
+        selective = sum(kept_bytes_per_token(config.model, plan, True, degrees.expert, tokens).values()) - head
         blocks = selective + (blocks - selective) / num_blocks
     if config.recompute is Recompute.full:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes

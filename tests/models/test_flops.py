@@ -110,6 +110,12 @@ def test_experts_in_kernels_keep_one_result(
     attention = sum(cuda[kind] - again[kind] for kind in ("norm", "attention"))
     assert 0 < attention < sum(cuda.values()) - sum(again.values()) - rows
     assert reference["swiglu"] == cuda["swiglu"] == spread["swiglu"] == 2 * 2 * (11264 + 2816 + 6 * 1408)
+    for n in (1, 2):  # 64 experts' tiles
+        in_tiles = kept_bytes_per_token(config, plan, spread=n, tokens=4096)
+        more = 127 / 128 * 64 * 128 / n / 4096
+        assert in_tiles["swiglu"] - cuda["swiglu"] == pytest.approx(more * 2 * 2 * 1408, rel=0.01)
+        kept = in_tiles["gemm"] - (cuda, spread)[n - 1]["gemm"]
+        assert kept == pytest.approx(more * 2048 * 2 if rows else 0, rel=0.01)
 
 
 @pytest.mark.parametrize(("recipe", "kinds"), [("bf16", [torch.bfloat16]), ("fp8_delayed", [torch.bfloat16, FP8])])

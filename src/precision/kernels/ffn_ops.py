@@ -27,13 +27,7 @@ from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
 from precision.operators import operator
-
-TILE = 128  # rows of an expert come in multiples of it
-
-
-def rows_of(choices: int, experts: int) -> int:
-    """R' of so many choices; see `route.route`."""
-    return (choices + experts * (TILE - 1) + TILE - 1) // TILE * TILE
+from precision.permutation import TILE, rows_in_tiles
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def _(
     mode, (T, D) = _Casts.parse(how).mode, x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
     choices = expert.numel() if choices < 0 else choices
-    R = rows_of(choices, experts) if experts else T
+    R = rows_in_tiles(choices, experts) if experts else T
     y = torch.empty(T, D, device=x.device, dtype=torch.bfloat16)
     y1 = torch.empty(R, w1.shape[-2], device=x.device, dtype=torch.bfloat16)
     h_inv = _empty(x, *{const.TENSOR.value: (2,), const.ROW.value: (R, 1)}.get(mode, ()))
