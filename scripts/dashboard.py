@@ -11,7 +11,8 @@ only later, and may still be training; to look from another machine: `ssh -L 876
 from pathlib import Path
 
 from trainer.cli import Parser, guarded
-from trainer.health.dashboard.page import page, payload, write
+from trainer.files import replace_file
+from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import METRICS, Run
 from trainer.health.dashboard.serve import Server
 
@@ -46,7 +47,7 @@ def run() -> None:
     out = arguments.out or runs[0].path / "dashboard.html"
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: {'a folder' if out.is_dir() else 'its folder does not exist'}; give a file")
-    write(out, page(payload(runs)))
+    replace_file(out, page(payload(runs)).encode(errors="replace"))
     print(out)
 
 

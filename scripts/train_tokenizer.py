@@ -14,6 +14,7 @@ from trainer.cli import Parser, compose, guarded
 from trainer.config import load
 from trainer.data import new_tokenizer
 from trainer.data.bars import bars
+from trainer.files import replace_file
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def run() -> None:
     wanted = own.vocab_size or config.model.vocab_size
     with bars() as show:
         tokenizer = new_tokenizer(config.data, wanted, show)
-    own.out.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    replace_file(own.out, tokenizer.to_str(pretty=True).encode())
     entries = tokenizer.get_vocab_size()
     fewer = f" of {wanted:,}: the text has no more pairs to merge" if entries < wanted else ""
     print(f"{own.out}: {entries:,} entries{fewer}; use it with data.tokenizer={own.out} model.vocab_size={entries}")

@@ -1,12 +1,10 @@
-"""Files of a run folder that are whole at any moment."""
+"""Files that are whole at any moment, and names that are on the disk."""
 
 import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-from trainer.checkpoint import sync_folder
 
 
 def trim(path: Path, last_step: int | None) -> int:
@@ -44,3 +42,12 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
         with suppress(OSError):  # on a full disk, what is there of it would be in the way
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in the folder (creations, renames, deletions) are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

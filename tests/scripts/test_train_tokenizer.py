@@ -1,6 +1,9 @@
 """scripts/train_tokenizer.py: any source, a file that train.py takes, one line for a mistake."""
 
+import os
+import resource
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +36,24 @@ def test_it_trains_what_preparing_takes(train: Run, tmp_path: Path) -> None:
     given = prepare(data, 290)
     data.tokenizer = None
     assert prepare(data, 290).tokenizer_hash == given.tokenizer_hash  # the same that is trained by itself
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_file(train: Run, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # of this process and those that it starts
+    try:
+        command = [sys.executable, str(ROOT / "scripts" / "train_tokenizer.py"), "data=files", "data.path=texts"]
+        command += ["data.glob=*.txt", "--out", "tokenizer.json", "--vocab-size", "290"]
+        paths = os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)])
+        environment = os.environ | {"PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 1 and "octet: error: [Errno 27] File too large: 'tokenizer.json'" in done.stderr
+    assert "Traceback" not in done.stderr and path.read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["texts", "tokenizer.json"]
 
 
 def test_mistakes_are_one_line(train: Run, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
     set_aside_after,
 )
-from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
+from trainer.checkpoint.manifest import DamagedCheckpoint, verify
 from trainer.checkpoint.part import Part
 from trainer.checkpoint.reading import read, read_meta, saved_shapes
 
@@ -34,6 +34,5 @@ __all__ = [
     "read_meta",
     "saved_shapes",
     "set_aside_after",
-    "sync_folder",
     "verify",
 ]

@@ -44,12 +44,13 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
     set_aside_after,
 )
-from trainer.checkpoint.manifest import FileDigest, seal, sync_folder, write_file
+from trainer.checkpoint.manifest import FileDigest, seal, write_file
 from trainer.checkpoint.part import Part, PartSavePlanner
 from trainer.checkpoint.reading import STATE, cause
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.checkpoint.tree import split
+from trainer.files import sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

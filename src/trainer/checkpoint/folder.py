@@ -14,7 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.checkpoint.manifest import DamagedCheckpoint, sync_folder, verify
+from trainer.checkpoint.manifest import DamagedCheckpoint, verify
+from trainer.files import sync_folder
 
 
 class OnEvent(Protocol):

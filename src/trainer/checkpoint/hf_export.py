@@ -31,9 +31,9 @@ from models import ModelConfig
 from models.hf import Matrix, matrices, mtp_copies, shapes, to_hf_config
 from trainer.checkpoint.hf_fp8 import SCALE_SUFFIX, Quantizer, grid_shape, listed
 from trainer.checkpoint.hf_tokenizer import TokenizerSource, write_json
-from trainer.checkpoint.manifest import sync_folder
 from trainer.checkpoint.storage import DTYPE_CODES
 from trainer.checkpoint.streams import HF_INDEX, TILE, SavedTensors, row_steps
+from trainer.files import sync_folder
 
 PARTIAL = ".partial"
 
@@ -143,8 +143,10 @@ def export(
         sync_folder(partial)
         partial.rename(out)
         sync_folder(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where
+            raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     weights = [weight for unit in units for weight in unit.weights]
     fp8 = sum(prod(weight.shape) for weight in weights if weight.dtype == torch.float8_e4m3fn)

@@ -41,11 +41,12 @@ from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.hf_export import PARTIAL, check_new, plain_model
 from trainer.checkpoint.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
 from trainer.checkpoint.hf_tokenizer import FILES, TOKENIZER, copy_files
-from trainer.checkpoint.manifest import seal, sync_folder, write_file
+from trainer.checkpoint.manifest import seal, write_file
 from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.checkpoint.streams import TILE, HfFolder, row_steps
 from trainer.checkpoint.tree import split
+from trainer.files import sync_folder
 
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.files import sync_folder
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _PIECE_BYTES = 1 << 24
@@ -48,15 +50,6 @@ def write_file(path: Path, text: str) -> FileDigest:
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in the folder (creations, renames, deletions) are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal(folder: Path, files: dict[str, FileDigest]) -> None:

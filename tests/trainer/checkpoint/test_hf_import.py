@@ -1,6 +1,7 @@
 """Out and in again changes nothing; little memory does; what is no such model is refused in one line."""
 
 import json
+import resource
 import shlex
 import shutil
 import sys
@@ -209,6 +210,18 @@ def test_mtp_that_config_json_promises_and_the_files_lack_is_left_out(tmp_path: 
     made = import_hf(tmp_path / "out", tmp_path / "in")
     assert made.model.num_mtp_layers == 0 and "num_nextn_predict_layers=1" in made.remarks[0]
     assert_equal(imported(made.folder), {name: t for name, t in state.items() if not name.startswith("mtp.")})
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writes fail half way, as on a full disk
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/out'"):
+            export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 Change = Callable[[Path, dict[str, Tensor], dict[str, Any]], None]

@@ -8,7 +8,8 @@ import logging
 import threading
 from pathlib import Path
 
-from trainer.health.dashboard.page import page, payload, write
+from trainer.files import replace_file
+from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import Run
 
 NAME = "dashboard.html"
@@ -27,7 +28,7 @@ def write_at_end(folder: Path, ended: BaseException | str | None, patience: floa
         try:
             run = Run(folder)
             run.poll()
-            write(folder / NAME, page(payload([run], what)))
+            replace_file(folder / NAME, page(payload([run], what)).encode(errors="replace"))
         except Exception as error:
             trouble.append(f"{type(error).__name__}: {error}")
 

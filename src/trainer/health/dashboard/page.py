@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,14 +169,3 @@ def as_json(data: dict[str, Any]) -> str:
     """JSON that cannot end the script element that it stands in."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one at any moment."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, "utf-8", errors="replace")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
