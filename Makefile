@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 RECIPE := fp8_delayed
 ARGS :=
 PYTEST_ARGS :=
+# tests that take times of a GPU, which mean something only while one process uses it
+TIMED := tests/gpu/test_health_kernels.py tests/gpu/test_adamw.py
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 # the interpreter for .venv: make train PYTHON=python3.12
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -29,6 +31,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	@if [ -e /dev/nvidiactl ]; then $(BIN)/pytest $(TIMED); fi
 
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/soak.py $(ARGS)

@@ -127,6 +127,16 @@ def _read(x, token, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr):
 
 
 @triton.jit
+def _parts(x, token, r4, c, T, C, GATHER: tl.constexpr):
+    """A tile of 128 x 128 in four parts, all of which are asked for before the first is used: else each would wait for
+    memory by itself."""
+    return (
+        _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
+        _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
+    )  # fmt: skip
+
+
+@triton.jit
 def _block_part(
     read,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
@@ -151,18 +161,14 @@ def _blocks_kernel(
     """A tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
     column. AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
 
-    Four parts of 32 rows. All are asked for before the first is used, or each would wait for memory by itself; they
-    stay in registers until the columns' scales are known."""
+    Its `_parts` stay in registers until the columns' scales are known."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
-        parts = (
-            _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
-            _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
-        )  # fmt: skip
+        parts = _parts(x, token, r4, c, T, C, GATHER)
         columns = tl.zeros((32, 128), tl.int32)
         rows = tl.zeros((32,), tl.int32)
         for i in tl.static_range(4):
@@ -209,10 +215,7 @@ def _transpose_kernel(
     if busy:
         r4 = tl.program_id(1) * 32 + tl.arange(0, 32)
         c = tl.program_id(0) * 128 + tl.arange(0, 128)
-        parts = (
-            _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
-            _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
-        )  # fmt: skip
+        parts = _parts(x, token, r4, c, T, C, GATHER)
         words = tl.zeros((32, 128), tl.int32)
         columns = tl.zeros((32, 128), tl.int32)
         for i in tl.static_range(4):

@@ -11,8 +11,8 @@ BLOCK scales in FP32 every 128.
 Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a column of y; BLOCK 1 x 128 of a with
 128 x 128 of b (nt), 128 x 1 of both (wgrad); PLAIN none: BF16.
 
-The kernels here are for Triton's interpreter, which does not run those of `hopper_gemm`, and for weight gradients that
-are not whole tiles high.
+The kernels here are for Triton's interpreter, which does not run those of `hopper_gemm`, and for rows and weight
+gradients that are not whole tiles high.
 
 One program a multiprocessor takes every so-maniest tile: none starts anew, and loads never pause. More and shorter ones
 were no faster, beside messages to other ranks neither (docs/benchmarks.md).

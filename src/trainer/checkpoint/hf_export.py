@@ -13,6 +13,7 @@ Numbers: `fp32` is the masters. `bf16` is what multiplies, BF16(master). `fp8` i
 All of it is written into OUT.partial, which is renamed when it is whole.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from trainer.checkpoint.streams import HF_INDEX, TILE, SavedTensors, row_steps
 from trainer.files import sync_folder
 
 PARTIAL = ".partial"
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what writing to a full disk raises
 
 
 class Numbers(Enum):
@@ -145,7 +147,7 @@ def export(
         sync_folder(out.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say where
+        if isinstance(error, OSError) and error.errno in FULL:  # which does not say where
             raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     weights = [weight for unit in units for weight in unit.weights]
