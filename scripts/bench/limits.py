@@ -1,13 +1,14 @@
 """The work that no implementation can avoid, and nothing else: the GEMMs of a layer forward and backward with operands
 that are ready, and the attention core. What these take in the same process is the limit that the benches quote.
 
-For y [M, N] = x [M, K] w [N, K]^T: y, dx [M, K] = dy w, dw [N, K] = dy^T x. BF16 by torch.mm and torch._grouped_mm. FP8
-(E4M3, one scale a tensor, fast accumulation, both factors contiguous along the sum) by torch._scaled_mm, and for groups
-by the project's own kernels, which were measured to be faster than torch's. Random numbers: zeros would draw less power
-and run faster.
+For y [M, N] = x [M, K] w [N, K]^T: y, dx [M, K] = dy w, dw [N, K] = dy^T x. BF16 by torch.mm, and for groups by
+torch._grouped_mm or the project's own kernels, whichever take less time. FP8 (E4M3, one scale a tensor, fast
+accumulation, both factors contiguous along the sum) by torch._scaled_mm, and for groups by the project's own kernels,
+which were measured to be faster than torch's. Random numbers: zeros would draw less power and run faster.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from measure import device, short
@@ -16,6 +17,9 @@ from torch import Tensor
 from precision import GemmRow, Plan
 from precision.attention import attention_core
 from trainer.config import Config
+
+if TYPE_CHECKING:
+    from precision.kernels.route import Route
 
 Work = Callable[[], object]
 FP8 = torch.float8_e4m3fn
@@ -51,20 +55,43 @@ def linear_fp8(M: int, N: int, K: int) -> Work:
 
 
 def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three torch._grouped_mm over the rows of a routing, each group's rounded up to 16 as they want it."""
+    """Three grouped GEMMs over the rows of a routing: torch's or, on a GPU and if they are faster, the project's."""
+    theirs = _torch_grouped(expert_TK, groups, N, K)
+    if device().type == "cpu":
+        return theirs
+    return min(theirs, _own_grouped(expert_TK, groups, N, K), key=_warm)
+
+
+def _torch_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
+    """Three torch._grouped_mm, each group's rows rounded up to 16 as they want it."""
     padded = (torch.bincount(expert_TK.flatten(), minlength=groups) + 15) // 16 * 16
     ends, R = padded.cumsum(0).int(), int(padded.sum())
     x, w, dy = random(R, K), random(groups, N, K, scale=0.02), random(R, N, scale=1e-3)
     return lambda: (_grouped_mm(x, w.mT, offs=ends), _grouped_mm(dy, w, offs=ends), _grouped_mm(dy.t(), x, offs=ends))
 
 
+def _own_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
+    """Three of the project's grouped BF16 GEMMs, in tiles of 128; weight gradients in BF16, as torch's."""
+    from precision.kernels.grouped_gemm import nt_bf16, wgrad_bf16
+
+    to = _tiles(expert_TK, groups)
+    x, w, dy = random(len(to.token), K), random(groups, N, K, scale=0.02), random(len(to.token), N, scale=1e-3)
+    return lambda: (nt_bf16(x, w, to), nt_bf16(dy, w.mT, to), wgrad_bf16(dy, x, to, torch.bfloat16))
+
+
+def _tiles(expert_TK: Tensor, groups: int) -> "Route":
+    """The route of a routing's rows, in tiles of 128."""
+    from precision.kernels.route import route
+
+    return route(expert_TK, torch.ones(expert_TK.shape, device=device()), groups, 128)
+
+
 def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
     """Three of the project's grouped FP8 GEMMs over the rows of a routing, in tiles of 128."""
     from precision.kernels import const
     from precision.kernels.grouped_gemm import nt, wgrad
-    from precision.kernels.route import route
 
-    to = route(expert_TK, torch.ones(expert_TK.shape, device=device()), groups, 128)
+    to = _tiles(expert_TK, groups)
     R, mode = to.token.shape[0], const.TENSOR.value
     x, w, dy, x_t, w_t, dy_t = _fp8(R, K), _fp8(groups, N, K), _fp8(R, N), _fp8(K, R), _fp8(groups, K, N), _fp8(N, R)
     one, each = torch.ones((), device=device()), torch.ones(groups, device=device())
@@ -124,8 +151,12 @@ class StepLimit:
 
     def _measured(self, key: tuple, make: Callable[[], Work]) -> float:
         if key not in self._seconds:
-            work = make()
-            for _ in range(3):
-                work()
-            self._seconds[key] = short(work, 10)
+            self._seconds[key] = _warm(make())
         return self._seconds[key]
+
+
+def _warm(work: Work) -> float:
+    """Seconds of it, after three that do not count."""
+    for _ in range(3):
+        work()
+    return short(work, 10)
