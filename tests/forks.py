@@ -97,6 +97,7 @@ def main() -> None:
         importlib.import_module(name)
     del sys.path[0]
     gc.freeze()
+    gc.unfreeze = lambda: None  # a run would look at all that torch is, and so have it copied
     for line in sys.stdin:
         started = [fork(job) for job in json.loads(line)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]

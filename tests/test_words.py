@@ -28,7 +28,8 @@ SMALL = {
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
     "trainer.sequence_length": "32", "eval.every": "0", "checkpoint.every": "0", "trainer.device": "cpu",
 }  # fmt: skip
-ON_DOCS = ["data=text", "data.path=docs", "data.glob='**/*.md'", "model.vocab_size=512"]  # evaluated in no time
+# many short files: the one that is held out, and evaluated whole, is short
+TEXT = ["data=text", "data.path=configs", "data.glob='**/*.yaml'", "model.vocab_size=512"]
 BENCH = {"--model": "deepseek_tiny", "--tokens": "32", "--rounds": "1", "--repeat": "1", "--hold": "0"}
 BENCHES = {
     "linear.py": {**BENCH, "--shape": "32x32x32"},
@@ -53,6 +54,10 @@ def benched(words: list[str]) -> list[str]:
         few = {"--gpus": "1" if "1" in words[:3] else "2", "--rounds": "1", "--steps": "2"}
         words = [few.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         words += [part for option in few.keys() - set(words) for part in (option, few[option])]
+    if words[0].endswith("bench/step.py"):
+        words = [*words, "--steps", "2", "--hold", "0"]
+    if words[0].endswith("bench/health.py"):
+        words = [*words, "--steps", "2"]
     if words[0].endswith("bench/data.py"):
         return [words[0], "--mb", "1", "--vocab-size", "300", "--workers", "1"]
     if words[0].endswith("bench/host.py"):  # refused beside Triton's interpreter; tests/scripts/test_bench.py runs it
@@ -71,7 +76,7 @@ def benched(words: list[str]) -> list[str]:
         return [*cut, *(part for option in sorted(needed - given) for part in (option, sizes[option]))]
     own = {"model", "data", "data.path", "data.glob", "model.vocab_size", *SMALL}
     kept = [word for word in words if word.partition("=")[0] not in own]
-    return smaller([*kept, *ON_DOCS])
+    return smaller([*kept, *TEXT])
 
 
 def smaller(words: list[str]) -> list[str]:
@@ -86,17 +91,17 @@ def smaller(words: list[str]) -> list[str]:
     return [*words, *extra]
 
 
-def on_docs(words: list[str]) -> list[str]:
-    """The command, `smaller`, on the text of docs/."""
+def on_text(words: list[str]) -> list[str]:
+    """The command, `smaller`, on a little text."""
     given = any(word.startswith(("data=", "model=")) for word in words)
-    return smaller([*words, *ON_DOCS] if "train.py" in words and not given else words)
+    return smaller([*words, *TEXT] if "train.py" in words and not given else words)
 
 
 def exported(words: list[str]) -> list[str]:
-    """A command of docs/export.md, on the text of docs/, in widths that FP8 can be exported in."""
+    """A command of docs/export.md, on a little text, in widths that FP8 can be exported in."""
     if words[0] != "train.py" or "model=imported" in words:
         return words
-    return on_docs(
+    return on_text(
         [*words, *(f"model.{key}=128" for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"))]
     )
 
@@ -120,19 +125,19 @@ def test_commands_run(page: str, checkout: Path, run_python: Run) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
-            cut = {"docs/benchmarks.md": benched, "docs/export.md": exported}.get(page, on_docs)
+            cut = {"docs/benchmarks.md": benched, "docs/export.md": exported}.get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]
             what = [word for word in words if not word.startswith("--nproc")]
             what = (
-                [*what[:1], "--sizes", "64K"] if "bench" in what[0] else on_docs([*what, "trainer.microbatch_size=2"])
+                [*what[:1], "--sizes", "64K"] if "bench" in what[0] else on_text([*what, "trainer.microbatch_size=2"])
             )
             line = ["-m", "torch.distributed.run", *two, *what]
             done = run_python(*line, cwd=checkout, environment=environment)
         else:
             # make: what its targets do is what this test is part of; that they exist is all that is left to check
-            line = [program, *smaller([*words, *ON_DOCS, "trainer.microbatch_size=2"])]
+            line = [program, *smaller([*words, *TEXT, "trainer.microbatch_size=2"])]
             line = ["make", "-n", *words] if program == "make" else line
             more = {**os.environ, **environment}
             done = subprocess.run(line, cwd=checkout, env=more, capture_output=True, text=True, check=False)

@@ -22,6 +22,7 @@ Not in it: what an op needs while it runs, the allocator's own losses, the libra
 
 import math
 from collections import defaultdict
+from functools import cache
 
 import torch
 
@@ -132,6 +133,7 @@ def _parameters(config: Config) -> tuple[float, float]:
     return count_parameters(m).total - experts, experts
 
 
+@cache
 def _block_of(name: str) -> str:
     """layers.3.attn.q -> layers.3; the empty text for what stands beside the blocks."""
     kind, _, rest = name.partition(".")
