@@ -21,6 +21,7 @@ from torch import Tensor
 
 from precision.kernels import const
 from precision.kernels.common import (
+    STRIPS,
     Cast,
     abs_bits,
     amax_along,
@@ -44,23 +45,30 @@ from precision.kernels.common import (
 
 
 @triton.jit
+def _amax_kernel(x, scale_row, own, n, DELAYED: tl.constexpr, SIZE: tl.constexpr):
+    """amax into `own`, unless the scale is known."""
+    if not is_known(scale_row, DELAYED):
+        largest = tl.zeros((SIZE,), tl.int32)
+        for part in range(tl.program_id(0), tl.cdiv(n, SIZE), tl.num_programs(0)):
+            i = tl.cast(part, tl.int64) * SIZE + tl.arange(0, SIZE)
+            largest = tl.maximum(largest, abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)))
+        tl.atomic_max(own, tl.max(largest, 0), sem="relaxed")
+
+
+@triton.jit
 def _tensor_kernel(
     x, y, scale_row, own, amax, inv, n,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    AMAX_ONLY: tl.constexpr, SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Elementwise cast under one scale; AMAX_ONLY: amax into `own`."""
+    """Elementwise cast under one scale."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    if AMAX_ONLY:
-        if not is_known(scale_row, DELAYED):
-            tl.atomic_max(own, tl.max(abs_bits(tl.load(x + i, mask=i < n, other=0).to(tl.float32)), 0), sem="relaxed")
-    else:
-        scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
-        v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
-        tl.store(y + i, to_fp8(v * scale, F8, LIMIT), mask=i < n)
-        tl.atomic_max(amax, tl.max(abs_bits(v), 0), sem="relaxed")
-        if tl.program_id(0) == 0:
-            tl.store(inv, inverse(scale))
+    scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+    v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
+    tl.store(y + i, to_fp8(v * scale, F8, LIMIT), mask=i < n)
+    tl.atomic_max(amax, tl.max(abs_bits(v), 0), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(inv, inverse(scale))
 
 
 @triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
@@ -236,7 +244,8 @@ def _transpose_kernel(
                 scale = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
                 tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale, POW2), mask=c < C)
             else:
-                scale = tl.full((128,), 1.0, tl.float32) * inverse(tl.load(inv_t))
+                largest = tl.load(inv_t)  # 0 where all rows are
+                scale = tl.full((128,), 1.0, tl.float32) * inverse(tl.where(largest == 0, 1.0, largest))
             as_rows = words
             words = tl.zeros((32, 128), tl.int32)
             for i in tl.static_range(4):
@@ -265,10 +274,10 @@ def cast(
         own, inv = torch.zeros(1, device=x.device, dtype=torch.int32), torch.empty((), **new)
         common = scale_row, own, as_bits(amax), inv
         size = 8192
-        grid = (max(1, cdiv(x.numel(), size)),)
-        _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=True, SIZE=size, num_warps=8)
+        parts = max(1, cdiv(x.numel(), size))
+        _amax_kernel[(min(STRIPS, parts),)](x, scale_row, own, x.numel(), DELAYED=how.delayed, SIZE=size, num_warps=8)
         if yt is None:
-            _tensor_kernel[grid](x, y, *common, x.numel(), **constants, AMAX_ONLY=False, SIZE=size, num_warps=8)
+            _tensor_kernel[(parts,)](x, y, *common, x.numel(), **constants, SIZE=size, num_warps=8)
         else:
             grid = (cdiv(C, 128), Rt // 128)
             _tensor_transposed_kernel[grid](
@@ -351,10 +360,7 @@ def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor
     if how.mode == const.TENSOR.value:
         return inv
     if how.mode == const.ROW.value:
-        if not inv.numel():
-            return inv.new_ones(())
-        largest = inv.amax()
-        return torch.where(largest == 0, 1.0, largest)
+        return inv.amax() if inv.numel() else inv.new_ones(())
     return torch.empty(rows // 128, columns, device=inv.device, dtype=torch.float32)
 
 

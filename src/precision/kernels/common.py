@@ -3,8 +3,8 @@
 Scale of a tensor, by MODE:
 
     TENSOR  one. Delayed: the arena's row; where that is 0 (no history), and always with current scaling, from the
-            tensor's own amax, which a first launch (AMAX_ONLY) has left in `own`. With a history that launch returns
-            at once, so the host need not know which case it is.
+            tensor's own amax, which a first launch has left in `own`. With a history that launch returns at once, so
+            the host need not know which case it is: its programs are few (`STRIPS`), and each goes over many tiles.
     ROW     one a row, from the row itself, which is in registers: one pass
     BLOCK   one for 128 values of a row (and for 128 rows of a column, where an operand is summed over rows)
 
@@ -27,6 +27,7 @@ from precision.formats import BY_NAME, Format
 from precision.kernels import const
 
 MODES = {Granularity.tensor: 1, Granularity.row: 2, Granularity.block: 3}
+STRIPS = 1056  # programs of a pass over strips: eight a multiprocessor
 TRITON_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from precision.kernels import const
 from precision.kernels.common import (
+    STRIPS,
     Cast,
     abs_bits,
     amax_along,
@@ -29,55 +30,65 @@ from precision.kernels.common import (
     to_fp8,
 )
 
-_STRIPS = 1056  # programs of the backward pass: eight a multiprocessor; each sums dgain over its rows
+
+@triton.jit
+def _normed(x, gain, r, c, R, C, eps):
+    """x divided by its rows' root mean square, times gain; its place, and 1 / root mean square."""
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    i = r[:, None] * C + c[None, :]
+    v = tl.load(x + i, mask=inside, other=0).to(tl.float32)
+    one = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
+    return as_bf16(v * one[:, None] * tl.load(gain + c, mask=c < C, other=0)[None, :]), i, inside, one
+
+
+@triton.jit
+def _amax_kernel(
+    x, gain, scale_row, own, R, C, eps, DELAYED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """amax of the result into `own`, unless its scale is known."""
+    if not is_known(scale_row, DELAYED):
+        largest = tl.zeros((BR, BC), tl.int32)
+        for strip in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+            r = (strip * BR + tl.arange(0, BR)).to(tl.int64)
+            v, _, _, _ = _normed(x, gain, r, tl.arange(0, BC), R, C, eps)
+            largest = tl.maximum(largest, abs_bits(v))
+        tl.atomic_max(own, tl.max(largest), sem="relaxed")
 
 
 @triton.jit
 def _forward_kernel(
     x, gain, y, y8, rstd, scale_row, own, amax, inv, R, C, eps,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    MODE: tl.constexpr, AMAX_ONLY: tl.constexpr, PLAIN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    MODE: tl.constexpr, PLAIN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    skip = False
-    if AMAX_ONLY:
-        skip = is_known(scale_row, DELAYED)
-    if not skip:
-        r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
-        c = tl.arange(0, BC)
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        i = r[:, None] * C + c[None, :]
-        v = tl.load(x + i, mask=inside, other=0).to(tl.float32)
-        one = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
-        v = as_bf16(v * one[:, None] * tl.load(gain + c, mask=c < C, other=0)[None, :])
-        if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(abs_bits(v)), sem="relaxed")
-        else:
-            tl.store(rstd + r, one, mask=r < R)
-            if PLAIN:
-                tl.store(y + i, v.to(tl.bfloat16), mask=inside)
-            if MODE == const.TENSOR:
-                scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
-                tl.store(y8 + i, to_fp8(v * scale, F8, LIMIT), mask=inside)
-                tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
-                if tl.program_id(0) == 0:
-                    tl.store(inv, inverse(scale))
-            if MODE == const.ROW:
-                top = amax_along(v, 1)
-                scale = scale_of(top, LIMIT, HEADROOM, POW2)
-                tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
-                tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
-                tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
-            if MODE == const.BLOCK:
-                blocks = tl.reshape(v, (BR * (BC // 128), 128))
-                top = amax_along(blocks, 1)
-                scale = scale_of(top, LIMIT, HEADROOM, POW2)
-                v = tl.reshape(blocks * scale[:, None], (BR, BC))
-                tl.store(y8 + i, to_fp8(v, F8, LIMIT), mask=inside)
-                b = tl.arange(0, BC // 128)
-                at = inv + b[None, :].to(tl.int64) * R + r[:, None]
-                mask = (b * 128 < C)[None, :] & (r < R)[:, None]
-                tl.store(at, tl.reshape(inverse(scale), (BR, BC // 128)), mask=mask)
-                tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
+    r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+    v, i, inside, one = _normed(x, gain, r, tl.arange(0, BC), R, C, eps)
+    tl.store(rstd + r, one, mask=r < R)
+    if PLAIN:
+        tl.store(y + i, v.to(tl.bfloat16), mask=inside)
+    if MODE == const.TENSOR:
+        scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+        tl.store(y8 + i, to_fp8(v * scale, F8, LIMIT), mask=inside)
+        tl.atomic_max(amax, tl.max(abs_bits(v)), sem="relaxed")
+        if tl.program_id(0) == 0:
+            tl.store(inv, inverse(scale))
+    if MODE == const.ROW:
+        top = amax_along(v, 1)
+        scale = scale_of(top, LIMIT, HEADROOM, POW2)
+        tl.store(y8 + i, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
+        tl.store(inv + r, inverse_of_row(scale, top), mask=r < R)
+        tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
+    if MODE == const.BLOCK:
+        blocks = tl.reshape(v, (BR * (BC // 128), 128))
+        top = amax_along(blocks, 1)
+        scale = scale_of(top, LIMIT, HEADROOM, POW2)
+        v = tl.reshape(blocks * scale[:, None], (BR, BC))
+        tl.store(y8 + i, to_fp8(v, F8, LIMIT), mask=inside)
+        b = tl.arange(0, BC // 128)
+        at = inv + b[None, :].to(tl.int64) * R + r[:, None]
+        mask = (b * 128 < C)[None, :] & (r < R)[:, None]
+        tl.store(at, tl.reshape(inverse(scale), (BR, BC // 128)), mask=mask)
+        tl.atomic_max(amax, tl.max(abs_bits(top)), sem="relaxed")
 
 
 @triton.jit
@@ -117,18 +128,20 @@ def rms_norm(
         shape = {const.TENSOR.value: (), const.ROW.value: (R, 1), const.BLOCK.value: (cdiv(C, 128), R)}[mode]
         inv = torch.empty(shape, **new)
         own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == const.TENSOR.value else own
-    for amax_only in (True, False) if mode == const.TENSOR.value else (False,):
-        _forward_kernel[(cdiv(R, BR),)](
-            x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
-            **constants, MODE=mode, AMAX_ONLY=amax_only, PLAIN=plain, BR=BR, BC=BC, num_warps=row_warps(BC),
-        )  # fmt: skip
+    tiles, blocks = cdiv(R, BR), {"BR": BR, "BC": BC, "num_warps": row_warps(BC)}
+    if mode == const.TENSOR.value:
+        _amax_kernel[(min(STRIPS, tiles),)](x, gain, scale_row, own, R, C, eps, DELAYED=constants["DELAYED"], **blocks)
+    _forward_kernel[(tiles,)](
+        x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
+        **constants, MODE=mode, PLAIN=plain, **blocks,
+    )  # fmt: skip
     return y, y8 if mode else y.new_empty(0), inv.t() if mode == const.BLOCK.value else inv, rstd
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """dy, x [R, C] BF16, rstd [R] -> dx [R, C] in x's dtype, dgain [C] FP32."""
     R, C = x.shape
-    strips = min(_STRIPS, max(R, 1))
+    strips = min(STRIPS, max(R, 1))  # each sums dgain over its rows
     dx = torch.empty_like(x)
     partial = torch.empty(strips, C, device=x.device, dtype=torch.float32)
     BC = power_of_2(C)

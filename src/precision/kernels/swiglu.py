@@ -15,6 +15,7 @@ from torch import Tensor
 
 from precision.kernels import const
 from precision.kernels.common import (
+    STRIPS,
     Cast,
     abs_bits,
     amax_along,
@@ -72,29 +73,63 @@ def _weights(weight, r, R, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _activated(y, weight, r, c, R, F, GROUPS: tl.constexpr):
+    """The result for rows and columns, and which of them there are."""
+    inside = (r < R)[:, None] & (c < F)[None, :]
+    i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
+    w = _weights(weight, r, R, GROUPS)
+    g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
+    u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
+    return _activate(g, u, w[:, None]), inside
+
+
+@triton.jit
+def _changed(dh, y, weight, r, c, R, F, GROUPS: tl.constexpr):
+    """`_gradients` for rows and columns."""
+    r64 = r[:, None].to(tl.int64)
+    inside = (r < R)[:, None] & (c < F)[None, :]
+    w = _weights(weight, r, R, GROUPS)
+    o = r64 * (2 * F) + c[None, :]
+    one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
+    g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
+    u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
+    return _gradients(one, g, u, w[:, None])
+
+
+@triton.jit
+def _amax_kernel(
+    dh, y, weight, ends, scale_row, own, R, F, COLUMNS, DELAYED: tl.constexpr, BACKWARD: tl.constexpr,
+    GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """amax into `own`, unless the scale is known: of the result, or (BACKWARD) of the gradients of gate and up."""
+    if not is_known(scale_row, DELAYED):
+        largest = tl.zeros((BR, BC), tl.int32)
+        tiles = tl.cdiv(_rows_left(ends, R, GROUPS), BR) * COLUMNS
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            r = tile // COLUMNS * BR + tl.arange(0, BR)
+            c = tile % COLUMNS * BC + tl.arange(0, BC)
+            if BACKWARD:
+                dg, du, _, _ = _changed(dh, y, weight, r, c, R, F, GROUPS)
+                largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
+            else:
+                largest = tl.maximum(largest, abs_bits(_activated(y, weight, r, c, R, F, GROUPS)[0]))
+        tl.atomic_max(own, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
 def _forward_kernel(
     y, h, weight, ends, scale_row, own, amax, inv, R, F, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    MODE: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    MODE: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
     column = tl.program_id(0) % COLUMNS
-    skip = row * BR >= _rows_left(ends, R, GROUPS)
-    if AMAX_ONLY:
-        skip = skip | is_known(scale_row, DELAYED)
-    if not skip:
+    if row * BR < _rows_left(ends, R, GROUPS):
         r = row * BR + tl.arange(0, BR)
         c = column * BC + tl.arange(0, BC)
-        inside = (r < R)[:, None] & (c < F)[None, :]
-        i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
-        w = _weights(weight, r, R, GROUPS)
-        g = tl.load(y + i, mask=inside, other=0).to(tl.float32)
-        u = tl.load(y + i + F, mask=inside, other=0).to(tl.float32)
-        v = _activate(g, u, w[:, None])
+        v, inside = _activated(y, weight, r, c, R, F, GROUPS)
         o = r[:, None].to(tl.int64) * F + c[None, :]
-        if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(abs_bits(v)), sem="relaxed")
-        elif MODE == 0:
+        if MODE == 0:
             tl.store(h + o, v.to(tl.bfloat16), mask=inside)
         elif MODE == const.TENSOR:
             scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
@@ -116,16 +151,12 @@ def _forward_kernel(
 def _backward_kernel(
     dh, y, d, dt, ht, dw, weight, ends, scale_row, own, amax, inv, h_scale, R, F, R4, COLUMNS,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
-    H8: tl.constexpr, H_LIMIT: tl.constexpr, AMAX_ONLY: tl.constexpr, GROUPS: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+    H8: tl.constexpr, H_LIMIT: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One scale a tensor: [dg, du], its transposed copy and h's, in FP8. All loads come before all stores."""
     row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
     column = tl.program_id(0) % COLUMNS
-    skip = row * BR >= _rows_left(ends, R4 * 4, GROUPS)  # plain rows: up to the end of the transposed copies
-    if AMAX_ONLY:
-        skip = skip | is_known(scale_row, DELAYED)
-    if not skip:
+    if row * BR < _rows_left(ends, R4 * 4, GROUPS):  # plain rows: up to the end of the transposed copies
         r4 = row * (BR // 4) + tl.arange(0, BR // 4)
         c = column * BC + tl.arange(0, BC)
         wg = tl.zeros((BR // 4, BC), tl.int32)
@@ -134,48 +165,35 @@ def _backward_kernel(
         largest = tl.zeros((BR // 4, BC), tl.int32)
         sums = tl.zeros((BR // 4, 4), tl.float32)
         j = tl.arange(0, 4)[None, :]
-        if not AMAX_ONLY:
-            scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
-            scale_h = tl.load(h_scale)
+        scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
+        scale_h = tl.load(h_scale)
+        for i in tl.static_range(4):
+            dg, du, h, addend = _changed(dh, y, weight, r4 * 4 + i, c, R, F, GROUPS)
+            largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
+            if GROUPS > 0:
+                sums += tl.where(j == i, tl.sum(addend, 1)[:, None], 0.0)
+            wg |= byte(to_fp8(dg * scale, F8, LIMIT), i)
+            wu |= byte(to_fp8(du * scale, F8, LIMIT), i)
+            wh |= byte(to_fp8(h * scale_h, H8, H_LIMIT), i)
+        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+        if GROUPS > 0:
+            tl.store(dw + column.to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
+        if tl.program_id(0) == 0:
+            tl.store(inv, inverse(scale))
+        wg = settled(wg)
+        wu = settled(wu)
+        wh = settled(wh)
         for i in tl.static_range(4):
             r = r4 * 4 + i
-            r64 = r[:, None].to(tl.int64)
             inside = (r < R)[:, None] & (c < F)[None, :]
-            w = _weights(weight, r, R, GROUPS)
-            o = r64 * (2 * F) + c[None, :]
-            one = tl.load(dh + r64 * F + c[None, :], mask=inside, other=0).to(tl.float32)
-            g = tl.load(y + o, mask=inside, other=0).to(tl.float32)
-            u = tl.load(y + o + F, mask=inside, other=0).to(tl.float32)
-            dg, du, h, addend = _gradients(one, g, u, w[:, None])
-            largest = tl.maximum(largest, tl.maximum(abs_bits(dg), abs_bits(du)))
-            if not AMAX_ONLY:
-                if GROUPS > 0:
-                    sums += tl.where(j == i, tl.sum(addend, 1)[:, None], 0.0)
-                wg |= byte(to_fp8(dg * scale, F8, LIMIT), i)
-                wu |= byte(to_fp8(du * scale, F8, LIMIT), i)
-                wh |= byte(to_fp8(h * scale_h, H8, H_LIMIT), i)
-        if AMAX_ONLY:
-            tl.atomic_max(own, tl.max(largest), sem="relaxed")
-        else:
-            tl.atomic_max(amax, tl.max(largest), sem="relaxed")
-            if GROUPS > 0:
-                tl.store(dw + column.to(tl.int64) * R + (r4 * 4)[:, None] + j, sums)
-            if tl.program_id(0) == 0:
-                tl.store(inv, inverse(scale))
-            wg = settled(wg)
-            wu = settled(wu)
-            wh = settled(wh)
-            for i in tl.static_range(4):
-                r = r4 * 4 + i
-                inside = (r < R)[:, None] & (c < F)[None, :]
-                o = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
-                tl.store(d + o, unbyte(wg, i), mask=inside)
-                tl.store(d + o + F, unbyte(wu, i), mask=inside)
-            t = c[:, None].to(tl.int64) * R4 + r4[None, :]
-            mask = (c < F)[:, None]
-            tl.store(dt + t, tl.trans(wg), mask=mask)
-            tl.store(dt + t + R4.to(tl.int64) * F, tl.trans(wu), mask=mask)
-            tl.store(ht + t, tl.trans(wh), mask=mask)
+            o = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
+            tl.store(d + o, unbyte(wg, i), mask=inside)
+            tl.store(d + o + F, unbyte(wu, i), mask=inside)
+        t = c[:, None].to(tl.int64) * R4 + r4[None, :]
+        mask = (c < F)[:, None]
+        tl.store(dt + t, tl.trans(wg), mask=mask)
+        tl.store(dt + t + R4.to(tl.int64) * F, tl.trans(wu), mask=mask)
+        tl.store(ht + t, tl.trans(wh), mask=mask)
 
 
 @triton.jit
@@ -225,8 +243,7 @@ def swiglu(
     mode = 0 if how is None else how.mode
     constants = (how or _PLAIN).constants
     h = torch.empty(R, F, device=y.device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
-    blocks = cdiv(F, 128)
-    shape = {0: (0,), const.TENSOR.value: (2,), const.ROW.value: (R, 1), const.BLOCK.value: (blocks, R)}[mode]
+    shape = {0: (0,), const.TENSOR.value: (2,), const.ROW.value: (R, 1), const.BLOCK.value: (cdiv(F, 128), R)}[mode]
     # rows beyond the experts' last are not written; the largest scale must not see what lay there
     inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
     own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == const.TENSOR.value else as_bits(inv)
@@ -236,11 +253,16 @@ def swiglu(
     else:
         BR, BC, warps = 64, 128, 4
     columns = cdiv(F, BC)
-    for amax_only in (True, False) if mode == const.TENSOR.value else (False,):
-        _forward_kernel[(columns * cdiv(R, BR),)](
-            y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
-            **constants, MODE=mode, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=warps,
+    grid, blocks = columns * cdiv(R, BR), {"GROUPS": _groups(ends), "BR": BR, "BC": BC, "num_warps": warps}
+    if mode == const.TENSOR.value:
+        _amax_kernel[(min(STRIPS, grid),)](
+            y, y, _or(weight, y), _or(ends, y), scale_row, own, R, F, columns,
+            DELAYED=constants["DELAYED"], BACKWARD=False, **blocks,
         )  # fmt: skip
+    _forward_kernel[(grid,)](
+        y, h, _or(weight, y), _or(ends, y), scale_row, own, as_bits(amax), inv, R, F, columns,
+        **constants, MODE=mode, **blocks,
+    )  # fmt: skip
     return h, inv.t() if mode == const.BLOCK.value else inv
 
 
@@ -257,15 +279,18 @@ def swiglu_backward_tensor(
     ht = torch.empty(F, Rt, device=device, dtype=how_h.fmt.dtype)
     BR, BC = 64, 64
     columns = cdiv(F, BC)
-    grid = (columns * (Rt // BR),)
+    grid, blocks = columns * (Rt // BR), {"GROUPS": _groups(ends), "BR": BR, "BC": BC, "num_warps": 4}
     dw = torch.empty(columns if weight is not None else 0, R, device=device)
     own, inv = torch.zeros(1, device=device, dtype=torch.int32), torch.empty((), device=device)
-    for amax_only in (True, False):
-        _backward_kernel[grid](
-            dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
-            as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
-            H_LIMIT=how_h.fmt.max, AMAX_ONLY=amax_only, GROUPS=_groups(ends), BR=BR, BC=BC, num_warps=4, maxnreg=128,
-        )  # fmt: skip
+    _amax_kernel[(min(STRIPS, grid),)](
+        dh, y, _or(weight, y), _or(ends, y), scale_row, own, R, F, columns,
+        DELAYED=how.delayed, BACKWARD=True, maxnreg=128, **blocks,
+    )  # fmt: skip
+    _backward_kernel[(grid,)](
+        dh, y, as_bytes(d), as_words(dt), as_words(ht), dw, _or(weight, y), _or(ends, y), scale_row, own,
+        as_bits(amax), inv, h_scale[1:], R, F, Rt // 4, columns, **how.constants, H8=how_h.constants["F8"],
+        H_LIMIT=how_h.fmt.max, maxnreg=128, **blocks,
+    )  # fmt: skip
     return d, dt, ht, inv, dw
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from precision.kernels import const
 from precision.kernels.common import (
+    STRIPS,
     Cast,
     abs_bits,
     as_bf16,
@@ -38,24 +39,33 @@ def _load_part(w, g, n4, k, N, K, i: tl.constexpr):
 
 
 @triton.jit
-def _amax_kernel(
-    w, scale_row, own, by_row, by_column, N, K, DELAYED: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """TENSOR: amax of each group into own[g], unless its scale is known. ROW: amaxes of rows and columns."""
+def _bits(w, g, row, column, N, K):
+    """|w| of a tile of 128 x 128, rounded to BF16, as integers; its rows and columns."""
+    n = row * 128 + tl.arange(0, 128)
+    k = column * 128 + tl.arange(0, 128)
+    at = w + (g * N + n[:, None]) * K + k[None, :]
+    return abs_bits(as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0))), n, k
+
+
+@triton.jit
+def _amax_kernel(w, scale_row, own, N, K, DELAYED: tl.constexpr):
+    """TENSOR: amax of each group into own[g], unless its scale is known."""
+    g = tl.program_id(1).to(tl.int64)
+    if not is_known(scale_row + g, DELAYED):
+        largest = tl.zeros((128, 128), tl.int32)
+        columns = tl.cdiv(K, 128)
+        for tile in range(tl.program_id(0), tl.cdiv(N, 128) * columns, tl.num_programs(0)):
+            largest = tl.maximum(largest, _bits(w, g, tile // columns, tile % columns, N, K)[0])
+        tl.atomic_max(own + g, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _amaxes_kernel(w, by_row, by_column, N, K):
+    """ROW: amaxes of rows and columns."""
     g = tl.program_id(2).to(tl.int64)
-    skip = False
-    if MODE == const.TENSOR:
-        skip = is_known(scale_row + g, DELAYED)
-    if not skip:
-        n = tl.program_id(0) * 128 + tl.arange(0, 128)
-        k = tl.program_id(1) * 128 + tl.arange(0, 128)
-        at = w + (g * N + n[:, None]) * K + k[None, :]
-        bits = abs_bits(as_bf16(tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)))
-        if MODE == const.TENSOR:
-            tl.atomic_max(own + g, tl.max(bits), sem="relaxed")
-        else:
-            tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N, sem="relaxed")
-            tl.atomic_max(by_column + g * K + k, tl.max(bits, 0), mask=k < K, sem="relaxed")
+    bits, n, k = _bits(w, g, tl.program_id(0), tl.program_id(1), N, K)
+    tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N, sem="relaxed")
+    tl.atomic_max(by_column + g * K + k, tl.max(bits, 0), mask=k < K, sem="relaxed")
 
 
 @triton.jit
@@ -185,11 +195,12 @@ def cast_weight(
     rows = columns = own = as_bits(amax)  # not read
     if how.mode == const.TENSOR.value:
         own = torch.zeros(G, device=device, dtype=torch.int32)
+        strips = min(blocks[0] * blocks[1], cdiv(STRIPS, G))
+        _amax_kernel[(strips, G)](master, scale_row, own, N, K, DELAYED=how.delayed, num_warps=8)
     if how.mode == const.ROW.value:
         amaxes = torch.zeros(G * (N + K), device=device, dtype=torch.int32)
         rows, columns = amaxes[: G * N], amaxes[G * N :]
-    if how.mode != const.BLOCK.value:
-        _amax_kernel[grid](master, scale_row, own, rows, columns, N, K, DELAYED=how.delayed, MODE=how.mode, num_warps=8)
+        _amaxes_kernel[grid](master, rows, columns, N, K, num_warps=8)
     _cast_kernel[grid](
         master, as_bytes(w8), as_words(wt), scale_row, own, as_bits(amax), inv, inv_t, rows, columns, N, K,
         **how.constants, MODE=how.mode, TRANSPOSED=transposed, num_warps=8,
