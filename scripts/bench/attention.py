@@ -16,6 +16,7 @@ timed alone, on a graph of autograd that is kept.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +121,15 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
 
 
 def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    with sdpa_kernel(kernel):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    """RuntimeError where it refuses, with the reason, which PyTorch gives in warnings about all kernels."""
+    with sdpa_kernel(kernel), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        except RuntimeError as error:
+            texts = [str(warning.message).partition("(Triggered")[0].strip() for warning in said]
+            why = [text for text in texts if not text.endswith("because:") and "runtime disabled" not in text]
+            raise RuntimeError("; ".join(why) or str(error)) from None
 
 
 def _both_ways(
