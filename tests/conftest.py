@@ -62,6 +62,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, or a worker has one of them left when the others are done."""
+    items.sort(key=lambda item: item.path.name != "test_words.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What inductor compiles for a CPU takes a C++ compiler."""
     backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend")
