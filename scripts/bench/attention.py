@@ -17,7 +17,8 @@ timed alone, on a graph of autograd that is kept.
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import layers
@@ -105,7 +106,8 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
     if name == "core":
         return _both_ways(name, lambda: attention_core(q, k, v, scale), inputs, dy)
     if name in KERNELS:
-        return _both_ways(name, lambda: _by_name(KERNELS[name], q, k, v, scale), inputs, dy)
+        with _with_reasons():
+            return _both_ways(name, lambda: _by_name(KERNELS[name], q, k, v, scale), inputs, dy)
     if name in packed.NAMES:
         return _both_ways(name, packed.core(name, q, k, v, scale, document), inputs, dy)
     if te is None:
@@ -121,11 +123,17 @@ def variants(name: str, shape: Shape, te: TransformerEngine | None, document: in
 
 
 def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """RuntimeError where it refuses, with the reason, which PyTorch gives in warnings about all kernels."""
-    with sdpa_kernel(kernel), warnings.catch_warnings(record=True) as said:
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+@contextmanager
+def _with_reasons() -> Iterator[None]:
+    """Where a kernel refuses, the RuntimeError says why, which PyTorch does in warnings about all kernels."""
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            yield
         except RuntimeError as error:
             texts = [str(warning.message).partition("(Triggered")[0].strip() for warning in said]
             why = [text for text in texts if not text.endswith("because:") and "runtime disabled" not in text]

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from precision import GemmRow, Plan
 from precision.attention import attention_core
+from precision.backends.availability import cuda_problem
+from precision.hardware import detect
 from trainer.config import Config
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ def linear_fp8(M: int, N: int, K: int) -> Work:
 
 
 def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three grouped GEMMs over the rows of a routing: torch's or, on a GPU and if they are faster, the project's."""
+    """Three grouped GEMMs over the rows of a routing: torch's or, where they run and are faster, the project's."""
     theirs = _torch_grouped(expert_TK, groups, N, K)
-    if device().type == "cpu":
+    if cuda_problem(detect(device())):
         return theirs
     return min(theirs, _own_grouped(expert_TK, groups, N, K), key=_warm)
 

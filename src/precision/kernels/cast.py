@@ -356,7 +356,8 @@ def gather_transposed(
 
 
 def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor:
-    """Inverse scales of a transposed operand: known (TENSOR, ROW), or memory for them (BLOCK)."""
+    """Inverse scales of a transposed operand: known (TENSOR; ROW: the largest, 0 if all rows are), or memory for them
+    (BLOCK)."""
     if how.mode == const.TENSOR.value:
         return inv
     if how.mode == const.ROW.value:

@@ -27,7 +27,7 @@ from precision.formats import BY_NAME, Format
 from precision.kernels import const
 
 MODES = {Granularity.tensor: 1, Granularity.row: 2, Granularity.block: 3}
-STRIPS = 1056  # programs of a pass over strips: eight a multiprocessor
+STRIPS = 1056  # programs of a pass over strips, about: eight a multiprocessor
 TRITON_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
