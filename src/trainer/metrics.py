@@ -5,6 +5,7 @@ device arrives as 0-d tensors and leaves in one copy; what the host knows (time,
 """
 
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ class Throughput:
 
     def __init__(self, flops_per_token: float, device: torch.device):
         self._flops_per_token, self._peak = flops_per_token, bf16_peak(device)
-        self.total_tokens, self.total_seconds = 0, 0.0
+        self._rates: list[float] = []
         self.is_paused = False
         self.latest: tuple[int, float, int] = 0, 0.0, 0
         """Tokens, seconds and steps between the last two readings."""
@@ -129,10 +130,9 @@ class Throughput:
     def read(self) -> dict[str, float]:
         """Rates since the last reading. The caller has waited for the device."""
         seconds = time.perf_counter() - self._began - self._paused
-        self.total_seconds += seconds
-        self.total_tokens += self._tokens
         self.latest = self._tokens, seconds, self._steps
         rate = self._tokens / seconds
+        self._rates.append(rate)
         metrics = {
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / max(self._steps, 1),
@@ -144,6 +144,6 @@ class Throughput:
         return metrics
 
     @property
-    def average(self) -> float:
-        """Tokens per second over all readings."""
-        return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
+    def median(self) -> float:
+        """Of the readings after the first, in which kernels are compiled; of that one if there are no others."""
+        return statistics.median(self._rates[1:] or self._rates or [0.0])

@@ -207,7 +207,7 @@ class Trainer:
             step=self.step,
             validation_loss=validation_loss,
             bigram_loss=p.world.on_first(lambda: bigram_loss(p.data.train, p.data.validation), "bigrams"),
-            tokens_per_second=self._throughput.average,
+            tokens_per_second=self._throughput.median,
             peak_memory_gib=peak_memory_gib(p.engine.device),
             skipped_steps=int(p.engine.guard.skipped),
         )

@@ -1,8 +1,9 @@
-"""What leaves the device in one copy is what was there."""
+"""What leaves the device in one copy is what was there; tokens per second."""
 
+import pytest
 import torch
 
-from trainer.metrics import copy_to_host
+from trainer.metrics import Throughput, copy_to_host
 
 
 def test_numbers_of_any_shape_and_format_keep_their_names_and_order() -> None:
@@ -20,3 +21,17 @@ def test_numbers_of_any_shape_and_format_keep_their_names_and_order() -> None:
         "b": 1.5, "count": [[2**40 + 1, 2], [3, 4]], "a": 0.1, "ok": 1.0, "none": [], "c": [2.5, -1.0]
     }  # fmt: skip
     assert copy_to_host({}) == {}
+
+
+def test_tokens_per_second_of_a_run_are_the_median_without_the_first_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    rates = Throughput(1e9, torch.device("cpu"))
+    assert rates.median == 0
+    for tokens, seconds, median in ((100, 50.0, 2), (100, 1.0, 100), (300, 1.0, 200), (200, 1.0, 200)):
+        rates.step(tokens)
+        now += seconds
+        with rates.paused():
+            now += 7
+        assert rates.read()["perf/tokens_per_second"] == tokens / seconds
+        assert rates.median == median

@@ -61,7 +61,7 @@ def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console
     console = console or Console(file=cast(TextIO, Outlived(sys.stdout)), highlight=False)
     if enabled and console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(console, first_step, max_steps)
-    return PlainScreen(console, first_step, max_steps, enabled)
+    return PlainScreen(console, max_steps, enabled)
 
 
 def metrics_line(values: Mapping[str, Any], max_steps: int) -> Text:
@@ -131,26 +131,27 @@ class SilentScreen:
 class PlainScreen:
     """Lines only. Long ones are not broken: what reads them is a file or another program."""
 
-    def __init__(self, console: Console, first_step: int, max_steps: int, enabled: bool = True) -> None:
+    def __init__(self, console: Console, max_steps: int, enabled: bool = True) -> None:
         self._console = console
         self._max_steps = max_steps
         self._enabled = enabled
-        self._start = (first_step, time.monotonic())
+        self._since: tuple[int, float] | None = None  # the first line: what comes before it is mostly compilation
 
     def line(self, text: Text) -> None:
         """Show a line."""
         self._console.print(text, soft_wrap=True)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Show the metrics of a step, and how long the run will still take at the speed so far."""
+        """Show the metrics of a step, and how long the run will still take at the speed since the first line."""
         if not self._enabled:
             return
         line = metrics_line(values, self._max_steps)
-        first_step, start = self._start
-        done = values["step"] - first_step
-        if done > 0 and _RATE in values:
-            seconds = (time.monotonic() - start) / done * (self._max_steps - values["step"])
-            line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")
+        if _RATE in values:
+            step, now = values["step"], time.monotonic()
+            first, began = self._since = self._since or (step, now)
+            if step > first:
+                seconds = (now - began) / (step - first) * (self._max_steps - step)
+                line.append(f"  {timedelta(seconds=round(seconds))} left", "not bold dim")
         self.line(line)
 
     def progress(self, step: int) -> None:
