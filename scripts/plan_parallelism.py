@@ -1,7 +1,7 @@
 """Which degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
 
-    python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed
-    python scripts/plan_parallelism.py --gpus 64 --sequences 4 model=deepseek_v3 +recipe=fp8_block
+    python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed trainer.sequence_length=4096
+    python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block trainer.sequence_length=4096
     python scripts/plan_parallelism.py --gpus 4 --sequences 4,6,8,10,12 model=moonlight_16b trainer.sequence_length=4096
 
 Arguments after the options are train.py's. The arithmetic is that of docs/parallelism.md, and as good as the rates it
@@ -20,7 +20,7 @@ from precision import Plan
 from precision.hardware import Gpu
 from trainer.cli import Parser, compose, guarded
 from trainer.config import Config, load
-from trainer.cost import Cost, Machine, layouts, ranked
+from trainer.cost import Cost, Machine, fewest, layouts, ranked
 from trainer.memory import GIB
 from trainer.preflight import check_sizes
 
@@ -49,6 +49,11 @@ def run() -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
+    gpus, per_node = options.gpus, options.per_node
+    if gpus > per_node and gpus % per_node:
+        even = next(n for n in range(per_node, 0, -1) if gpus % n == 0)
+        fix = f"set {gpus // per_node * per_node} or {-(-gpus // per_node) * per_node}, or --per-node={even}"
+        raise ValueError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
     for word in rest:
         if word.lstrip("+").partition("=")[0] in DEGREES:
             raise ValueError(f"{word}: the degrees are what is worked out here; leave it out")
@@ -61,8 +66,8 @@ def run() -> None:
     plan = _plan(config)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     machine = Machine(
-        gpus=options.gpus,
-        per_node=options.per_node,
+        gpus=gpus,
+        per_node=per_node,
         memory=options.memory * GIB,
         flops=1e12 * (options.tflops or RATES[fp8]),
         node_link=1e9 * options.node_link,
@@ -70,9 +75,11 @@ def run() -> None:
     )
     found = ranked(one for count in options.sequences for one in layouts(config, plan, machine, count))
     if not found:
+        enough = fewest(config, plan, machine)
+        more = f"{enough} would do" if enough else "none are enough"
         raise ValueError(
-            f"--gpus={options.gpus}: no layout fits into {options.memory:g} GiB a GPU; take more GPUs, "
-            "fewer --sequences, or a shorter trainer.sequence_length"
+            f"--gpus={gpus}: no layout fits into {options.memory:g} GiB a GPU; take more GPUs ({more}), "
+            "or a shorter trainer.sequence_length"
         )
     best, seen = [], set()
     for one in found:  # of each choice of degrees the fastest
@@ -80,7 +87,7 @@ def run() -> None:
             seen.add(one.degrees)
             best.append(one)
     print(table(best[: options.rows]))
-    print(f"\n{command(best[0], options.gpus, options.per_node, rest)}")
+    print(f"\n{command(best[0], gpus, per_node, rest)}")
 
 
 def _counts(text: str) -> list[int]:
@@ -117,13 +124,13 @@ def table(costs: list[Cost]) -> str:
 
 def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
     """What to type for a layout."""
-    nodes = -(-gpus // per_node)
+    nodes = gpus // per_node
     start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
     if nodes > 1:
         start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     if gpus == 1:
         start = "python"
-    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute"}
+    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run"}
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
     degrees = [

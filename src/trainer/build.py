@@ -337,7 +337,7 @@ def build_model(
     if degrees is not None and degrees.world > 1:
         from trainer.parallel.fsdp import materialise
 
-        fp8 = any(travels_in_fp8(config, row, degrees) for row in plan.gemms.values())
+        fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
         keeps = pick_sharing(config, plan, degrees, total).keeps
         materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keeps, fp8)
     else:

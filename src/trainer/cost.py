@@ -27,7 +27,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
 from trainer.memory import forecast_memory, pick_sharing, travels_in_fp8
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import Degrees, Sharing
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
@@ -49,7 +49,8 @@ class Machine:
 
     def seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
         """Time to send so many bytes in a group of `ranks` ranks that are `stride` apart."""
-        return sent / (self.node_link if ranks * stride <= self.per_node else self.network)
+        inside = min(self.gpus, self.per_node) % (ranks * stride) == 0  # else some groups have ranks on two nodes
+        return sent / (self.node_link if inside else self.network)
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
     """Parameters that travel in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
     for row in plan.gemms.values():
-        if travels_in_fp8(config, row, d):
+        if travels_in_fp8(config.parallel.fp8_all_gather, row, d):
             kept = d.expert if row.op == "moe.experts" else 1
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]
@@ -137,6 +138,19 @@ def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> Ite
                 one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
                 if one.memory <= SPARE * machine.memory:
                     yield one
+
+
+def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
+    """GPUs, the machine's doubled as often as it takes, that a layout fits into; None if it takes too many to count."""
+    config = replace(config, recompute=Recompute.full)
+    for gpus in (machine.gpus << n for n in range(1, 12)):
+        trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
+        for degrees in _degrees(gpus, config.model.num_experts):
+            if degrees.replicate == 1:
+                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, Sharing(True, False))
+                if sum(memory.values()) <= SPARE * machine.memory:
+                    return gpus
+    return None
 
 
 def ranked(found: Iterable[Cost]) -> list[Cost]:

@@ -15,17 +15,21 @@
                       as it runs
 
 In a step of one microbatch activations go as gradients come, block by block: both are told as they are when together
-they are most. (With more, the gradients of the first are there while the second keeps its activations.)
+they are most. (With more, the gradients of the first are there while the second keeps its activations; and where CUDA
+graphs were recorded, they stay.)
 
 Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
 """
 
 import math
 from collections import defaultdict
-from functools import cache
+from collections.abc import Callable, Hashable
+from functools import cache, wraps
+from weakref import WeakKeyDictionary
 
 import torch
 
+from models.config import ModelConfig
 from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
@@ -36,6 +40,21 @@ from trainer.parallel.mesh import Degrees, Sharing, is_large
 GIB = 2**30
 ALONE = Degrees()
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
+
+
+def _once(compute: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """compute(plan, *key, config=...) is worked out once: a search asks for many microbatches of a layout. config, no
+    key, is the one that the plan was made for."""
+    known: WeakKeyDictionary[Plan, dict[Hashable, dict[str, float]]] = WeakKeyDictionary()
+
+    @wraps(compute)
+    def ask(plan: Plan, *key: Hashable, **config: ModelConfig) -> dict[str, float]:
+        found = known.setdefault(plan, {})
+        if key not in found:
+            found[key] = compute(plan, *key, **config)
+        return dict(found[key])
+
+    return ask
 
 
 def pick_sharing(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> Sharing:
@@ -57,11 +76,11 @@ def total_memory(device: torch.device) -> float | None:
 
 
 def forecast_memory(
-    config: Config, plan: Plan, degrees: Degrees = ALONE, sharing: Sharing | None = None
+    config: Config, plan: Plan, degrees: Degrees = ALONE, sharing: Sharing | None = None, graphs: bool = False
 ) -> dict[str, float]:
     """Bytes that a rank holds, by category; see the module docstring.
 
-    plan: the model's. sharing: as `pick_sharing` finds it; None: as on a CPU.
+    plan: the model's. sharing: as `pick_sharing` finds it; None: as on a CPU. graphs: whether CUDA graphs are recorded.
     """
     sharing = sharing or pick_sharing(config, plan, degrees, None)
     model, t = config.model, config.trainer
@@ -78,13 +97,13 @@ def forecast_memory(
         "head": head_gradient_bytes(plan),
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.world
-    if one_microbatch:
+    if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
     if config.health.shadow_every:
         memory["BF16 shadow"] = _shadow(plan, degrees, sharing.keeps)
     if degrees.world == 1:
         return memory
-    wholes = _wholes(config, plan, degrees)  # bytes in FP32 of what a rank gathers, by part
+    wholes = _wholes(plan, degrees, config=config.model)  # bytes in FP32 of what a rank gathers, by part
     largest = max(size for name, size in wholes.items() if name)
     memory["compute weights"] = _gathered(config, plan, degrees, sharing.keeps)
     if not sharing.each and not one_microbatch:
@@ -92,7 +111,9 @@ def forecast_memory(
     else:
         memory["gradients"] += largest
     # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
-    memory["communication"] = 2 * max(_buffered(config, plan, degrees).values(), default=0.0) + largest
+    memory["communication"] = (
+        2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0) + largest
+    )
     if degrees.expert > 1:
         rows = tokens * arriving(model, degrees.expert)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
@@ -162,6 +183,7 @@ def _comes_with(name: str, row: GemmRow, degrees: Degrees) -> str:
     return _block_of(name) if row.op != "moe.experts" or degrees.shares_experts else ""
 
 
+@_once
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     """Bytes of compute weights by the block that they come with ("": they stay); of the experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
@@ -173,10 +195,11 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     return sizes
 
 
-def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
+@_once
+def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
     """FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
-    sizes[""] = 4.0 * config.model.vocab_size * config.model.hidden_size  # the embedding
+    sizes[""] = 4.0 * config.vocab_size * config.hidden_size  # the embedding
     for name, row in plan.gemms.items():
         kept = degrees.expert if row.op == "moe.experts" else 1
         if row.op != "moe.experts" or degrees.shares_experts:
@@ -184,7 +207,8 @@ def _wholes(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
     return sizes
 
 
-def _buffered(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
+@_once
+def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Bytes that a rank gathers into memory that they leave again, by block: BF16, or FP8 where weights travel in it.
     Large ones arrive where they are computed with, or are quantised from there."""
     sizes: dict[str, float] = defaultdict(float)
@@ -193,16 +217,15 @@ def _buffered(config: Config, plan: Plan, degrees: Degrees) -> dict[str, float]:
             continue
         kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.shard)
         shape = [row.groups // kept, row.out_features, row.in_features]
-        in_fp8 = travels_in_fp8(config, row, degrees)
-        stays = in_fp8 or not row.recipe.is_fp8
+        travels = travels_in_fp8(in_fp8, row, degrees)
+        stays = travels or not row.recipe.is_fp8
         if not (stays and is_large(shape if row.groups > 1 else shape[1:], ranks)):
-            sizes[_block_of(name)] += math.prod(shape) * (1.0 if in_fp8 else 2.0)
+            sizes[_block_of(name)] += math.prod(shape) * (1.0 if travels else 2.0)
     return sizes
 
 
-def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
-    """Whether ranks quantise their parts of this weight before it is gathered (`parallel.fp8_all_gather`)."""
-    choice = config.parallel.fp8_all_gather
+def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
+    """Whether ranks quantise their parts of this weight before it is gathered. choice: `parallel.fp8_all_gather`."""
     if choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
         return False
     if row.op == "moe.experts":
@@ -212,12 +235,15 @@ def travels_in_fp8(config: Config, row: GemmRow, degrees: Degrees) -> bool:
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
-def _sent(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Bytes of this rank's parts of the blocks' weights that travel in FP8."""
-    rows = [row for name, row in plan.gemms.items() if _block_of(name) and travels_in_fp8(config, row, degrees)]
+@_once
+def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
+    """Bytes of this rank's parts of the blocks' weights that travel in FP8, by name."""
     experts = degrees.expert * degrees.expert_shard
-    ranks = [experts if row.op == "moe.experts" else degrees.shard for row in rows]
-    return sum(row.in_features * row.out_features * row.groups / n for row, n in zip(rows, ranks, strict=True))
+    return {
+        name: row.in_features * row.out_features * row.groups / (experts if row.op == "moe.experts" else degrees.shard)
+        for name, row in plan.gemms.items()
+        if _block_of(name) and travels_in_fp8(in_fp8, row, degrees)
+    }
 
 
 def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
@@ -228,7 +254,8 @@ def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> floa
     beside = copies.pop("", 0.0) + embedding
     if keeps:
         return beside + sum(copies.values())
-    return beside + sum(sorted(copies.values())[-3:]) + _sent(config, plan, degrees)
+    sent = sum(_sent(plan, degrees, config.parallel.fp8_all_gather).values())
+    return beside + sum(sorted(copies.values())[-3:]) + sent
 
 
 def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
@@ -244,15 +271,20 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
+@_once
+def _kept(plan: Plan, selective: bool, spread: int, tokens: int, config: ModelConfig) -> dict[str, float]:
+    return kept_bytes_per_token(config, plan, selective, spread, tokens)
+
+
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
-    kept = kept_bytes_per_token(config.model, plan, False, degrees.expert, tokens)
+    kept = _kept(plan, False, degrees.expert, tokens, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())
     num_blocks = config.model.num_layers + config.model.num_mtp_layers
     if config.recompute is Recompute.selective:
-        selective = sum(kept_bytes_per_token(config.model, plan, True, degrees.expert, tokens).values()) - head
+        selective = sum(_kept(plan, True, degrees.expert, tokens, config=config.model).values()) - head
         blocks = selective + (blocks - selective) / num_blocks
     if config.recompute is Recompute.full:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes

@@ -16,7 +16,7 @@ from precision import Plan
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
-from trainer.config import Config, Device, RunConfig, Switch
+from trainer.config import Config, Device, ParallelConfig, RunConfig, Switch
 from trainer.data.config import check_data
 from trainer.data.idle import without_effect as data_without_effect
 from trainer.health.config import check_alerts, check_looks, check_power
@@ -25,6 +25,8 @@ from trainer.host import pick_device
 from trainer.memory import GIB, forecast_memory, pick_sharing, total_memory, travels_in_fp8
 from trainer.parallel.mesh import Degrees, Sharing, fits_expert, resolve
 from trainer.recovery.config import RecoveryConfig
+
+_TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
@@ -50,6 +52,9 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
+    if gpu is not None and plan.served_by("transformer_engine") and (world_size or 1) > 1:
+        why = f"on {gpu.name} it takes Transformer Engine, and {_TE_SHARED}"
+        _refuse("precision.backend", "auto", why, "start one process, or set precision.backend=reference (slow)")
     if config.compile.enabled is Switch.true and plan.served_by("transformer_engine"):
         why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
         _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
@@ -149,8 +154,7 @@ def check_sharing(config: Config, degrees: Degrees) -> None:
     if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
-        why = "its modules hold whole weights, which ranks share here"
-        _refuse("precision.backend", "transformer_engine", why, "set precision.backend=auto")
+        _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
     if config.model.num_experts % degrees.expert:
         smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
         fits = next(n for n in smaller if not config.model.num_experts % n)
@@ -271,7 +275,7 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
         _refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
     if world_size is not None:
         degrees = resolve(config.parallel, world_size)
-        if degrees.world > 1 and not any(travels_in_fp8(config, row, degrees) for row in rows):
+        if degrees.world > 1 and not any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows):
             why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
             _refuse(key, "true", why, f"change parallel.shard, or {fix}")
 
@@ -279,18 +283,19 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
 def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """What a run would compute in, how large it is and what each rank takes: several lines of text.
 
-    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these.
-    ValueError for degrees that do not go together, or with the batch.
+    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
+    or, of one process, as few as go with the others. ValueError for degrees that do not go together, or with the batch.
     """
-    p = config.parallel
-    degrees = resolve(p, p.replicate * p.shard if min(p.replicate, p.shard) > 0 else processes)
+    degrees = _imagined(config.parallel, processes)
     config = fitted(config, degrees)
     t = config.trainer
     check_sharing(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
-    sharing = pick_sharing(config, plan, degrees, total_memory(pick_device(t.device)))
-    memory = forecast_memory(config, plan, degrees, sharing)
+    device = pick_device(t.device)
+    sharing = pick_sharing(config, plan, degrees, total_memory(device))
+    graphs = device.type == "cuda" and records_graphs(config, plan, degrees, device)
+    memory = forecast_memory(config, plan, degrees, sharing, graphs)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -306,6 +311,14 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
+
+
+def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
+    left = -1 in (parallel.replicate, parallel.shard)
+    if left and processes > 1:
+        return resolve(parallel, processes)
+    given = math.prod(size for size in (parallel.replicate, parallel.shard) if size > 0)
+    return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
 def _stays(sharing: Sharing, config: Config, degrees: Degrees) -> str:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from models import DeepSeek
 from precision import Plan
 from trainer.config import Config, Switch, load
-from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, layouts, ranked
+from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,24 @@ def test_a_group_that_leaves_the_node_uses_the_network(moonlight: tuple[Config, 
     assert far.hidden - near.hidden == pytest.approx(added / 45e9 - added / 350e9)
 
 
+def test_a_group_with_ranks_on_two_nodes_uses_the_network() -> None:
+    machine = replace(H200S, gpus=24)
+    assert machine.seconds(350e9, 4) == machine.seconds(350e9, 4, 2) == 1
+    assert machine.seconds(45e9, 6) == machine.seconds(45e9, 3, 2) == machine.seconds(45e9, 12) == 1
+    assert replace(H200S, gpus=6).seconds(350e9, 6) == 1, "all in one node"
+
+
+def test_the_fewest_gpus_that_do_are_found(moonlight: tuple[Config, Plan]) -> None:
+    small = replace(H200S, gpus=1, memory=24 * 2**30)
+    enough = fewest(*moonlight, small)
+    assert enough is not None and enough > 8
+    one = replace(moonlight[0].trainer, microbatch_size=1, global_batch_size=1)
+    for gpus, some in ((enough // 2, False), (enough, True)):
+        found = layouts(replace(moonlight[0], trainer=one), moonlight[1], replace(small, gpus=gpus), 1)
+        assert any(found) is some
+    assert fewest(*moonlight, replace(small, memory=2**20)) is None
+
+
 def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
     found = ranked(layouts(*moonlight, H200S, 8))
     speeds = [round(one.tokens_per_second, -2) for one in found]
@@ -106,8 +124,9 @@ def plan_parallelism(run_python: Run) -> Run:
 
 def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> None:
     done = plan_parallelism(
-        "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4", FREED_KEY
-    )
+        "--gpus", "16", "--sequences", "4", "model=moonlight_16b", "+recipe=fp8_delayed", "optim.lr=3e-4", FREED_KEY,
+        "dry_run=true",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     head, *rows, blank, command = done.stdout.splitlines()
     assert head.split()[:3] == ["replicate", "shard", "expert"] and 1 < len(rows) <= 6 and not blank
@@ -115,6 +134,7 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py"
     )
     assert f" optim.lr=3e-4 {FREED_KEY} " in command and "trainer.global_batch_size=64" in command
+    assert "dry_run" not in command
 
 
 def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None:
@@ -133,6 +153,8 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set more than 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139 GiB a GPU; take more GPUs"),
+        (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (512 would do)"),
+        (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus=0: set more than 0"),
         (
             ["--gpus", "8", "parallel.shard=4"],

@@ -177,6 +177,9 @@ def test_activations_go_as_gradients_come(config: Make):
     assert 0 < long["gradients"] < 0.4 * long["parameters"]
     assert short["activations"] == 0 and short["gradients"] == short["parameters"], "as it ends"
     assert sum(long.values()) < sum(forecast(*two, length(512)).values())
+    made = config("model.num_layers=6", *one, length(512))
+    recorded = forecast_memory(made, check(made), graphs=True)
+    assert recorded["gradients"] == recorded["parameters"] and recorded["activations"] == long["activations"]
 
 
 def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
@@ -229,6 +232,31 @@ def test_what_ranks_keep_follows_the_room_that_there_is(config: Make):
 def test_a_dry_run_of_more_ranks_gives_each_its_share_of_the_batch(config: Make):
     made = config("parallel.shard=2", "trainer.microbatch_size=4", "trainer.global_batch_size=4")
     assert "a forecast, microbatch 2 x" in report(made, check(made))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (["parallel=fsdp"], "memory of one process"),
+        (["parallel=hsdp"], "memory of each of 8 ranks (replicate 1, shard 8, expert 1)"),
+        (["parallel=fsdp", "parallel.expert=4"], "memory of each of 4 ranks (replicate 1, shard 4, expert 4)"),
+        (["parallel=hsdp", "parallel.shard=2", "parallel.expert=4"], "4 ranks (replicate 2, shard 2, expert 4)"),
+    ],
+)
+def test_a_dry_run_of_one_process_takes_the_fewest_ranks_that_go_together(config: Make, keys: list[str], says: str):
+    made = config(*keys, "trainer.global_batch_size=16")
+    assert says in report(made, check(made))
+
+
+def test_ranks_are_told_that_auto_would_take_transformer_engine(config: Make, monkeypatch: pytest.MonkeyPatch):
+    """On a chip newer than Hopper."""
+    monkeypatch.setattr("trainer.preflight.detect", lambda _: Gpu("NVIDIA B200", (10, 0)))
+    monkeypatch.setattr("trainer.preflight.build_problem", lambda: None)
+    monkeypatch.setattr("precision.resolve.te_problem", lambda *_: None)
+    made = config("+recipe=fp8_delayed", "parallel=fsdp", "trainer.device=auto", "precision.backend=auto")
+    assert check(made, world_size=1).served_by("transformer_engine")
+    with pytest.raises(ValueError, match=r"backend=auto: on NVIDIA B200 it takes Transformer Engine, and its modules"):
+        check(made, world_size=2)
 
 
 def test_smaller_microbatches_leave_evaluations_as_long_as_they_were(config: Make):

@@ -164,7 +164,9 @@ def test_by_itself_it_is_on_where_there_are_kernels(precision: str, gpu: Gpu | N
     with torch.device("meta"):
         DeepSeek(config.model, plan)
     assert config.parallel.fp8_all_gather is Switch.auto
-    assert any(travels_in_fp8(config, row, Degrees(shard=2)) for row in plan.gemms.values()) is on
+    assert (
+        any(travels_in_fp8(config.parallel.fp8_all_gather, row, Degrees(shard=2)) for row in plan.gemms.values()) is on
+    )
 
 
 if __name__ == "__main__":
