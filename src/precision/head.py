@@ -11,8 +11,9 @@ chunks, and each chunk goes all the way while its logits exist:
 What is kept for the backward pass is dx [T, D] and dw; backward multiplies them by the gradient of the loss, which is
 known only then. Not x, nor logits. dw is handed to autograd as it is and becomes the master's `.grad`.
 
-The three GEMMs are those of the head's plan row, through its backend's door. A head in FP8 is computed whole, by Linear
-and `cross_entropy`, since the scale of one gradient is meant for all of its tokens.
+The three GEMMs are those of the head's plan row, through its backend's door (Transformer Engine's modules have none:
+beside them a head in BF16 is torch's). A head in FP8 is computed whole, by Linear and `cross_entropy`, since the scale
+of one gradient is meant for all of its tokens.
 
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
@@ -24,7 +25,6 @@ from precision.backends import Backend, GradOperand, WeightOperand, get_backend
 from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
 from precision.linear import Linear
 from precision.plan import GemmRecipe
-from precision.resolve import TE
 
 _CHUNK_BYTES = 1 << 28  # of a chunk's logits
 _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it multiplies
@@ -48,7 +48,7 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> T
 
 def is_chunked(recipe: GemmRecipe) -> bool:
     """Whether a head of this recipe is computed in chunks; a whole one keeps its input and its logits' gradient."""
-    return not recipe.is_fp8 and recipe.backend != TE  # whose modules are no GEMMs behind a door
+    return not recipe.is_fp8
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -17,6 +17,7 @@ What was chosen is kept with the run (`saved`) and taken again when it goes on, 
 same.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,13 @@ from precision.backends.availability import HOPPER, cuda_problem, te_problem, te
 from precision.config import BackendChoice, Precision, PrecisionConfig
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
-from precision.rates import RateTable, load_rates
+from precision.rates import Entry, RateTable, load_rates
 
 REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
+HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
+FAR = math.log(8.0)  # a measured shape that is so far away says little
+FAR_NOTE = "is judged by a shape far from it"
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ class Resolver:
         if precision is Precision.fp32:
             choice = Choice(precision, REFERENCE)
         elif precision is Precision.bf16:
-            choice = Choice(precision, self._served(self._default, gemm))
+            whole = self._default == TE and gemm.name == HEAD  # its logits: a GEMM behind a door is done in chunks
+            choice = Choice(precision, REFERENCE if whole else self._served(self._default, gemm))
         else:
             choice = self._again(gemm) or self._fp8(gemm)
         self._rows[gemm.name] = choice
@@ -176,6 +181,8 @@ class Resolver:
             return Choice(Precision.fp8, self._served(self._default, gemm))
         best = min((name for name in candidates if name in entry.ms), key=lambda name: entry.ms[name])
         gain = entry.ms["bf16"] / entry.ms[best] if "bf16" in entry.ms else None
+        if self._config.never_slower and entry.distance(shape, gemm.rows) > FAR:
+            self._note_far(gemm, entry)
         if self._config.never_slower and gain is not None and gain < 1:
             return Choice(Precision.bf16, self._served(self._default, gemm), f"{NEVER_SLOWER}: {gain:.2f}x")
         return Choice(Precision.fp8, best)
@@ -183,6 +190,17 @@ class Resolver:
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Who serves the row if `backend` is to."""
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
+
+    def _note_far(self, gemm: Gemm, entry: Entry) -> None:
+        """Once."""
+        if any(FAR_NOTE in note for note in self.notes):
+            return
+        rows = "" if gemm.rows is None else f", {gemm.rows} rows"
+        (n, k, _), theirs = entry.shape, f", {entry.rows} rows" if rows else ""
+        self.notes.append(
+            f"precision.never_slower: {gemm.name} ({gemm.out_features} x {gemm.in_features}{rows}) {FAR_NOTE} "
+            f"({n} x {k}{theirs}), and so may others: measure them with scripts/bench/linear.py --table"
+        )
 
     def _note_unmeasured(self, kind: str) -> None:
         where = "a CPU" if self._gpu is None else self._gpu.name

@@ -1,5 +1,6 @@
 """Which backend serves an op: by config, by machine, by measured rates, and again when a run goes on."""
 
+import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
@@ -81,6 +82,9 @@ def test_transformer_engine_leaves_to_the_reference_what_does_not_return_bf16() 
     resolver = Resolver(settings("transformer_engine"), H200)
     router = Gemm("layers.0.moe.router", 64, 2048, 1, None, FP32)
     assert resolver.choose(GEMM, Precision.bf16).backend == "transformer_engine"
+    head = dataclasses.replace(GEMM, name="lm_head")
+    assert resolver.choose(head, Precision.bf16).backend == "reference", "in chunks, which a module cannot be"
+    assert resolver.choose(head, Precision.fp8).backend == "transformer_engine"
     assert resolver.choose(router, Precision.bf16).backend == "reference"
 
 
@@ -123,6 +127,21 @@ def test_never_slower_leaves_a_slow_row_in_bf16_and_says_by_how_much() -> None:
         assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.bf16, "cuda", "never_slower: 0.93x")
         fast = Resolver(settings(backend, never_slower=True), H200, rates=rates(bf16=3.0, cuda=2.0))
         assert fast.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
+
+
+def test_never_slower_says_once_where_it_judges_by_a_shape_that_is_far_away() -> None:
+    table = rates(bf16=3.0, cuda=2.0)  # 2048 x 2048, 16384 rows
+    for never_slower, told in ((True, 1), (False, 0)):
+        resolver = Resolver(settings(never_slower=never_slower), H200, rates=table)
+        resolver.choose(dataclasses.replace(GEMM, rows=65536), Precision.fp8)
+        assert not resolver.notes, "four times the rows"
+        for name in ("layers.0.attn.q_a", "layers.1.attn.q_a"):
+            resolver.choose(Gemm(name, 384, 768, 1, 16384, BF16), Precision.fp8)
+        assert len(resolver.notes) == told
+    asked = "layers.0.attn.q_a (384 x 768, 16384 rows) is judged by a shape far from it (2048 x 2048, 16384 rows)"
+    resolver = Resolver(settings(never_slower=True), H200, rates=table)
+    resolver.choose(Gemm("layers.0.attn.q_a", 384, 768, 1, 16384, BF16), Precision.fp8)
+    assert asked in resolver.notes[0]
 
 
 def test_never_slower_without_rates_says_that_it_does_nothing_and_is_refused_with_the_reference() -> None:
