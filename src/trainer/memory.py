@@ -129,6 +129,8 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
     steady = sum(forecast[name] for name in ("parameters", "gradients", "optimizer"))
     rest = {name: size for name, size in forecast.items() if name not in ("parameters", "gradients", "optimizer")}
     passing = max(allocated - steady, 0.0)
+    more = passing - sum(rest.values())  # weights, gradients and moments are as large as they are forecast to be
+    above = f", {more / GIB:.1f} GiB above the forecast" if more > 0.05 * total else ""
     largest = max(rest, key=lambda name: rest[name]) if passing >= steady else "optimizer"
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in forecast.items())
     helps = {
@@ -141,7 +143,7 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
     }
     grew = "weights, gradients and optimizer" if largest == "optimizer" else largest
     return (
-        f"out of GPU memory: {allocated / GIB:.1f} of {total / GIB:.1f} GiB in use; most of it by {grew} "
+        f"out of GPU memory: {allocated / GIB:.1f} of {total / GIB:.1f} GiB in use; most of it by {grew}{above} "
         f"(forecast, GiB: {named}); {helps[largest]}"
     )
 
