@@ -119,8 +119,7 @@ class Resolver:
         if precision is Precision.fp32:
             choice = Choice(precision, REFERENCE)
         elif precision is Precision.bf16:
-            whole = self._default == TE and gemm.name == HEAD  # its logits: a GEMM behind a door is done in chunks
-            choice = Choice(precision, REFERENCE if whole else self._served(self._default, gemm))
+            choice = Choice(precision, self._bf16(gemm))
         else:
             choice = self._again(gemm) or self._fp8(gemm)
         self._rows[gemm.name] = choice
@@ -184,8 +183,12 @@ class Resolver:
         if self._config.never_slower and entry.distance(shape, gemm.rows) > FAR:
             self._note_far(gemm, entry)
         if self._config.never_slower and gain is not None and gain < 1:
-            return Choice(Precision.bf16, self._served(self._default, gemm), f"{NEVER_SLOWER}: {gain:.2f}x")
+            return Choice(Precision.bf16, self._bf16(gemm), f"{NEVER_SLOWER}: {gain:.2f}x")
         return Choice(Precision.fp8, best)
+
+    def _bf16(self, gemm: Gemm) -> str:
+        """Who serves a row in BF16. Of the head not Transformer Engine: its tokens are to be taken in chunks."""
+        return REFERENCE if self._default == TE and gemm.name == HEAD else self._served(self._default, gemm)
 
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Who serves the row if `backend` is to."""
