@@ -18,7 +18,7 @@ import torch
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
-from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read
+from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, read_values
 from trainer.config import Config, Switch
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.ahead import READ_AHEAD
@@ -34,7 +34,7 @@ from trainer.host import tune_host
 from trainer.injection import Injector
 from trainer.memory import pick_sharing, total_memory, travels_in_fp8
 from trainer.optim import Optimizer
-from trainer.origin import check_same, identity, init_from
+from trainer.origin import check_goes_on, identity, init_from
 from trainer.parallel import Eager, Graphed, Microbatch, parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shards import as_parts, model_state
@@ -44,7 +44,7 @@ from trainer.recovery import StepGuard
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.evidence import EvidenceKeeper
 from trainer.recovery.ladder import Ladder, Rewind
-from trainer.rundir import METRICS, TENSORS, Note, RunDir, check_place, saved_backends
+from trainer.rundir import METRICS, TENSORS, Note, RunDir, check_place, goes_on, saved_backends
 from trainer.sinks import Sinks
 
 
@@ -199,11 +199,14 @@ class Parts:
 
 def build(config: Config, overrides: list[str], world: World) -> Parts:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
-    saved = world.on_first(lambda: saved_backends(check_place(config.run)))
+    saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), goes_on(config.run)))
     t, notes = config.trainer, []
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
-    if config.run.init_from is not None:
+    if config.run.init_from is not None and again:
+        why = "without effect: the run goes on from a checkpoint of its own"
+        notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
+    elif config.run.init_from is not None:
         init_from(engine.in_place()["model"], Path(config.run.init_from), world, notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
@@ -214,6 +217,11 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
     batch, device = t.global_batch_size, world.device
     loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)
     data.validation.check_length(t.sequence_length)  # or the end of the training would be where this comes out
+
+    def check(meta: dict[str, Any], path: Path) -> None:
+        check_goes_on(config, meta, path)
+        loader.check(read_values(path, "loader"))
+
     with ExitStack() as on_error:
         run = RunDir.open(
             config,
@@ -221,7 +229,7 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             engine.plan.to_text(),
             engine.plan.backends(),
             world,
-            lambda meta, path: check_same(meta, identity(config), path),
+            check,
         )
         on_error.callback(run.close)
         run.keep(data.tokenizer_path)

@@ -11,10 +11,10 @@ import torch
 
 from models import DeepSeek
 from precision import Plan
-from trainer.checkpoint import newest_checkpoint, read, read_meta, saved_shapes
+from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config
 from trainer.distributed import World
-from trainer.rundir import CHECKPOINTS, Note, check_place, find_checkpoint
+from trainer.rundir import CHECKPOINTS, Note, check_place, find_checkpoint, goes_on
 
 
 def identity(config: Config) -> dict:
@@ -32,7 +32,15 @@ def identity(config: Config) -> dict:
     }
 
 
-def check_same(theirs: dict, ours: dict, path: Path) -> None:
+def check_goes_on(config: Config, meta: dict, checkpoint: Path) -> None:
+    """ValueError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
+    _check_same(meta, identity(config), checkpoint)
+    step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
+    if step > last:
+        raise ValueError(f"trainer.max_steps={last}: {checkpoint} is further already; set {step} or more")
+
+
+def _check_same(theirs: dict, ours: dict, path: Path) -> None:
     """ValueError, naming the first key that a resumed run may not change and does."""
     for section in ("model", "trainer"):
         for key, value in ours[section].items():
@@ -64,7 +72,7 @@ def check_origin(config: Config) -> None:
         pass
 
     run = config.run
-    if run.init_from is not None:
+    if run.init_from is not None and not goes_on(run):
         path = Path(run.init_from)
         checkpoint = find_checkpoint(path, "run.init_from", quiet)
         with torch.device("meta"):
@@ -78,7 +86,7 @@ def check_origin(config: Config) -> None:
     else:
         newest = None if folder is None else newest_checkpoint(folder / CHECKPOINTS, quiet)
     if newest is not None:
-        check_same(read_meta(newest), identity(config), newest)
+        check_goes_on(config, read_meta(newest), newest)
 
 
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:

@@ -258,6 +258,14 @@ def check_place(run: "RunConfig") -> Path | None:
         return _locate(Path(run.dir), run.name, run.resume, "")[0]
 
 
+def goes_on(run: "RunConfig") -> bool:
+    """Whether `RunDir.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
+    if run.resume == "never":
+        return False
+    folder = check_place(run)
+    return folder is not None and bool(list_checkpoints(folder / CHECKPOINTS))
+
+
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     """Which backends were chosen when the run in this folder began; None if it is a new one, or older than that."""
     path = None if folder is None else folder / BACKENDS

@@ -94,10 +94,12 @@ class Trainer:
                         if parts.ladder.exhausted:
                             self.step = parts.rewind(self.step)
                             continue
-                        if self.step == max_steps or _due(self.step, config.eval.every):
-                            validation_loss = self.evaluate(whole=self.step == max_steps)
+                        if self.step < max_steps and _due(self.step, config.eval.every):
+                            self.evaluate(whole=False)
                         if last or (saves and not parts.ladder.row):  # in a row nothing has changed
                             parts.save(self.step)
+                        if self.step == max_steps:  # the whole text may take long: what was trained is safe by then
+                            validation_loss = self.evaluate(whole=True)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
             error = self._out_of_memory()

@@ -239,6 +239,7 @@ def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
         ("model.num_mtp_layers=2", r"model\.num_mtp_layers=2: .* was trained with 1"),
         ("trainer.seed=9", r"trainer\.seed=9"),
         ("trainer.sequence_length=16", r"trainer\.sequence_length=16"),
+        ("trainer.max_steps=1", r"trainer\.max_steps=1: .*step_00000002 is further already; set 2 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(config("run.name=run", "run.resume=auto", change))
@@ -248,6 +249,51 @@ def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
     same = config(f"run.resume={run}", "dry_run=true")
     check_origin(same)
     assert sorted(run.rglob("*")) == before
+
+
+def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp_path: Path) -> None:
+    """Even where the run would go back to an earlier checkpoint, and put later ones aside."""
+    run = stopped_after(config("run.name=run", "checkpoint.every=1", "checkpoint.keep=0"), 3)
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(12):
+        (other / f"{i}.txt").write_text(" ".join(f"another text {i * j % 13}" for j in range(400)))
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    first = run / "checkpoints" / "step_00000001"
+    with pytest.raises(ValueError, match=r"^data: .*train\.bin is another text than the run to resume was reading"):
+        Trainer(
+            config(f"run.resume={first}", "checkpoint.keep=0", f"data.path={other}", "data.validation_fraction=0.3")
+        )
+    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
+
+
+def test_what_a_run_once_started_from_may_be_gone_when_it_goes_on(config: Configs, tmp_path: Path) -> None:
+    _, origin = train(config("trainer.max_steps=1", "run.name=origin"))
+    keys = "run.name=run", "run.resume=auto", f"run.init_from={origin}"
+    run = stopped_after(config(*keys), 2)
+    origin.rename(tmp_path / "moved")
+    check_origin(config(*keys))
+    _, same = train(config(*keys))
+    assert same == run
+    told = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config"]
+    assert f"run.init_from={origin}: without effect: the run goes on from a checkpoint of its own" in told
+    with pytest.raises(ValueError, match=r"run\.init_from=.*no checkpoint there"):
+        Trainer(config("run.name=new", "run.resume=auto", keys[-1]))
+
+
+def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config("run.name=run", "trainer.max_steps=2"))
+
+    def lost(whole: bool) -> float:
+        assert whole
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "evaluate", lost)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    later, run = train(config("run.name=run", "run.resume=auto", "trainer.max_steps=2"))
+    assert later.step == 2 and (run / "checkpoints" / "step_00000002").is_dir()
+    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line][-1] == 2
 
 
 def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:

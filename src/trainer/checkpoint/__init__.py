@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import (
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint, verify
 from trainer.checkpoint.part import Part
-from trainer.checkpoint.reading import read, read_meta, saved_shapes
+from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
 
 __all__ = [
     "CheckpointError",
@@ -32,6 +32,7 @@ __all__ = [
     "newest_checkpoint",
     "read",
     "read_meta",
+    "read_values",
     "saved_shapes",
     "set_aside_after",
     "verify",

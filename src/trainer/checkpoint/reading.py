@@ -29,6 +29,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE).read_text())["meta"]
 
 
+def read_values(path: Path, branch: str) -> Any:
+    """A branch without tensors of the state that the checkpoint `path` holds. Does not verify, as `read_meta`."""
+    return join(json.loads((path / STATE).read_text())["state"][branch], {})
+
+
 def saved_shapes(path: Path) -> dict[str, torch.Size]:
     """Shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
     return {name: tensor.size for name, tensor in _tensors(SafetensorsReader(path)).items()}

@@ -162,18 +162,24 @@ class Loader:
         return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved cursor. ValueError if it counts the windows of other data or another order of them."""
-        names = ("trainer.sequence_length", "trainer.seed", f"contents of {self.bins.path}")
-        for name, (key, now) in zip(names, self._units().items(), strict=True):
-            if state[key] != now:
-                raise ValueError(
-                    f"{name}={now}: the run to resume has {state[key]}, so its data cursor means nothing here: "
-                    "set it back, or start a new run from its weights with run.init_from"
-                )
+        """Continue from a saved cursor. ValueError as `check` says."""
+        self.check(state)
         self._forget()
         self.cursor = int(state["cursor"])
         self._left_out = []
         self.leave_out(state.get("left_out", []))
+
+    def check(self, state: dict[str, Any]) -> None:
+        """ValueError if a saved cursor counts the windows of other data or another order of them."""
+        other = (
+            "so its data cursor means nothing here: set it back, or start a new run from its weights with run.init_from"
+        )
+        for key, now in self._units().items():
+            if state[key] == now:
+                continue
+            if key == "data":
+                raise ValueError(f"data: {self.bins.path} is another text than the run to resume was reading, {other}")
+            raise ValueError(f"trainer.{key}={now}: the run to resume has {state[key]}, {other}")
 
     def _units(self) -> dict[str, int | str]:
         return {"sequence_length": self.sequence_length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
