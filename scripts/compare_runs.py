@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from trainer.cli import Parser, guarded
+from trainer.keys import flat
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
@@ -146,14 +147,6 @@ def names(place: Any) -> Any:
     if isinstance(place, list):
         return [{**entry, "path": names(entry.get("path"))} for entry in place]
     return Path(place).name if isinstance(place, str) else place
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
 
 
 def check_comparable(runs: list[Run]) -> None:

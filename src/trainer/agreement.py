@@ -9,12 +9,12 @@ import platform
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.config import Config
 from trainer.distributed import World
+from trainer.keys import flat
 
 OWN_CODE = Path(__file__).resolve().parents[1]
 
@@ -26,7 +26,8 @@ def agree(world: World, config: Config, plan: str) -> None:
     """
     if not world.many:
         return
-    facts = {**_flat(asdict(config)), **_versions(), "the precision plan": _hash(plan.encode())}
+    plain = {key: str(getattr(value, "value", value)) for key, value in flat(asdict(config)).items()}
+    facts = {**plain, **_versions(), "the precision plan": _hash(plan.encode())}
     digests = world.gather(_hash(repr(facts).encode()))
     if len(set(digests)) == 1:
         return
@@ -43,13 +44,6 @@ def agree(world: World, config: Config, plan: str) -> None:
                 "code and torch; start them with the same command, from the same checkout"
             )
     raise AssertionError("digests differ and facts do not")
-
-
-def _flat(tree: Any, key: str = "") -> dict[str, str]:
-    if not isinstance(tree, dict):
-        return {key: str(getattr(tree, "value", tree))}
-    stem = f"{key}." if key else ""
-    return {inner: text for name, value in tree.items() for inner, text in _flat(value, f"{stem}{name}").items()}
 
 
 def _versions() -> dict[str, str]:

@@ -44,6 +44,7 @@ from trainer.checkpoint import (
 )
 from trainer.environment import environment
 from trainer.files import replace_file, trim
+from trainer.keys import changes
 from trainer.lock import is_in_place, take_lock
 from trainer.places import anchored
 
@@ -240,6 +241,8 @@ class RunDir:
         trim(self.path / EVENTS, None)
         if dropped:
             self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
+        if told := changes((self.path / CONFIG).read_text(), texts[CONFIG]):
+            self._note("resume", step, f"other settings than before: {told}")
         for name, text in texts.items():
             path = self.path / name
             if path.exists() and path.read_text() != text:

@@ -261,7 +261,9 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_refused_not_started_over(run
 def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(200,))
     for rate in (2, 3):
-        opened(runs, resume="auto", texts=TEXTS | {"config.yaml": f"lr: {rate}\n"}).close()
+        run = opened(runs, resume="auto", texts=TEXTS | {"config.yaml": f"lr: {rate}\n"})
+        assert run.notes[-1].message == f"other settings than before: lr {rate - 1} -> {rate}"
+        run.close()
     texts = {file.name: file.read_text() for file in path.glob("config*")}
     assert texts == {
         "config.yaml": "lr: 3\n",
