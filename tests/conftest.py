@@ -9,14 +9,16 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; programs that tests start inherit it
 
@@ -89,18 +91,66 @@ def recipe() -> Callable[..., PrecisionConfig]:
     return load
 
 
+class Program:
+    """A program that a `Programs` has started; like a subprocess.Popen whose outputs are texts."""
+
+    def __init__(self, programs: "Programs", words: Sequence[str], pid: int, outputs: Sequence[Path]):
+        self.args, self.pid, self.returncode = words, pid, None
+        self._programs, self._outputs = programs, outputs
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._programs.ask({"codes": [self.pid]})[0]
+        return self.returncode
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        """Wait for its end. Returns stdout and stderr."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.005)
+        out, err = (path.read_text() for path in self._outputs)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
 class Programs:
     """Starts Python programs in processes that have imported torch already; see `forks`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._server: subprocess.Popen[str] | None = None
+        self._count = itertools.count()
+
+    def start(self, *words: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> Program:
+        """`python WORDS` in a folder, with more variables of the environment."""
+        number = next(self._count)
+        outputs = [self._folder / f"{number}.{name}" for name in ("out", "err")]
+        job = {
+            "words": [str(word) for word in words],
+            "folder": str(cwd or Path.cwd()),
+            "outputs": [str(path) for path in outputs],
+            "environment": {**os.environ, **(environment or {})},
+        }
+        return Program(self, job["words"], self.ask({"start": job}), outputs)
 
     def run(
         self, *words: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """`python WORDS` in a folder, with more variables of the environment; waits for its end."""
-        return self.run_all([list(map(str, words))], [environment or {}], cwd)[0]
+        """The same, to its end."""
+        program = self.start(*words, cwd=cwd, environment=environment)
+        out, err = program.communicate()
+        return subprocess.CompletedProcess(program.args, cast(int, program.returncode), out, err)
 
     def run_ranks(self, program: str, size: int, *words: object) -> None:
         """A program in so many processes, which meet by torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
@@ -111,28 +161,18 @@ class Programs:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         who = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-        command = [program, *map(str, words)]
-        ended = self.run_all([command] * size, who)
-        assert [rank.returncode for rank in ended] == [0] * size, "\n".join(rank.stderr[-3000:] for rank in ended)
+        ranks = [self.start(program, *words, environment=place) for place in who]
+        errors = [rank.communicate()[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(error[-3000:] for error in errors)
 
-    def run_all(
-        self, programs: Sequence[list[str]], environments: Sequence[Mapping[str, str]], cwd: Path | None = None
-    ) -> list[subprocess.CompletedProcess[str]]:
-        """Several at once."""
-        outputs = [[str(self._folder / f"{i}.{name}") for name in ("out", "err")] for i in range(len(programs))]
-        jobs = [
-            {"words": words, "folder": str(cwd or Path.cwd()), "outputs": output, "environment": {**os.environ, **more}}
-            for words, more, output in zip(programs, environments, outputs, strict=True)
-        ]
+    def ask(self, what: dict[str, Any]) -> Any:
+        """What the server says to that."""
         if self._server is None:
             pipe, command = subprocess.PIPE, [sys.executable, str(Path(__file__).with_name("forks.py"))]
             self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         assert self._server.stdin is not None and self._server.stdout is not None
-        print(json.dumps(jobs), file=self._server.stdin, flush=True)
-        codes = json.loads(self._server.stdout.readline())
-        texts = [[Path(path).read_text() for path in output] for output in outputs]
-        ended = zip(programs, codes, texts, strict=True)
-        return [subprocess.CompletedProcess(words, code, *text) for words, code, text in ended]
+        print(json.dumps(what), file=self._server.stdin, flush=True)
+        return json.loads(self._server.stdout.readline())
 
     def close(self) -> None:
         """End the server."""

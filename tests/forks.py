@@ -1,11 +1,15 @@
 """A server of fresh processes that have imported torch already: tests start many programs, and importing is most of
 what a short one does.
 
-    stdin    {"words": [...], "folder": "...", "outputs": ["out", "err"], "environment": {...}} in a list, a line a list
-    stdout   the exit codes, as a list, when all programs of the line have ended
+    stdin                                               stdout
+    {"start": {"words": [...], "folder": "...",         its process id
+               "outputs": ["out", "err"],
+               "environment": {...}}}
+    {"codes": [PID, ...]}                               the exit code of each, null while it runs; a code is told once
 
-Each program is a fork that becomes what `python WORDS` would be: its own folder, environment, arguments, outputs and
-`__main__`. A file is given by its path, a module as `-m NAME`.
+Each program is a fork that becomes what `python WORDS` would be: its own folder, environment, arguments, outputs,
+signals and `__main__`. A file is given by its path, a module as `-m NAME`, code as `-c CODE`. What such a program
+starts with Python, as torchrun does its ranks, is a fork of it in turn.
 """
 
 import atexit
@@ -14,15 +18,20 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import inspect
 import json
+import logging
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import traceback
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTED = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
@@ -31,21 +40,33 @@ IMPORTED = (
 )  # fmt: skip
 
 
-def become(words: list[str], folder: str, outputs: list[str], environment: dict[str, str]) -> int:
+class Fresh:
+    """What a process has that imported all this and did nothing else."""
+
+    path: list[str]
+    levels: dict[str, int]
+
+
+def become(words: list[str], folder: str, environment: dict[str, str]) -> int:
     """Run the program to its end. Returns its exit code."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in zip((1, 2), outputs, strict=True):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-        os.close(file)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:] = Fresh.path
+    for name, level in Fresh.levels.items():
+        logging.getLogger(name).setLevel(level)
     for path in environment.get("PYTHONPATH", "").split(os.pathsep):
         if path and path not in sys.path:
             sys.path.insert(0, path)
+    if words[0] == "-u":
+        words = words[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     try:
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.path.insert(0, "")
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
             sys.argv = words[1:]
             sys.path.insert(0, folder)
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -63,22 +84,22 @@ def become(words: list[str], folder: str, outputs: list[str], environment: dict[
     return 0
 
 
-def die_with_parent() -> None:
-    """Where a test is killed, nothing of it stays behind. Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def fork(job: dict[str, Any]) -> int:
-    """Start a program. Returns the process id."""
-    process = os.fork()
-    if process:
-        return process
+def live(prepare: Callable[[], None], words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
+    """What a fork does: it forgets the process that it was, becomes the program, and ends."""
     code = 1
     with contextlib.suppress(BaseException):
-        die_with_parent()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = become(**job)
+        gc.freeze()  # what the parent had is not to be closed or joined here
+        atexit._clear()
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        prepare()
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        code = become(words, folder, environment)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
@@ -88,20 +109,78 @@ def fork(job: dict[str, Any]) -> int:
     os._exit(code)
 
 
+class Popen(subprocess.Popen):
+    """Python's programs as forks, others as they are."""
+
+    _names = [*inspect.signature(subprocess.Popen._execute_child).parameters][2:]  # type: ignore[attr-defined]
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        given = dict(zip(self._names, others, strict=True))
+        words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
+        runs = words[0] == sys.executable and not given["pass_fds"] and not given["preexec_fn"]
+        if not runs:
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+
+        def prepare() -> None:
+            for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+                if given[name] != -1:
+                    os.dup2(given[name], number)
+            if given["start_new_session"]:
+                os.setsid()
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            live(prepare, words[1:], given["cwd"] or os.getcwd(), dict(given["env"] or os.environ))
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
+
+
+def die_with_parent() -> None:
+    """Where a test is killed, nothing of it stays behind. Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def start(words: list[str], folder: str, outputs: list[str], environment: dict[str, str]) -> int:
+    """Start a program. Returns the process id."""
+
+    def prepare() -> None:
+        die_with_parent()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in zip((1, 2), outputs, strict=True):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+
+    return os.fork() or live(prepare, words, folder, environment)
+
+
+def code_of(process: int) -> int | None:
+    """Its exit code, -n where signal n ended it; None while it runs."""
+    ended, status = os.waitpid(process, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
 def main() -> None:
     """Serve until stdin ends."""
     die_with_parent()
     sys.path[0] = str(Path(__file__).with_name("support"))
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+    subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's modules take it by name
     for name in (*IMPORTED, *(["triton_interpreter"] if interpreted else [])):
         importlib.import_module(name)
     del sys.path[0]
+    Fresh.path = [*sys.path]
+    loggers = logging.root.manager.loggerDict
+    Fresh.levels = {name: logger.level for name, logger in loggers.items() if isinstance(logger, logging.Logger)}
     gc.freeze()
     gc.unfreeze = lambda: None  # a run would look at all that torch is, and so have it copied
     for line in sys.stdin:
-        started = [fork(job) for job in json.loads(line)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]
-        print(json.dumps(codes), flush=True)
+        asked = json.loads(line)
+        said = start(**asked["start"]) if "start" in asked else [code_of(process) for process in asked["codes"]]
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,6 @@ def benched(words: list[str]) -> list[str]:
         few = {"--gpus": "1" if "1" in words[:3] else "2", "--rounds": "1", "--steps": "2"}
         words = [few.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         words += [part for option in few.keys() - set(words) for part in (option, few[option])]
-    if words[0].endswith("bench/step.py"):
-        words = [*words, "--steps", "2", "--hold", "0"]
-    if words[0].endswith("bench/health.py"):
-        words = [*words, "--steps", "2"]
     if words[0].endswith("bench/data.py"):
         return [words[0], "--mb", "1", "--vocab-size", "300", "--workers", "1"]
     if words[0].endswith("bench/host.py"):  # refused beside Triton's interpreter; tests/scripts/test_bench.py runs it
@@ -81,6 +77,10 @@ def benched(words: list[str]) -> list[str]:
 
 def smaller(words: list[str]) -> list[str]:
     """The command for a small model and few steps, unless it says otherwise itself or does not train."""
+    if words[0].endswith("bench/step.py"):
+        words = [*words, "--steps", "2", "--hold", "0"]
+    if words[0].endswith("bench/health.py"):
+        words = [*words, "--steps", "2"]
     given = {word.split("=")[0] for word in words}
     of_a_run = words[0].endswith(("replay_step.py", "dashboard.py"))  # which has its model and its batch
     if of_a_run or "dry_run=true" in words or any(word.startswith("model=") for word in words):

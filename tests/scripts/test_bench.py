@@ -200,7 +200,7 @@ for a, b in zip(*found):
     assert done.returncode == 0, done.stderr
 
 
-def test_lines_for_the_table_of_rates_are_by_the_recipes_own_scaling(tmp_path: Path) -> None:
+def test_lines_for_the_table_of_rates_are_by_the_recipes_own_scaling(tmp_path: Path, run_python: Run) -> None:
     """As `load_rates` reads them; no time of Transformer Engine under a scaling that it does not have."""
     code = f"""
 import sys
@@ -212,7 +212,7 @@ timings = {{name: Timing(name, "graph", 1e-3 * i, 2e-3 * i) for i, name in enume
 print("gpu: mine\\nentries:")
 print("\\n".join(linear.entries((64, 32, 16), timings)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     (tmp_path / "mine.yaml").write_text(done.stdout)
     table = load_rates("mine", tmp_path)

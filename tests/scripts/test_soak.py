@@ -2,10 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ def soak_bits() -> ModuleType:
     return module
 
 
-def test_a_few_rounds_end_with_the_same_bits() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--rounds", "2", "--steps", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def test_a_few_rounds_end_with_the_same_bits(run_python: Callable[..., Any]) -> None:
+    done = run_python(ROOT / "scripts" / "soak.py", "--rounds", "2", "--steps", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("round ") == 2 and "ended with the bits of the undisturbed one" in done.stdout
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,14 @@ QUIET = [sys.executable, str(ROOT / "scripts" / "launch" / "torchrun.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 CREW = str(ROOT / "tests" / "trainer" / "crew_program.py")
 TRAIN = str(ROOT / "train.py")
+Start = Callable[..., Any]
+Run = Callable[..., tuple[int, str, str]]
 TWO = ["--standalone", "--nproc_per_node=2"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")
 
 
-def start(command: list[str], where: Path, **more: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=where, env={**os.environ, **more}, stdout=pipe, stderr=pipe, text=True)
-
-
-def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+def end(process: Any, seconds: float = 120) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)"""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -42,8 +40,22 @@ def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str,
     return process.returncode, out, err
 
 
-def run(command: list[str], where: Path, **more: str) -> tuple[int, str, str]:
-    return end(start(command, where, **more))
+@pytest.fixture
+def start(programs: Any) -> Start:
+    """start(command, folder, VARIABLE=...): torchrun and its ranks as forks, scripts as they are."""
+
+    def start(command: list[str], where: Path, **more: str) -> Any:
+        if command[0] == sys.executable:
+            return programs.start(*command[1:], cwd=where, environment=more)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=where, env={**os.environ, **more}, stdout=pipe, stderr=pipe, text=True)
+
+    return start
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    return lambda command, where, **more: end(start(command, where, **more))
 
 
 def said(err: str) -> list[str]:
@@ -55,19 +67,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def process_of(launcher: int, rank: int) -> int:
-    """The process that a launcher has started as `rank`."""
-    for entry in Path("/proc").iterdir():
-        try:
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1] if entry.name.isdigit() else ""
-            if parent == str(launcher) and f"RANK={rank}" in (entry / "environ").read_text().split("\0"):
-                return int(entry.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no rank {rank} below {launcher}")
+def processes_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started, by their rank on its node."""
+    tasks = Path(f"/proc/{launcher}/task").iterdir()
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 90) -> None:
+def wait_for(path: Path, process: Any, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists() or (path.is_file() and not path.stat().st_size):
         assert process.poll() is None, process.communicate()
@@ -121,7 +127,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
+def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run: Run):
     began = time.monotonic()
     code, out, err = run([*QUIET, *TWO, CREW, "runs", "a", fault], tmp_path)
     expected, says = FAULTS[fault]
@@ -152,14 +158,14 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path):
         ("wrong", 2, r"octet: error: optim.lr=9: too large; lower it"),
     ],
 )
-def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: int, says: str, tmp_path: Path):
+def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: int, says: str, tmp_path: Path, run: Run):
     began = time.monotonic()
     code, _, err = run([*QUIET, *TWO, CREW, "runs", "a", fault, "6", "300"], tmp_path)
     assert code == expected and time.monotonic() - began < 25, "torchrun waits for 30 s"
     assert re.fullmatch(says, re.sub(r"process \d+", "process N", " ".join(said(err)))), err
 
 
-def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Path):
+def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Path, start: Start):
     process = start([*QUIET, *TWO, CREW, "runs", "a", "waits", "6", "300"], tmp_path)
     for rank in range(2):
         wait_for(tmp_path / "runs" / f"rank{rank}", process)
@@ -184,7 +190,7 @@ def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Pa
     ],
 )
 def test_a_mistake_is_said_once_and_every_process_exits_with_2(
-    options: list[str], arguments: list[str], says: str, tmp_path: Path
+    options: list[str], arguments: list[str], says: str, tmp_path: Path, run: Run
 ):
     code, out, err = run([*QUIET, *TWO, *options, TRAIN, *arguments], tmp_path)
     # torchrun starts processes anew that have ended with an error, whatever it was
@@ -193,20 +199,20 @@ def test_a_mistake_is_said_once_and_every_process_exits_with_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torchrun_itself_names_what_was_wrong_too(tmp_path: Path):
+def test_torchrun_itself_names_what_was_wrong_too(tmp_path: Path, run: Run):
     code, _, err = run([*TORCHRUN, *TWO, TRAIN, "model.dimm=3"], tmp_path)
     assert code == 1 and len(said(err)) == 1
     assert "exitcode  : 2" in err and "exitcode  : -15" not in err
     assert "traceback : error: model.dimm=3: there is no such key" in err
 
 
-def test_a_dry_run_prints_once(tmp_path: Path):
+def test_a_dry_run_prints_once(tmp_path: Path, run: Run):
     code, out, _ = run([*QUIET, *TWO, TRAIN, "parallel=fsdp", "+recipe=fp8_jit", "dry_run=true"], tmp_path)
     assert code == 0 and out.count("precision plan: fp8_jit") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path: Path):
+def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path: Path, run: Run):
     program = tmp_path / "differ.py"
     program.write_text(
         "import os, runpy, sys\n"
@@ -219,7 +225,7 @@ def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: Any, tmp_path: Path):
+def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: Any, tmp_path: Path, start: Start):
     common = overrides("parallel=fsdp", "run.name=a", "checkpoint.every=4", "data.cache_dir=cache")
     common = [word for word in common if not word.startswith("logging.console")]
     folder = tmp_path / "runs" / "a"
@@ -241,7 +247,7 @@ def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: A
     more = ["run.resume=auto", f"trainer.max_steps={step + 40}"]
     process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *common, *more], tmp_path)
     wait_for(folder / "checkpoints" / f"step_{(step // 4 + 2) * 4:08d}", process)
-    victim = process_of(process.pid, 0)
+    victim = processes_of(process.pid)[0]
     os.kill(victim, signal.SIGKILL)
     code, out, err = end(process)
     assert code == 0 and len(said(err)) == 1, err
@@ -264,7 +270,7 @@ def test_scripts_can_be_read(script: str):
     assert os.access(path, os.X_OK) and all(len(line) <= 120 for line in path.read_text().splitlines())
 
 
-def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path):
+def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path, run: Run):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     script = ROOT / "scripts" / "launch" / "one_node.sh"
@@ -272,17 +278,15 @@ def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path):
     assert (code, out) == (2, "") and err.startswith("octet: error: PROCESSES: there is no GPU here")
 
 
-def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path):
+def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path, start: Start):
     words = [word for word in overrides("run.name=a", "trainer.max_steps=1000") if "console" not in word]
     place = {"HEAD": f"localhost:{20000 + os.getpid() % 10000}", "PROCESSES": "1"}
     nodes = [start([NODES, *words], tmp_path, **place) for _ in range(2)]
     folder = tmp_path / "runs" / "a"
     wait_for(folder / "metrics.jsonl", nodes[0])
     lost, other = nodes
-    try:
-        victim, rank = process_of(lost.pid, 0), 0
-    except AssertionError:
-        victim, rank = process_of(lost.pid, 1), 1
+    (victim,) = processes_of(lost.pid)
+    rank = 0 if "RANK=0" in Path(f"/proc/{victim}/environ").read_text().split("\0") else 1
     lost.kill()  # its torchrun, and what runs there
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
@@ -294,7 +298,7 @@ def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_
     assert len([event for event in lines(folder / "events.jsonl") if event["kind"] == "failure"]) == 1
 
 
-def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path):
+def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path, run: Run):
     stubs = {
         "scontrol": "#!/bin/sh\n[ \"$1 $2 $3\" = 'show hostnames here,there' ] && printf 'localhost\\nthere\\n'\n",
         # srun starts its command once on each node; its options come first

@@ -3,14 +3,12 @@
 import copy
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,15 +183,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(config: Configs, recipe: str) -> None
     assert any(line["kind"] == "resume" for line in lines(run / "events.jsonl"))
 
 
-def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, overrides: Small) -> None:
+def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, overrides: Small, programs: Any) -> None:
     """SIGKILL at random moments, started again until it is done."""
     common = ["+recipe=fp8_delayed", "run.resume=auto", "trainer.max_steps=60", "checkpoint.every=3", "eval.every=7"]
     _, whole = train(config(*common, "run.name=whole"))
-    command = [sys.executable, str(ROOT / "train.py"), *overrides(*common, "run.name=killed")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [ROOT / "train.py", *overrides(*common, "run.name=killed")]
     killed, run = 0, whole.parent / "killed"
     while killed < 2:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = programs.start(*command)
         seen = len(list((run / "checkpoints").glob("step_*"))) if run.exists() else 0
         newest = max((p.name for p in (run / "checkpoints").glob("step_*")), default="") if seen else ""
         deadline = time.monotonic() + 60
@@ -204,10 +201,10 @@ def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, ove
                 break
             time.sleep(0.01)
         process.kill()
-        output = process.communicate()[0].decode()
-        assert process.returncode in (0, -signal.SIGKILL), output
+        _, err = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), err
         killed += 1
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert programs.run(*command).returncode == 0
     assert bitwise(run) == bitwise(whole)
 
 

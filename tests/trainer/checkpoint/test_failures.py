@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +238,11 @@ os._exit(0)
 """
 
 
-def test_sigkill_at_any_moment_leaves_whole_checkpoints_and_no_leftovers(folder: Path, events: Any) -> None:
+def test_sigkill_at_any_moment_leaves_whole_checkpoints_and_no_leftovers(
+    folder: Path, events: Any, run_python: Callable[..., Any]
+) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    command = [sys.executable, "-c", KILLS, str(folder), "20", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", KILLS, folder, 20, seed)
     assert done.returncode == 0, f"seed {seed}: {done.stderr}"
     assert int(done.stdout) >= 5
     Checkpointer(folder, 2, events).close()

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,8 @@ def test_a_run_that_is_killed_and_resumed_on_one_two_and_one_process(tmp_path: P
         how = (attempt, last, chance.randrange(4), chance.choice([0, 5, 50]) if size == 1 else 0)
         ended = start(programs, size, tmp_path, *how)
         expected = [KILLED if last else 0] * size
-        assert [rank.returncode for rank in ended] == expected, [plan, *(rank.stderr[-2000:] for rank in ended)]
+        errors = [rank.communicate()[1] for rank in ended]
+        assert [rank.returncode for rank in ended] == expected, [plan, *(error[-2000:] for error in errors)]
     steps = lives(tmp_path, len(plan))
     assert [len(rows) for rows in steps] == [BATCH] * STEPS
     windows = {tuple(window): number for number, window in enumerate(json.loads((tmp_path / "truth").read_text()))}
@@ -156,11 +156,10 @@ def test_a_run_that_is_killed_and_resumed_on_one_two_and_one_process(tmp_path: P
 
 
 def start(programs: Any, size: int, folder: Path, *how: int) -> list[Any]:
-    """This file as a program in so many processes; waits for their end."""
-    run_ranks: Callable[..., Any] = programs.run_all
+    """This file as a program in so many processes."""
     place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "MASTER_PORT": str(free_port())}
     who = [place | {"RANK": str(rank)} for rank in range(size)]
-    return run_ranks([[__file__, str(folder), *map(str, how)]] * size, who)
+    return [programs.start(__file__, folder, *how, environment=environment) for environment in who]
 
 
 def free_port() -> int:

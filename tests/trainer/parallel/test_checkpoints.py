@@ -11,7 +11,6 @@ import resource
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -241,20 +240,14 @@ def main(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played(tmp_path_factory: pytest.TempPathFactory, programs: Any) -> Path:
     """The folder in which all scenes have been played."""
     folder = tmp_path_factory.mktemp("scenes")
     (folder / "corpus").mkdir()
     for i in range(12):
         words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(60))
         (folder / "corpus" / f"file{i}.txt").write_text(words)
-    command = [sys.executable, "-W", "ignore", __file__]
-    pipe = subprocess.PIPE
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=pipe, text=True, env=environment)
-        for rank in range(RANKS)
-    ]
+    ranks = [programs.start(__file__, rank, folder) for rank in range(RANKS)]
     try:
         errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     finally:
