@@ -22,7 +22,7 @@ from precision import (
     swiglu,
 )
 
-WIDTH, EXPERTS, CHOSEN, BLOCKS = 64, 4, 2, 6
+WIDTH, EXPERTS, CHOSEN, BLOCKS = 64, 4, 2, 3
 
 
 class MoeBlock(nn.Module):
@@ -59,7 +59,7 @@ def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(config: PrecisionConfig, compiled: bool, recompute: bool) -> tuple[Tensor, list[Tensor], int]:
-    """Amaxes and gradients of two microbatches through six blocks, and how many graphs were compiled."""
+    """Amaxes and gradients of two microbatches through three blocks, and how many graphs were compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plan = Plan(config, BLOCKS)
