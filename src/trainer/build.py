@@ -155,6 +155,7 @@ class Parts:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
         self.sinks.event("resume", self.run.first_step, message)
+        self.checkpointer.announce(self.run.first_step, self.ladder.row_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
             changed = f"the text of {self.data.validation.path} is another one than before: loss/validation too"
             self.sinks.event("data", self.run.first_step, changed, path=str(self.data.validation.path))

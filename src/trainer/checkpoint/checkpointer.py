@@ -41,8 +41,10 @@ from trainer.checkpoint.folder import (
     checkpoint_name,
     delete_leftovers,
     delete_superseded,
+    list_checkpoints,
     newest_checkpoint,
     set_aside_after,
+    superseded,
 )
 from trainer.checkpoint.manifest import FileDigest, seal, write_file
 from trainer.checkpoint.part import Part, PartSavePlanner
@@ -99,6 +101,15 @@ class Checkpointer:
             self._attempt = world.share(f".{time.time_ns():x}")
         if self._is_first:
             delete_leftovers(folder)
+
+    def announce(self, step: int, before: int | None = None) -> None:
+        """A run goes on from `step`: say if the next save will delete more than the one checkpoint that it replaces,
+        because `keep` was larger before. before: as for `save`."""
+        found = list_checkpoints(self.folder)
+        doomed = superseded([*found, self.folder / checkpoint_name(step + 1)], self._keep, before)
+        if self._is_first and len(doomed) > 1:
+            which = f"{len(doomed)} checkpoints, {doomed[0].name} to {doomed[-1].name}"
+            self._on_event("checkpoint", step, f"checkpoint.keep={self._keep}: the next save deletes {which}")
 
     def reserve(self, state: Mapping[str, Any]) -> None:
         """Get the host memory that saves of `state` need now, so that the first one holds training up no longer than

@@ -91,18 +91,18 @@ def delete_checkpoint(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def delete_superseded(folder: Path, step: int, keep: int, before: int | None = None) -> None:
-    """When the checkpoint of `step` is visible: delete the one of that step set aside, and all but the `keep` newest.
+def superseded(found: list[Path], keep: int, before: int | None = None) -> list[Path]:
+    """Of checkpoints, oldest first, all but the `keep` newest (0: keeps all). The newest one of a step below `before`,
+    if given, stays in any case."""
+    needed = [path for path in found if before is not None and (checkpoint_step(path) or 0) < before][-1:]
+    return [path for path in found[:-keep] if path not in needed] if keep else []
 
-    `keep` = 0 keeps all. The newest one of a step below `before`, if given, stays in any case.
-    """
+
+def delete_superseded(folder: Path, step: int, keep: int, before: int | None = None) -> None:
+    """When the checkpoint of `step` is visible: delete the one of that step set aside, and those `superseded`."""
     delete_checkpoint(folder / (checkpoint_name(step) + _ASIDE))
-    if keep:
-        found = list_checkpoints(folder)
-        needed = [path for path in found if before is not None and (checkpoint_step(path) or 0) < before][-1:]
-        for path in found[:-keep]:
-            if path not in needed:
-                delete_checkpoint(path)
+    for path in superseded(list_checkpoints(folder), keep, before):
+        delete_checkpoint(path)
 
 
 def delete_leftovers(folder: Path) -> list[str]:

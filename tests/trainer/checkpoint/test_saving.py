@@ -221,6 +221,22 @@ def test_the_newest_are_kept_and_a_saved_step_is_not_saved_again(
     assert [step for _, step, _, _ in events.heard] == [1, 2, 3, 4]
 
 
+def test_a_smaller_keep_says_what_the_next_save_deletes(folder: Path, events: Any) -> None:
+    first = Checkpointer(folder, 0, events)
+    for step in (1, 2, 3, 4):
+        first.save(step, {"t": torch.tensor(step)}, {})
+    first.close()
+    events.heard.clear()
+    Checkpointer(folder, 4, events).announce(4)  # as before: each save replaces one
+    Checkpointer(folder, 2, events).announce(4, before=2)  # the row began with step 1
+    told = [message for _, _, message, _ in events.heard]
+    assert told == ["checkpoint.keep=2: the next save deletes 2 checkpoints, step_00000002 to step_00000003"]
+    again = Checkpointer(folder, 2, events)
+    again.save(5, {"t": torch.tensor(5)}, {}, before=2)
+    again.close()
+    assert [int(path.name[-1]) for path in list_checkpoints(folder)] == [1, 4, 5]
+
+
 def test_a_negative_keep_is_refused(folder: Path, events: Any) -> None:
     with pytest.raises(ValueError, match=r"checkpoint.keep=-1"):
         Checkpointer(folder, -1, events)
