@@ -87,6 +87,7 @@ def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[
         if launch.under_torchrun:
             raise ValueError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
         _name_runs(jobs)
+        _check_resumed(jobs)
     for job in jobs:
         _fit_restarts(job.tree, launch)
     return jobs
@@ -148,6 +149,19 @@ def _name_runs(jobs: list[Job]) -> None:
         words = [re.sub(r"[^\w.-]+", "-", f"{key.split('.')[-1]}-{value}").strip("-") for key, _, value in own]
         if job.tree.run.name is not None:
             job.tree.run.name = "_".join([str(job.tree.run.name), str(number), *words])[:120]
+
+
+def _check_resumed(jobs: list[Job]) -> None:
+    """ValueError where runs of a sweep would go on in one folder, one after the other."""
+    from trainer.places import NO_PATHS
+
+    given = [str(job.tree.run.resume) for job in jobs]
+    for path in given:
+        if path not in NO_PATHS and given.count(path) > 1:
+            raise ValueError(
+                f"run.resume={path}: {given.count(path)} runs of the sweep would go on in one folder; "
+                f"start each from its weights with run.init_from={path}, or leave out -m"
+            )
 
 
 def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:

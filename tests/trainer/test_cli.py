@@ -174,6 +174,12 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
     assert recorder.runs == []
 
 
+def test_runs_of_a_sweep_do_not_go_on_in_one_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
+    assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
+    assert "run.resume=runs/x: 2 runs of the sweep would go on in one folder; " in capsys.readouterr().err
+    assert recorder.runs == []
+
+
 def test_a_dry_run_prints_and_trains_nothing(
     call: Call, recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
