@@ -5,7 +5,8 @@
 
 Runs may be finished or still running. They must have the same model and see the same data in the same order, or the
 differences would mean something else. One kind of difference is welcome: a run that differs from another in its seed
-alone shows how much of a gap is chance, and is called noise.
+alone shows how much of a gap is chance, and is called noise. Below the table it is said which runs began with weights
+of others, and which went on with other settings half way.
 
 In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
 over the last steps; median tokens per second; peak memory; dropped steps. Where power was metered (gpu/ keys) also the
@@ -22,13 +23,14 @@ import json
 import statistics
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.cli import Parser, guarded
-from trainer.keys import flat
+from trainer.keys import changes, configs_before, flat
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
@@ -43,11 +45,17 @@ MARKERS = "os^Dv"
 
 @dataclass
 class Run:
-    """A run folder as read. series: step -> value, by metric; config: flat, by dotted key."""
+    """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last went on.
+
+    origin: the run whose weights it began with, None if it drew its own. changed: step -> keys that were changed when
+    it went on from there, with both values.
+    """
 
     path: Path
     config: dict[str, Any]
     series: dict[str, dict[int, float]]
+    origin: str | None
+    changed: dict[int, str]
     label: str = ""
 
     @property
@@ -110,6 +118,8 @@ def run() -> None:
         if given is not None and given < 1:
             raise ValueError(f"--{name} {given}: a number of steps; give 1 or more")
 
+    if len({path.resolve() for path in arguments.runs}) < len(arguments.runs):
+        raise ValueError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
     runs = [read_run(path) for path in arguments.runs]
     check_comparable(runs)
     name_runs(runs)
@@ -138,8 +148,11 @@ def read_run(path: Path) -> Run:
                 series.setdefault(key, {})[int(values["step"])] = value
     if not series.get(TRAIN):
         raise ValueError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
-    config = flat(yaml.safe_load((path / CONFIG).read_text()))
-    return Run(path, config, series)
+    before = {step: config.read_text() for step, config in configs_before(path).items()}
+    texts = [*before.values(), (path / CONFIG).read_text()]
+    told = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
+    first, last = (flat(yaml.safe_load(text)) for text in (texts[0], texts[-1]))
+    return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in told.items() if keys})
 
 
 def names(place: Any) -> Any:
@@ -260,6 +273,12 @@ def percent(value: float | None, base: float | None) -> float | None:
 def remarks(runs: list[Run]) -> list[str]:
     """What one has to know to read the table."""
     lines = []
+    if len({run.origin for run in runs}) > 1:
+        began = ", ".join(f"{run.label} with {f'those of {run.origin}' if run.origin else 'its own'}" for run in runs)
+        lines.append(f"They did not begin with the same weights: {began}.")
+    for run in runs:
+        for step, told in run.changed.items():
+            lines.append(f"{run.label}: from step {step:,} on with other settings: {told}.")
     for a, b in twins(runs):
         gap = percent(b.validation, a.validation)
         if gap is not None:

@@ -27,6 +27,7 @@ from trainer.config import Config, load
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id
 from trainer.host import pick_device, tune_host
+from trainer.keys import configs_before
 from trainer.rundir import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
@@ -99,9 +100,7 @@ def open_run(
 
 def config_at(run: Path, step: int) -> dict[str, Any]:
     """The tree of the config that was in force at a step: a run that goes on with another one keeps those before."""
-    before = {int(path.stem.split("_")[2].partition("-")[0]): path for path in sorted(run.glob("config.before_step_*"))}
-    ends = [end for end in sorted(before) if end >= step]
-    path = before[ends[0]] if ends else run / CONFIG
+    path = next((path for end, path in configs_before(run).items() if end >= step), run / CONFIG)
     if not path.is_file():
         raise ValueError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
     tree = yaml.safe_load(path.read_text())

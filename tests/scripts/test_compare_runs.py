@@ -125,6 +125,7 @@ def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path, compare: R
         (["corpus"], "corpus: no config.yaml in it; give the folder of a run that has begun, as runs/NAME"),
         (["bf16", "elsewhere"], "other data; compare runs that share it"),
         (["fp8", "bf16_seed2"], "another data order, and no run beside it differs in the seed alone"),
+        (["bf16", "fp8", "./bf16/"], "bf16 fp8 bf16: a run is named twice; name each once"),
         (["bf16", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
     ],
 )
@@ -157,6 +158,21 @@ def test_the_same_data_in_another_place_is_the_same(runs: Path, tmp_path: Path, 
     (other / "tokenizer.json").write_text("{}")
     done = compare(runs, "bf16", str(other), "--no-plots")
     assert "data.path=/far/away/corpus" in done.stderr and "other data" in done.stderr
+
+
+def test_other_weights_and_settings_changed_half_way_are_told(runs: Path, tmp_path: Path, compare: Run) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs / "fp8", other)
+    config = (other / "config.yaml").read_text()
+    assert "init_from: null" in config and "max_steps: 6" in config and "every: 3" in config
+    before = config.replace("init_from: null", "init_from: /runs/base").replace("max_steps: 6", "max_steps: 4")
+    (other / "config.before_step_00000004.yaml").write_text(before)
+    done = compare(runs, "bf16", str(other), "--no-plots")
+    assert done.returncode == 0, done.stderr
+    weights = "They did not begin with the same weights: bf16 with its own, fp8_delayed with those of /runs/base."
+    assert weights in done.stdout
+    assert "fp8_delayed: from step 4 on with other settings: trainer.max_steps 4 -> 6." in done.stdout
+    assert not {"weights", "settings"} & set(compare(runs, "bf16", "fp8", "--no-plots").stdout.split())
 
 
 def test_without_matplotlib_it_says_how_to_get_it(runs: Path) -> None:
