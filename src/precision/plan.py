@@ -178,7 +178,7 @@ class Plan:
         precision, why = self._decide(name, op)
         if precision is Precision.fp8:
             if op not in FP8_OPS:
-                raise ValueError(f"precision.table.{op}=fp8: {name} cannot run in FP8; set it to bf16 or fp32")
+                raise _not_in_fp8(name, op, why)
             for label, size in (("in", in_features), ("out", out_features)):
                 if size % FP8_MULTIPLE:
                     raise ValueError(
@@ -201,7 +201,7 @@ class Plan:
             raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8 and op not in FP8_OPS:
-            raise ValueError(f"precision.table.{op}=fp8: {name} cannot be FP8; set it to bf16 or fp32")
+            raise _not_in_fp8(name, op, why)
         if op == "norm" and precision is not Precision.fp32:
             raise ValueError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
         if op == "moe.dispatch" and precision is Precision.fp8:
@@ -304,6 +304,12 @@ class Plan:
                 forward = grad = BF16 if precision is Precision.bf16 else FP32
             self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend)
         return self._recipes[key]
+
+
+def _not_in_fp8(name: str, op: str, decided_by: str) -> ValueError:
+    if decided_by == "table":
+        return ValueError(f"precision.table.{op}=fp8: {name} cannot be in FP8; set it to bf16 or fp32")
+    return ValueError(f"precision.rules.exceptions: {decided_by} takes {name}, which cannot be in FP8; match less")
 
 
 def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:

@@ -84,6 +84,10 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
             lambda c: setattr(c.rules, "exceptions", [RulesException("nothing.*")]),
             r"match: nothing\.\* matches nothing",
         ),
+        (
+            lambda c: setattr(c.rules, "exceptions", [RulesException("*.router", Precision.fp8)]),
+            r"^precision\.rules\.exceptions: match: \*\.router takes layers\.0\.moe\.router, which cannot be in FP8",
+        ),
         (lambda c: setattr(c.rules, "exceptions", [RulesException()]), r"an entry has no match"),
         (lambda c: setattr(c.rules, "first_blocks", 4), r"precision\.rules\.first_blocks=4: the model has 3 blocks"),
         (
