@@ -68,7 +68,8 @@ def held_out(data: Prepared) -> list[tuple[str, Bins]]:
 def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     """The model on each source's held-out text. most: microbatches of each, spread evenly; None for all windows.
 
-    ValueError if the text is in other tokens than the model's, or Transformer Engine serves the model.
+    ValueError if the text is in other tokens than the model's or shorter than a sequence, or Transformer Engine serves
+    the model.
     """
     own = saved.run / TOKENIZER
     if data.tokenizer_path.read_bytes() != own.read_bytes():
@@ -80,6 +81,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
             "set precision.backend=reference"
         )
     t, world = saved.config.trainer, World(saved.device)
+    data.validation.check_length(t.sequence_length)
     tell_documents(saved.model, t, data)
     has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
     scores = []

@@ -23,11 +23,12 @@ from precision.hardware import detect
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read
 from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.streams import SavedTensors
-from trainer.config import Config, load
+from trainer.config import RECIPE, Config, load
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id
 from trainer.host import pick_device, tune_host
 from trainer.keys import configs_before
+from trainer.preflight import check_sizes
 from trainer.rundir import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
@@ -81,6 +82,7 @@ def open_run(
     tree["parallel"] |= ALONE
     tree |= {} if precision is None else {"precision": dict(precision)}
     config = load(tree)
+    check_sizes(config)
     device = pick_device(config.trainer.device)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     saved = saved_backends(folder) if precision is None else None
@@ -112,12 +114,17 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A config's tree with KEY=VALUE put in. ValueError for what is none."""
     try:
-        given = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
     for override in overrides:
-        if "=" not in override:
+        key, is_pair, _ = override.partition("=")
+        if not is_pair:
             raise ValueError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
+        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not isinstance(given[key], dict))
+        if is_choice or override.startswith("+"):
+            why = "the recipe, and all that is chosen by name, is the run's"
+            raise ValueError(f"{override}: {why}; change single keys, as precision.backend=reference")
     merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(given)))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,22 @@ def test_mistakes_are_one_line(runs: Path, run_python: Run, tmp_path: Path) -> N
         done = run_python(EVALUATE, runs / "fp32", *words)
         lines = [line for line in done.stderr.splitlines() if line.startswith("octet:")]
         assert done.returncode == 2 and "Traceback" not in done.stderr and says in lines[0], done.stderr
+
+
+def test_sequences_longer_than_the_model_or_the_text_are_refused(runs: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer.sequence_length=\d+: the model is meant for at most"):
+        open_run(runs / "fp32", None, ["trainer.sequence_length=1000000"])
+    saved = open_run(runs / "fp32")
+    data = prepare(saved.config.data, saved.config.model.vocab_size)
+    saved.config.trainer.sequence_length = data.validation.num_tokens
+    with pytest.raises(ValueError, match=r"trainer.sequence_length=\d+: .* has only \d+ tokens"):
+        evaluate(saved, data, None)
+
+
+@pytest.mark.parametrize("choice", ["+recipe=bf16", "recipe=bf16", "precision=bf16", "+optim.lr=1"])
+def test_what_is_chosen_by_name_is_the_runs(runs: Path, choice: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(choice)}: the recipe, and all .* is the run's; change single"):
+        open_run(runs / "fp32", None, [choice])
 
 
 def test_several_sources(runs: Path, tmp_path: Path) -> None:
