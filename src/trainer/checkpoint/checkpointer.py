@@ -90,6 +90,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last = -1
+        self._told = ""
         self._group: ProcessGroup | None = None
         self._is_first, self._attempt = True, ""
         if world is not None and world.many:
@@ -202,7 +203,9 @@ class Checkpointer:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
+                if reason != self._told:  # by the attempt before
+                    self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
+                self._told = reason
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error
