@@ -46,8 +46,9 @@ def run() -> None:
         max_file_bytes=most,
         tokenizer=arguments.tokenizer,
     )
+    files = f"{made.files} file{'s' * (made.files > 1)}"
     fp8 = f", {made.fp8_share:.0%} of the numbers in FP8" if made.fp8_share else ""
-    print(f"{made.folder}: {made.tensors:,} tensors, {made.bytes / 1e9:.3f} GB in {made.files} files{fp8}")
+    print(f"{made.folder}: {made.tensors:,} tensors, {made.bytes / 1e9:.3f} GB in {files}{fp8}")
     for remark in remarks:
         print(remark)
 
