@@ -68,6 +68,10 @@ def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[
 
     launch: of the processes that do the same.
     """
+    for argument in sys.argv[1:]:
+        shown = argument.encode(errors="backslashreplace").decode()
+        if shown != argument:
+            raise ValueError(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []

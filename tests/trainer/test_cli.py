@@ -110,6 +110,7 @@ MISTAKES = {
     "run.dir=~/runs": "run.dir=~/runs: nothing expands ~ after a =; write $HOME",
     "run.dir='~/runs'": "run.dir=~/runs: nothing expands ~ after a =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
+    "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
     "data.mix={name:a}": "data.mix={name:a}: a value, a list or a section where another of these stands",
     # options
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
