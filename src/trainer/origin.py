@@ -14,7 +14,7 @@ from precision import Plan
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config
 from trainer.distributed import World
-from trainer.rundir import CHECKPOINTS, Note, check_place, find_checkpoint, goes_on
+from trainer.rundir import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, goes_on
 
 
 def identity(config: Config) -> dict:
@@ -72,6 +72,7 @@ def check_origin(config: Config) -> None:
         pass
 
     run = config.run
+    check_name(run.name)
     if run.init_from is not None and not goes_on(run):
         path = Path(run.init_from)
         checkpoint = find_checkpoint(path, "run.init_from", quiet)

@@ -261,6 +261,14 @@ def check_place(run: "RunConfig") -> Path | None:
         return _locate(Path(run.dir), run.name, run.resume, "")[0]
 
 
+def check_name(name: str | None) -> None:
+    """ValueError for a run.name that no folder can have, or that would be several."""
+    if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
+        raise ValueError(
+            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
+        )
+
+
 def goes_on(run: "RunConfig") -> bool:
     """Whether `RunDir.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
     if run.resume == "never":
@@ -301,10 +309,7 @@ def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
 
 def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
     """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
-    if name is not None and (not re.fullmatch(r"[^./\\\s][^/\\\s]*", name)):
-        raise ValueError(
-            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
-        )
+    check_name(name)
     if resume in ("never", "auto"):
         if name is None:
             if resume == "auto":
@@ -313,6 +318,9 @@ def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pa
                 )
             return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
         path = parent / name
+        if path.is_symlink() and not path.exists():
+            what = f"{path} is a link to {path.readlink()}, which is not there"
+            raise ValueError(f"run.name={name}: {what}; make that folder, or choose another run.name")
         state = _state_of(path)
         if state == "foreign" or (state == "run" and resume == "never"):
             raise _exists(path, state)

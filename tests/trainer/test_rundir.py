@@ -168,6 +168,14 @@ def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name:
     assert not runs.exists()
 
 
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_link_to_nowhere_is_told_as_one(runs: Path, opened: Any, resume: str) -> None:
+    runs.mkdir()
+    (runs / "a").symlink_to("gone")
+    with pytest.raises(ValueError, match=r"run.name=a: .*a is a link to gone, which is not there; make that folder"):
+        opened(runs, resume=resume)
+
+
 @pytest.mark.parametrize("name", ["a", None])
 def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path, opened: Any, name: str | None) -> None:
     (tmp_path / "file").touch()
