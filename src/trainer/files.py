@@ -1,10 +1,15 @@
-"""Files that are whole at any moment, and names that are on the disk."""
+"""Files and folders that are whole at any moment, and names that are on the disk."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""What writing to a full disk raises."""
 
 
 def trim(path: Path, last_step: int | None) -> int:
@@ -42,6 +47,34 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
         with suppress(OSError):  # on a full disk, what is there of it would be in the way
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_new(out: Path) -> Path:
+    """Where `new_folder` writes what becomes `out`. ValueError if one of the two exists."""
+    partial = out.with_name(out.name + ".partial")
+    if os.path.lexists(out):
+        raise ValueError(f"{out}: exists; name a folder that does not, or remove this one")
+    if os.path.lexists(partial):
+        why = "exists, being written or left by a program that was killed, perhaps for another purpose"
+        raise ValueError(f"{partial}: {why}; remove it, or name another folder than {out}")
+    return partial
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, OUT.partial, which is renamed to `out` when the block is done and removed if it fails."""
+    partial = check_new(out)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_folder(partial)
+        partial.rename(out)
+        sync_folder(out.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in FULL:  # which does not say where
+            raise OSError(error.errno, error.strerror, str(out)) from error
+        raise
 
 
 def sync_folder(path: Path) -> None:

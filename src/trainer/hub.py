@@ -13,10 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from precision import PrecisionConfig
 from trainer.checkpoint import checkpoint_name, read_meta
-from trainer.checkpoint.hf_export import Exported, Numbers, check_new, export, saved_model
+from trainer.checkpoint.hf_export import Exported, Numbers, export, saved_model
 from trainer.checkpoint.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.checkpoint.hf_tokenizer import TOKENIZER, TokenizerSource
 from trainer.checkpoint.streams import SavedTensors
+from trainer.files import check_new
 from trainer.rundir import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 

@@ -13,10 +13,8 @@ Numbers: `fp32` is the masters. `bf16` is what multiplies, BF16(master). `fp8` i
 All of it is written into OUT.partial, which is renamed when it is whole.
 """
 
-import errno
 import json
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -34,10 +32,7 @@ from trainer.checkpoint.hf_fp8 import SCALE_SUFFIX, Quantizer, grid_shape, liste
 from trainer.checkpoint.hf_tokenizer import TokenizerSource, write_json
 from trainer.checkpoint.storage import DTYPE_CODES
 from trainer.checkpoint.streams import HF_INDEX, TILE, SavedTensors, row_steps
-from trainer.files import sync_folder
-
-PARTIAL = ".partial"
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what writing to a full disk raises
+from trainer.files import check_new, new_folder
 
 
 class Numbers(Enum):
@@ -122,13 +117,10 @@ def export(
     if quantizer is not None:
         description["quantization_config"] = _quantization(units, quantizer)
 
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        files = _files(units, max_file_bytes)
+    files = _files(units, max_file_bytes)
+    with new_folder(out) as folder:
         for i, inside in enumerate(files, start=1):
-            with _File(partial / _file_name(i, len(files)), [e for unit in inside for e in unit.entries]) as file:
+            with _File(folder / _file_name(i, len(files)), [e for unit in inside for e in unit.entries]) as file:
                 for unit in inside:
                     _move(unit, saved, file, quantizer)
         where = {
@@ -138,28 +130,14 @@ def export(
             for entry in unit.entries
         }
         total = sum(unit.bytes for unit in units)
-        write_json(partial / HF_INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-        write_json(partial / "config.json", description)
+        write_json(folder / HF_INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(folder / "config.json", description)
         if tokenizer is not None:
-            tokenizer.write(partial, model.max_position_embeddings)
-        sync_folder(partial)
-        partial.rename(out)
-        sync_folder(out.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in FULL:  # which does not say where
-            raise OSError(error.errno, error.strerror, str(out)) from error
-        raise
+            tokenizer.write(folder, model.max_position_embeddings)
     weights = [weight for unit in units for weight in unit.weights]
     fp8 = sum(prod(weight.shape) for weight in weights if weight.dtype == torch.float8_e4m3fn)
     left = [] if quantizer is None else quantizer.left
     return Exported(out, len(files), len(where), total, fp8 / sum(prod(w.shape) for w in weights), left)
-
-
-def check_new(out: Path) -> None:
-    """ValueError if something is there."""
-    if out.exists():
-        raise ValueError(f"{out}: exists; name a folder that does not, or remove this one")
 
 
 def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:

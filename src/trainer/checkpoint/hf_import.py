@@ -14,7 +14,6 @@ written; all of it is written into OUT.partial, which is renamed when it is whol
 """
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from models import ModelConfig
 from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
 from trainer.checkpoint.folder import checkpoint_name
-from trainer.checkpoint.hf_export import PARTIAL, check_new, plain_model
+from trainer.checkpoint.hf_export import plain_model
 from trainer.checkpoint.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
 from trainer.checkpoint.hf_tokenizer import FILES, TOKENIZER, copy_files
 from trainer.checkpoint.manifest import seal, write_file
@@ -46,7 +45,7 @@ from trainer.checkpoint.reading import STATE
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.checkpoint.streams import TILE, HfFolder, row_steps
 from trainer.checkpoint.tree import split
-from trainer.files import sync_folder
+from trainer.files import check_new, new_folder
 
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
@@ -88,24 +87,16 @@ def import_hf(source: Path, out: Path) -> Imported:
     _check_fp8(folder)
     wanted = _check(folder, model)
     end = _end_of_text(folder)
-    partial_out = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial_out, ignore_errors=True)
-    checkpoint = partial_out / "checkpoints" / checkpoint_name(0)
-    checkpoint.mkdir(parents=True)
-    try:
-        _check_copies(folder, model)
-        scaled = [name for name in wanted if folder.dtype(name) == FP8]
+    _check_copies(folder, model)
+    scaled = [name for name in wanted if folder.dtype(name) == FP8]
+    with new_folder(out) as made:
+        checkpoint = made / "checkpoints" / checkpoint_name(0)
+        checkpoint.mkdir(parents=True)
         _write(checkpoint, folder, model, scaled)
-        choice = partial_out / "configs" / "model" / f"{CONFIG_NAME}.yaml"
+        choice = made / "configs" / "model" / f"{CONFIG_NAME}.yaml"
         choice.parent.mkdir(parents=True)
         choice.write_text(f"# Imported from {source.name}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
-        has_tokenizer = TOKENIZER in copy_files(source, partial_out)
-        sync_folder(partial_out)
-        partial_out.rename(out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(partial_out, ignore_errors=True)
-        raise
+        has_tokenizer = TOKENIZER in copy_files(source, made)
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
 
 

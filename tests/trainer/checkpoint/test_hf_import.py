@@ -224,6 +224,18 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_folder_that_may_be_somebodys_is_left_alone(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
+    export(checkpoint, tmp_path / "made", MODEL, Numbers.fp32, None)
+    (tmp_path / "out.partial").mkdir()
+    said = r"out\.partial: exists, .*; remove it, or name another folder than .*out$"
+    with pytest.raises(ValueError, match=said):
+        export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
+    with pytest.raises(ValueError, match=said):
+        import_hf(tmp_path / "made", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "out.partial", "run"]
+
+
 Change = Callable[[Path, dict[str, Tensor], dict[str, Any]], None]
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 WRONG: dict[str, tuple[Change, str]] = {
