@@ -14,6 +14,8 @@ written; all of it is written into OUT.partial, which is renamed when it is whol
 """
 
 import json
+import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,12 +72,21 @@ class Imported:
     @property
     def overrides(self) -> list[str]:
         """What train.py is told to go on from it, as a shell wants it."""
-        told = [f"--config-dir {self.folder / 'configs'}", f"model={CONFIG_NAME}", f"run.init_from={self.folder}"]
+        told = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
+        told.append(_override("run.init_from", str(self.folder)))
         if self.tokenizer is not None:
-            told.append(f"data.tokenizer={self.tokenizer}")
+            told.append(_override("data.tokenizer", str(self.tokenizer)))
         if self.end_of_text is not None:
-            told.append(f"\"data.end_of_text='{self.end_of_text}'\"")
+            told.append(_override("data.end_of_text", self.end_of_text))
         return told
+
+
+def _override(key: str, value: str) -> str:
+    """KEY=VALUE, in quotes of Hydra's and of the shell's where they are needed."""
+    if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
+        return f"{key}={value}"
+    text = f"{key}='" + value.replace("'", "\\'") + "'"
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def import_hf(source: Path, out: Path) -> Imported:

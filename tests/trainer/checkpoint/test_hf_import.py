@@ -186,13 +186,14 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
     assert ("scale_fmt" in settings) == power_of_two
 
 
-def test_a_run_can_be_told_to_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["in", "it's in (here), $HOME"])
+def test_a_run_can_be_told_to_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = tmp_path / "published"
     tensors, config = published(folder, True, {})
     write(folder, tensors, config)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
-    made = import_hf(folder, tmp_path / "in")
+    made = import_hf(folder, tmp_path / name)
     monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(" ".join(made.overrides)), "+recipe=fp8_block"])
     (job,) = compose(ROOT / "configs")
     config = load(job.tree)
