@@ -7,6 +7,7 @@ It learns from data.tokenizer_sample_mb megabytes of what is not held out for va
 and prepare_data.py train one by themselves; one of its own can be used for several corpora.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def run() -> None:
     own, sys.argv[1:] = parser.parse_known_args()
     if own.out is None:
         raise ValueError("--out: where shall it be written? give --out tokenizer.json")
-    if own.out.is_dir() or not own.out.absolute().parent.is_dir():
-        raise ValueError(f"--out={own.out}: cannot be a file there; name one in a folder that exists")
+    if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) > 1:
         raise ValueError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")

@@ -37,6 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.crew import Crew, Terminated
+from trainer.files import FULL
 from trainer.launch import Launch
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
@@ -250,7 +251,8 @@ def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
     if expected or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
         code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
         word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
-        return _End(_one_line(f"{word}{error}"), code, orderly=hasattr(error, "exit_code"))
+        text = _of_a_file(error) if isinstance(error, OSError) else str(error)
+        return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
     if told:  # an interrupt within an import of torch, say, may come out as anything
         return _by_signal(told)
     return _End(None, FAILED)
@@ -260,6 +262,14 @@ def _by_signal(number: int) -> _End:
     if number == signal.SIGINT:
         return _End("interrupted", INTERRUPTED, by_signal=True)
     return _End("terminated", TERMINATED, by_signal=True)
+
+
+def _of_a_file(error: OSError) -> str:
+    """The system's own errors name the path last, and not what to do."""
+    if error.filename is None:
+        return str(error)
+    fix = "free space" if error.errno in FULL else "correct the path or its permissions"
+    return f"{error.filename}: {error.strerror}; {fix}, or name another place"
 
 
 def _one_line(text: str) -> str:

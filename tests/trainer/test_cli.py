@@ -216,6 +216,10 @@ def run_out_of_disk() -> None:
     raise OSError(28, "No space left on device", "runs/x")
 
 
+def write_below_a_file() -> None:
+    Path("/dev/null/x").write_text("")
+
+
 @pytest.mark.parametrize(
     ("main", "code", "says"),
     [
@@ -223,7 +227,12 @@ def run_out_of_disk() -> None:
         (fail, 1, "octet: error: 3 steps in a row were not finite\n"),
         (interrupt, 130, "octet: interrupted\n"),
         (stop, 143, "octet: stopped by SIGTERM after step 3, saved\n"),
-        (run_out_of_disk, 1, "octet: error: [Errno 28] No space left on device: 'runs/x'\n"),
+        (run_out_of_disk, 1, "octet: error: runs/x: No space left on device; free space, or name another place\n"),
+        (
+            write_below_a_file,
+            1,
+            "octet: error: /dev/null/x: Not a directory; correct the path or its permissions, or name another place\n",
+        ),
     ],
 )
 def test_what_is_raised_on_purpose_is_one_line(
