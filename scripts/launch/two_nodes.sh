@@ -14,17 +14,23 @@ top=$(cd "$here/../.." && pwd)
 python=python
 if [[ -x $top/.venv/bin/python ]]; then python=$top/.venv/bin/python; fi
 
+refuse() {
+    echo "octet: error: $1" >&2
+    exit 2
+}
+for name in NODES PROCESSES RESTARTS; do
+    [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: not a whole number; give one, or leave it out"
+done
 nodes=${NODES:-2}
 processes=${PROCESSES:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 if ((processes == 0)); then
-    echo "octet: error: PROCESSES: there is no GPU here; set PROCESSES=2, say, to train on the CPU" >&2
-    exit 2
+    refuse "PROCESSES: there is no GPU here; set PROCESSES=2, say, to train on the CPU"
 fi
 if ((nodes == 1)); then
     meeting=(--standalone)
 else
-    head=${HEAD:?"which machine do they meet at? HEAD=HOST:PORT"}
-    meeting=(--rdzv_backend=c10d "--rdzv_endpoint=$head" "--rdzv_id=${JOB:-octet}")
+    [[ -n ${HEAD:-} ]] || refuse "HEAD: which machine do they meet at? set HEAD=HOST:PORT"
+    meeting=(--rdzv_backend=c10d "--rdzv_endpoint=$HEAD" "--rdzv_id=${JOB:-octet}")
 fi
 case " $* " in
 *" parallel="*) ;;

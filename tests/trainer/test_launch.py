@@ -278,6 +278,17 @@ def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path, run: Run):
     assert (code, out) == (2, "") and err.startswith("octet: error: PROCESSES: there is no GPU here")
 
 
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ({"PROCESSES": "x"}, "octet: error: PROCESSES=x: not a whole number; give one, or leave it out\n"),
+        ({"PROCESSES": "2"}, "octet: error: HEAD: which machine do they meet at? set HEAD=HOST:PORT\n"),
+    ],
+)
+def test_what_a_launch_script_is_told_wrongly_is_one_line(tmp_path: Path, place: dict[str, str], says: str, run: Run):
+    assert run([NODES], tmp_path, **place) == (2, "", says)
+
+
 def test_two_nodes_meet_and_one_that_is_lost_ends_the_other(overrides: Any, tmp_path: Path, start: Start):
     words = [word for word in overrides("run.name=a", "trainer.max_steps=1000") if "console" not in word]
     place = {"HEAD": f"localhost:{20000 + os.getpid() % 10000}", "PROCESSES": "1"}
