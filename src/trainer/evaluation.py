@@ -5,7 +5,7 @@ cost. On one process, on the device that the run had, the loss in the run's reci
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,16 @@ from trainer.saved import TOKENIZER, Saved
 
 
 @torch.no_grad()
-def mean_loss(model: DeepSeek, batches: Iterable[Tensor], size: int, world: World) -> float:
+def mean_loss(
+    model: DeepSeek, batches: Iterable[Tensor], size: int, world: World, seen: Callable[[int], None] = lambda done: None
+) -> float:
     """Mean language-model loss over windows, nats per token. A collective: the ranks of `world` take turns.
 
-    batches: int64 [<= size, S + 1] each. The model, in any mode, is left in that of training.
+    batches: int64 [<= size, S + 1] each. seen: told now and then how many windows are done. The model, in any mode, is
+    left in that of training.
     """
     model.eval()
+    done = 0
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of sequences
     for group in in_groups(batches, world.size):  # a batch for each rank
         tokens = group[min(world.rank, len(group) - 1)]
@@ -38,6 +42,7 @@ def mean_loss(model: DeepSeek, batches: Iterable[Tensor], size: int, world: Worl
         targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
         loss = model.loss(model.hidden(tokens[:, :-1]), targets)
         sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        seen(done := done + sum(map(len, group)))
     model.train()
     total, weight = added_up([sums], world)[0].tolist()
     return total / weight

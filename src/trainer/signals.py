@@ -39,6 +39,7 @@ class StopSignals:
 
     def __init__(self, world: World | None = None) -> None:
         self.received: str | None = None
+        self._heard = 0
         self._world = world if world is not None and world.many else None
         self._noted = world.crew.told if world is not None else 0  # before training, and something has swallowed it
         self._since: dict[int, float] = {}  # when each was noted first
@@ -64,6 +65,11 @@ class StopSignals:
             self._world.crew.overdue = lambda: (
                 time.monotonic() > deadline and (not work.is_completed() or pending_operation(timeout) is not None)
             )
+
+    def heard(self) -> str | None:
+        """The name of a signal that this rank has noted since the last call: for what has to say that it goes on."""
+        before, self._heard = self._heard, self._noted
+        return signal.Signals(self._noted).name if self._noted != before else None
 
     def _answer(self, number: torch.Tensor, work: Work) -> int:
         self._question = None

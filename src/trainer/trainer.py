@@ -98,8 +98,8 @@ class Trainer:
                             self.evaluate(whole=False)
                         if last or (saves and not parts.ladder.row):  # in a row nothing has changed
                             parts.save(self.step)
-                        if self.step == max_steps:  # the whole text may take long: what was trained is safe by then
-                            validation_loss = self.evaluate(whole=True)
+                        if self.step == max_steps and not stop.received:  # long: what was trained is safe by then
+                            validation_loss = self.evaluate(whole=True, stop=stop)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
             error = self._out_of_memory()
@@ -131,15 +131,25 @@ class Trainer:
         return at_an_end or _due(step, self.config.logging.every) or self.parts.health.due(step)
 
     @torch.no_grad()
-    def evaluate(self, whole: bool) -> float:
+    def evaluate(self, whole: bool, stop: StopSignals | None = None) -> float:
         """Mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
 
-        whole: over all of them, else over `eval.batches` microbatches spread evenly over the files.
+        whole: over all of them, else over `eval.batches` microbatches spread evenly over the files. stop: of the end of
+        a run, where no step comes that could heed a signal: it is told, so that nobody waits in vain.
         """
-        p, e, config = self.parts, self.parts.engine, self.config
-        size, most = config.trainer.microbatch_size, None if whole else config.eval.batches or None
-        batches = validation_batches(p.data.validation, config.trainer.sequence_length, size, most)
-        loss = mean_loss(e.model, batches, size, e.world)
+        p, e, t = self.parts, self.parts.engine, self.config.trainer
+        size, most = t.microbatch_size, None if whole else self.config.eval.batches or None
+        windows = p.data.validation.num_windows(t.sequence_length)
+        count = windows if most is None else min(windows, most * size)
+
+        def seen(done: int) -> None:
+            p.sinks.doing(f"evaluating {done:,}/{count:,}")
+            if stop is not None and (name := stop.heard()) is not None:
+                goes_on = "all steps are trained, and the last evaluation goes on; a second signal ends it"
+                p.sinks.event("signal", self.step, f"{name}: {goes_on}")
+
+        batches = validation_batches(p.data.validation, t.sequence_length, size, most)
+        loss = mean_loss(e.model, batches, size, e.world, seen)
         e.microbatch.release()
         p.sinks.metrics({"step": self.step, "loss/validation": loss})
         return loss
@@ -203,7 +213,7 @@ class Trainer:
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed
-            validation_loss = self.evaluate(whole=True)
+            validation_loss = self.evaluate(whole=True, stop=stop)
         summary = Summary(
             folder=p.run.path,
             step=self.step,

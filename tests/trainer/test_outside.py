@@ -273,3 +273,31 @@ def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config:
             trainer.train()
         assert end.value.exit_code == 143
         assert checkpoints(trainer.parts.run.path) == ["step_00000002", "step_00000003"]
+
+
+def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: Configs) -> None:
+    trainer = Trainer(config("run.name=a"))
+    doing, told = trainer.parts.sinks.doing, []
+
+    def interrupted(what: str) -> None:
+        doing(what)
+        if not told:
+            signal.raise_signal(signal.SIGINT)
+        told.append(what)
+
+    trainer.parts.sinks.doing = interrupted  # type: ignore[method-assign]
+    assert trainer.train().step == 6
+    count = int(told[-1].rpartition("/")[2].replace(",", ""))
+    assert len(told) > 1 and told[-1] == f"evaluating {count}/{count}"
+    (event,) = events(trainer.parts.run.path, "signal")
+    assert event["message"].startswith("SIGINT: all steps are trained, and the last evaluation goes on; a second")
+
+
+def test_told_to_stop_in_the_last_step_it_does_not_begin_the_last_evaluation(config: Configs) -> None:
+    trainer = Trainer(config("run.name=a", "eval.every=0"))
+    at(trainer, 6, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 6, saved"):
+        trainer.train()
+    run = trainer.parts.run.path
+    assert not [line for line in lines(run / "metrics.jsonl") if "loss/validation" in line]
+    assert Trainer(config("run.name=a", "eval.every=0", "run.resume=auto")).train().validation_loss > 0

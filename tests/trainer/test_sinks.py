@@ -230,6 +230,13 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunDir) -> None:
         time.sleep(0.4)  # rich redraws four times a second
         print("printed by somebody")
         live = screen.text
+        sinks.doing("evaluating 12/34")
+        time.sleep(0.4)
+        assert re.search(r"━.* 20/200 evaluating 12/34 .* left", screen.text)
+        sinks.metrics({"step": 20, "loss/validation": 4.5})
+        before = len(screen.text)
+        time.sleep(0.4)
+        assert "20/200 loss 5.4321" in screen.text[before:]
     assert re.search(r"━.* 20/200 loss 5.4321  12,346 tok/s .* left", live)
     assert "step  20/200  loss 5.4321  lm 5.1234" in live
     assert "printed by somebody\n" in screen.text

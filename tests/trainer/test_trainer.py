@@ -281,7 +281,7 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_goes_on(config: Config
 def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config("run.name=run", "trainer.max_steps=2"))
 
-    def lost(whole: bool) -> float:
+    def lost(whole: bool, stop: object) -> float:
         assert whole
         raise KeyboardInterrupt
 

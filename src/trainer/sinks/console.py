@@ -51,6 +51,10 @@ class Screen(Protocol):
         """`step` is done. Cheap enough for every step."""
         ...
 
+    def doing(self, what: str) -> None:
+        """Say what goes on between two steps, until the next metrics. Cheap, too."""
+        ...
+
     def close(self) -> None:
         """Leave the terminal as it was."""
         ...
@@ -124,6 +128,9 @@ class SilentScreen:
     def progress(self, step: int) -> None:
         """Nothing."""
 
+    def doing(self, what: str) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing."""
 
@@ -157,6 +164,9 @@ class PlainScreen:
     def progress(self, step: int) -> None:
         """Nothing: a line each step would drown the others."""
 
+    def doing(self, what: str) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing to restore."""
 
@@ -176,7 +186,8 @@ class LiveScreen:
             refresh_per_second=4,
             transient=True,  # shorter than the terminal is wide: the ^C that it echoes must not begin a new line
         )
-        self._task = self._progress.add_task("", total=max_steps, completed=first_step, now="starting")
+        self._now = "starting"
+        self._task = self._progress.add_task("", total=max_steps, completed=first_step, now=self._now)
         stderr = sys.stderr
         self._progress.start()  # from here on rich stands in for stdout and stderr, and prints above the bar
         self._streams = (stderr, sys.stderr)
@@ -194,13 +205,17 @@ class LiveScreen:
             now.append(f"[dim]loss[/] {loss:.4f}")
         if (rate := values.get(_RATE)) is not None:
             now.append(f"{rate:,.0f} [dim]tok/s[/]")
-        if now:
-            self._progress.update(self._task, now="  ".join(now))
+        self._now = "  ".join(now) or self._now
+        self._progress.update(self._task, now=self._now)
         self.progress(values["step"])
 
     def progress(self, step: int) -> None:
         """Move the bar to `step`."""
         self._progress.update(self._task, completed=step)
+
+    def doing(self, what: str) -> None:
+        """In the bar, in place of the metrics."""
+        self._progress.update(self._task, now=what)
 
     def close(self) -> None:
         """Take the bar away; the lines stay."""

@@ -4,7 +4,7 @@
 metrics(values)          x                           x             x                x
 tensors(entry)      and nothing else: tensors.jsonl
 event(kind, ...)                        x            x             x
-progress(step)                                       x
+progress(step), doing(what)                          x
 summary(...)                                         x             x
 
 An event that is an alert goes to W&B as one, and what is worth waking somebody for to `health.notify`.
@@ -173,6 +173,10 @@ class Sinks:
         """`step` is done. Costs microseconds: call it every step."""
         self._step = step
         self._screen.progress(step)
+
+    def doing(self, what: str) -> None:
+        """What goes on between two steps, in a few words, until the next metrics."""
+        self._screen.doing(what)
 
     def summary(self, summary: RunSummary) -> None:
         """Say what came of the run, and where it is."""
