@@ -62,11 +62,11 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 class Screen:
-    """A console whose output can be read. Width 100."""
+    """A console whose output can be read."""
 
-    def __init__(self, terminal: bool = False) -> None:
+    def __init__(self, terminal: bool = False, width: int = 100) -> None:
         self.console = Console(
-            file=io.StringIO(), force_terminal=terminal, width=100, highlight=False, legacy_windows=False, _environ={}
+            file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, legacy_windows=False, _environ={}
         )
 
     @property
@@ -241,6 +241,14 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunDir) -> None:
     assert "step  20/200  loss 5.4321  lm 5.1234" in live
     assert "printed by somebody\n" in screen.text
     assert screen.raw.count("\x1b[?25l") == screen.raw.count("\x1b[?25h") == 1  # cursor hidden, shown
+
+
+def test_a_narrow_terminal_keeps_loss_and_speed(run: RunDir) -> None:
+    screen = Screen(terminal=True, width=50)
+    with Sinks(settings(), run, 200, screen.console) as sinks:
+        sinks.metrics(METRICS)
+    assert "step  20/200  loss 5.4321  lm 5.1234  12,346 tok/s" in screen.text and "norm" not in screen.text
+    assert "lr 3.0e-04" in (run.path / "logs" / "rank0.log").read_text()
 
 
 def test_handlers_that_hold_stderr_print_above_the_live_line(run: RunDir) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TextIO, cast
 
@@ -68,15 +68,27 @@ def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console
     return PlainScreen(console, max_steps, enabled)
 
 
-def metrics_line(values: Mapping[str, Any], max_steps: int) -> Text:
-    """One line for the metrics of a step: `step  20/200  loss 5.4321  ...`. Labels are dim, what is not finite red."""
+def metrics_line(values: Mapping[str, Any], max_steps: int, most: int | None = None) -> Text:
+    """One line for the metrics of a step: `step  20/200  loss 5.4321  ...`. Labels are dim, what is not finite red.
+
+    most: characters that there is room for: columns are left out, the last one first, but neither the first nor the
+    speed.
+    """
+    columns = [column for column in COLUMNS if values.get(column[0]) is not None]
+    line = _line(values, max_steps, columns)
+    while most is not None and line.cell_len > most and len(columns) > 1:
+        columns.pop()
+        line = _line(values, max_steps, columns)
+    return line
+
+
+def _line(values: Mapping[str, Any], max_steps: int, columns: Sequence[tuple[str, str, str]]) -> Text:
     width = len(str(max_steps))
     line = Text(f"step {values['step']:>{width}}/{max_steps}", style="bold")
     line.stylize("not bold", 0, 4)
-    for key, label, form in COLUMNS:
-        if (value := values.get(key)) is not None:
-            line.append(f"  {label} ", "not bold dim")
-            line.append(form.format(value), "not bold" if math.isfinite(value) else "bold red")
+    for key, label, form in columns:
+        line.append(f"  {label} ", "not bold dim")
+        line.append(form.format(values[key]), "not bold" if math.isfinite(values[key]) else "bold red")
     if (rate := values.get(_RATE)) is not None:
         line.append(f"  {rate:,.0f}", "not bold").append(" tok/s", "not bold dim")
     if skipped := values.get(_SKIPPED):
@@ -199,7 +211,8 @@ class LiveScreen:
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Show the metrics of a step above the bar, and the main ones in it."""
-        self._progress.console.print(metrics_line(values, self._max_steps), no_wrap=True, overflow="ellipsis")
+        console = self._progress.console
+        console.print(metrics_line(values, self._max_steps, console.width), no_wrap=True, overflow="ellipsis")
         now: list[str] = []
         if (loss := values.get("loss/total")) is not None:
             now.append(f"[dim]loss[/] {loss:.4f}")
