@@ -17,14 +17,13 @@ def run(crew: Crew) -> None:
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
     from trainer.origin import check_origin
-    from trainer.parallel.mesh import resolve
+    from trainer.parallel.mesh import Degrees, resolve
     from trainer.preflight import check, fitted, report
     from trainer.rundir import check_place
 
     configs = [load(job.tree) for job in jobs]
     for i, config in enumerate(configs):
-        if not config.dry_run:
-            configs[i] = fitted(config, resolve(config.parallel, launch.size))
+        configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     if not launch.under_torchrun:  # there, a rank would look while the first one has made its folder already
         for config in configs:

@@ -111,10 +111,11 @@ class World:
 
         Unlike in a collective, there is no time limit: preparing a corpus takes as long as it takes.
         """
+        key = f"ahead/{self.crew.launch.attempt}"  # torchrun's store outlives a restart
         if self.local_rank == 0:
             yield
-            self._say("ahead")
-        self._await("ahead", range(0, self.size, self.local_size))
+            self._say(key)
+        self._await(key, range(0, self.size, self.local_size))
         if self.local_rank != 0:
             yield
 
@@ -135,7 +136,7 @@ def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
     current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than processes.
     """
     launch = crew.launch
-    if device.type == "cuda" and launch.under_torchrun:
+    if device.type == "cuda" and (launch.under_torchrun or launch.size > 1):
         device = _own_gpu(launch.local_rank)
     if launch.size == 1:
         return World(device, crew=crew)

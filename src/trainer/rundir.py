@@ -246,7 +246,8 @@ class RunDir:
         for name, text in texts.items():
             path = self.path / name
             if path.exists() and path.read_text() != text:
-                path.rename(_unused(path.with_stem(f"{path.stem}.before_step_{step:08d}")))
+                kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
+                replace_file(kept, path.read_bytes())  # a run without its config is none: it stays until it is replaced
             replace_file(path, text.encode())
 
 

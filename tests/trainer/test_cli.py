@@ -191,6 +191,11 @@ def test_a_dry_run_prints_and_trains_nothing(
     assert recorder.runs == [] and list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_has_the_microbatch_of_a_run(call: Call):
+    """One no larger than the batch."""
+    assert call("trainer.global_batch_size=8", "dry_run=true") == 0
+
+
 def test_a_dry_run_refuses_a_name_that_a_run_would(call: Call, capsys: pytest.CaptureFixture[str]):
     assert call("dry_run=true", "run.name=a/b") == 2
     assert "run.name=a/b: must be a plain folder name" in capsys.readouterr().err

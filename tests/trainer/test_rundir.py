@@ -1,5 +1,6 @@
 """Run folders: the table of `run.resume`, what is dropped on the way, and one process at a time."""
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from trainer import rundir
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
 from trainer.distributed import World
@@ -279,6 +281,23 @@ def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: An
         "config.before_step_00000200-2.yaml": "lr: 2\n",
     }
     assert not list(path.glob("precision_plan.before*"))
+
+
+def test_a_resumption_that_the_disk_ends_leaves_a_run(runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run(runs, checkpoints=(200,))
+    write = rundir.replace_file
+
+    def full(file: Path, content: bytes) -> None:
+        if file.name == "config.yaml":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, content)
+
+    monkeypatch.setattr(rundir, "replace_file", full)
+    with pytest.raises(OSError, match="No space"):
+        opened(runs, resume="auto", texts=TEXTS | {"config.yaml": "lr: 2\n"})
+    monkeypatch.undo()
+    assert (path / "config.yaml").read_text() == "lr: 1\n"
+    assert opened(runs, resume="auto").first_step == 200
 
 
 def test_a_config_that_cannot_go_on_is_refused_before_anything_changes(runs: Path, opened: Any) -> None:

@@ -40,7 +40,7 @@ BLOCK = 128
 
 
 class ReferenceBackend:
-    """See the module docstring; the interface is described in `precision.backends`."""
+    """See the module docstring; the interface is described in `precision.backends.interface`."""
 
     name = "reference"
 

@@ -101,10 +101,18 @@ def check_power(power: PowerConfig, gpu: bool) -> None:
 
 def check_alerts(alerts: AlertsConfig) -> None:
     """ValueError for a threshold that could not be one."""
-    shares = ("saturated", "underflown", "shadow_cosine", "expert_entropy", "throughput_drop", "memory_full")
+    shares = (
+        "saturated",
+        "underflown",
+        "shadow_cosine",
+        "expert_entropy",
+        "throughput_drop",
+        "memory_full",
+        "throttled",
+    )
     above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
     above_zero = ("repeat", "loss_rise", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
-    above_zero += ("allocator_retries",)
+    above_zero += ("allocator_retries", "gpu_celsius", "gpu_memory_celsius")
     for keys, low, high, what in (
         (shares, 0.0, 1.0, "above 0 and up to 1"),
         (above_one, 1.0, math.inf, "above 1"),

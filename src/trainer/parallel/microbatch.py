@@ -112,7 +112,9 @@ class Graphed:
         except _Unrecordable as error:
             what = f"the forward and backward pass cannot be recorded ({error})"
             if self._must or index > 0:
-                raise ValueError(f"cuda_graph=true: {what}; set cuda_graph=false") from error
+                raise ValueError(
+                    f"cuda_graph={'true' if self._must else 'auto'}: {what}; set cuda_graph=false"
+                ) from error
             self._failed = True
             warnings.warn(f"cuda_graph=auto: {what}; this run goes on without", stacklevel=2)
         self._forget()
