@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.cli import compose, guarded
-from trainer.crew import Crew
+from trainer.launch.command_line import compose, guarded
+from trainer.launch.liveness.rank_group import Crew
 
 
 def run(crew: Crew) -> None:
@@ -16,10 +16,10 @@ def run(crew: Crew) -> None:
     launch = crew.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
-    from trainer.origin import check_origin
+    from trainer.forecast.preflight import check, fitted, report
     from trainer.parallel.mesh import Degrees, resolve
-    from trainer.preflight import check, fitted, report
-    from trainer.rundir import check_place
+    from trainer.run.resume_source import check_origin
+    from trainer.run.run_folder import check_place
 
     configs = [load(job.tree) for job in jobs]
     for i, config in enumerate(configs):
@@ -35,9 +35,9 @@ def run(crew: Crew) -> None:
                 check_origin(config)
                 print(report(config, plan, launch.size))
             continue
-        from trainer.agreement import agree
-        from trainer.distributed import init
-        from trainer.host import pick_device
+        from trainer.launch.agreement import agree
+        from trainer.launch.device import pick_device
+        from trainer.launch.world import init
         from trainer.trainer import Trainer
 
         world = init(pick_device(config.trainer.device), crew, config.parallel.timeout)

@@ -8,7 +8,7 @@ really happened at each row of the plan, and prints both side by side. Exit code
 import sys
 from pathlib import Path
 
-from trainer.cli import compose, guarded
+from trainer.launch.command_line import compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -19,11 +19,11 @@ def run() -> None:
     import torch
 
     from precision import bind
-    from trainer.audit import audit
-    from trainer.build import build_model
     from trainer.config import load
-    from trainer.optim import Optimizer
-    from trainer.preflight import check
+    from trainer.forecast.preflight import check
+    from trainer.offline.audit import audit
+    from trainer.optim.adamw import Optimizer
+    from trainer.step.engine import build_model
 
     for job in jobs:
         config = load(job.tree)

@@ -29,10 +29,13 @@ from typing import Any
 
 import yaml
 
-from trainer.cli import Parser, guarded
-from trainer.keys import changes, configs_before, flat
+from trainer.config.diff import changes, configs_before, flat
+from trainer.launch.command_line import Parser, guarded
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"  # as in trainer.rundir, which imports torch: this is quick without it
+CONFIG, METRICS = (
+    "config.yaml",
+    "metrics.jsonl",
+)  # as in trainer.run.run_folder, which imports torch: this is quick without it
 NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"

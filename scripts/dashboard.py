@@ -10,11 +10,11 @@ only later, and may still be training; to look from another machine: `ssh -L 876
 
 from pathlib import Path
 
-from trainer.cli import Parser, guarded
 from trainer.files import replace_file
 from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import METRICS, Run
 from trainer.health.dashboard.serve import Server
+from trainer.launch.command_line import Parser, guarded
 
 
 def main() -> int:

@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
-    from trainer.evaluation import Scores
-    from trainer.saved import Saved
+    from trainer.offline.evaluate import Scores
+    from trainer.offline.saved_model import Saved
 
 
 def main() -> int:
@@ -43,8 +43,8 @@ def run() -> None:
     if given.lm_eval is not None and importlib.util.find_spec("lm_eval") is None:
         raise ValueError(f'--lm-eval {given.lm_eval}: it is not installed; run pip install "lm-eval[hf]"')
     from trainer.data import prepare
-    from trainer.evaluation import evaluate
-    from trainer.saved import open_run
+    from trainer.offline.evaluate import evaluate
+    from trainer.offline.saved_model import open_run
 
     saved = open_run(given.run, given.step, given.overrides)
     data = prepare(saved.config.data, saved.config.model.vocab_size)
@@ -63,7 +63,7 @@ def run() -> None:
 
 def table(scores: "list[Scores]", recipe: str) -> list[str]:
     """A row a source."""
-    from trainer.evaluation import perplexity
+    from trainer.offline.evaluate import perplexity
 
     both = any(score.bf16 is not None for score in scores)
     titles = ["", "", recipe, "", *(["bf16", "", "gap"] if both else [])]
@@ -84,7 +84,7 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
 
 def logged_loss(saved: "Saved") -> float | None:
     """What the run itself said of the checkpoint's step."""
-    from trainer.rundir import METRICS
+    from trainer.run.run_folder import METRICS
 
     path = saved.run / METRICS
     for line in reversed(path.read_text().splitlines()) if path.is_file() else []:
@@ -95,8 +95,8 @@ def logged_loss(saved: "Saved") -> float | None:
 
 def run_lm_eval(saved: "Saved", tasks: str) -> None:
     """lm-eval's own program on the export, which is deleted afterwards; what it prints goes to the terminal."""
-    from trainer.checkpoint.hf_export import Numbers
-    from trainer.hub import export_run
+    from trainer.offline.export import export_run
+    from trainer.offline.hf_export import Numbers
 
     with tempfile.TemporaryDirectory() as folder:
         export_run(saved.checkpoint, out := Path(folder) / "hf", Numbers.bf16)

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,8 +34,8 @@ def run() -> None:
     arguments = parser.parse_args()
     most = size_of(arguments.max_shard_size)
 
-    from trainer.checkpoint.hf_export import Numbers
-    from trainer.hub import export_run
+    from trainer.offline.export import export_run
+    from trainer.offline.hf_export import Numbers
 
     made, remarks = export_run(
         arguments.run,

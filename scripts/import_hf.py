@@ -9,7 +9,7 @@ OUT also goes into scripts/export_hf.py: what came in FP8 leaves as the same FP8
 import sys
 from pathlib import Path
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def run() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     arguments = parser.parse_args()
 
-    from trainer.checkpoint.hf_import import import_hf
+    from trainer.offline.hf_import import import_hf
 
     made = import_hf(arguments.folder, arguments.out)
     print(f"{made.folder}: {made.fp8:,} tensors came in FP8" if made.fp8 else f"{made.folder}: imported")

@@ -18,11 +18,11 @@ import torch
 from models import DeepSeek
 from precision import Plan
 from precision.hardware import Gpu
-from trainer.cli import Parser, compose, guarded
 from trainer.config import Config, load
-from trainer.cost import Cost, Machine, fewest, layouts, ranked
-from trainer.memory import GIB
-from trainer.preflight import check_sizes
+from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
+from trainer.forecast.memory import GIB
+from trainer.forecast.preflight import check_sizes
+from trainer.launch.command_line import Parser, compose, guarded
 
 DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert")
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200

@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.cli import Parser, compose, guarded
 from trainer.config import load
+from trainer.config.unused_data_keys import without_effect
 from trainer.data import Prepared
-from trainer.data.bars import prepare_with_bars
-from trainer.data.idle import without_effect
+from trainer.data.progress_bars import prepare_with_bars
+from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
     python scripts/replay_step.py runs/NAME 1234 precision.scaling.margin=1 trainer.device=cpu
 
 It begins with the nearest checkpoint before the step and trains the steps between again, on one process however many
-the run had (see `trainer.replay`). Then the step's tokens go through two models with the same weights. Printed: loss
+the run had (see `trainer.offline.replay`). Then the step's tokens go through two models with the same weights. Printed: loss
 and gradient norm of the step in both; where it went bad first, and the text that it happened with; and of one
 microbatch a table of all tensors in the order of the forward and then the backward pass:
 
@@ -26,11 +26,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
-    from trainer.recovery.sightings import Sighting
-    from trainer.replay import Replay
+    from trainer.offline.replay import Replay
+    from trainer.recovery.nonfinite_probe import Sighting
 
 PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 AGAINST = "bf16", "fp32"
@@ -54,7 +54,7 @@ def run() -> None:
     parser.add_argument("--most", type=int, default=1000, metavar="N", help="steps to train again at most (1000)")
     parser.add_argument("--only", metavar="GLOB", help="rows of tensors with such names, as 'layers.1.*'")
     given = parser.parse_intermixed_args()
-    from trainer.replay import config_of, find, replay  # imports torch
+    from trainer.offline.replay import config_of, find, replay  # imports torch
 
     course = find(given.run, given.step, given.most)
     tree = config_of(course, given.overrides, not given.without_faults)

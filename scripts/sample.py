@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
     from models.generate import Tally
@@ -49,8 +49,8 @@ def run() -> None:
     import yaml
 
     from models.generate import Sampling, Tally, generate
-    from trainer.saved import open_run
-    from trainer.text_stream import TextStream
+    from trainer.offline.saved_model import open_run
+    from trainer.offline.text_stream import TextStream
 
     other = None if given.precision == "run" else yaml.safe_load((PRECISIONS / f"{given.precision}.yaml").read_text())
     saved = open_run(given.run, given.step, given.overrides, other)

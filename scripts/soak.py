@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 import torch
 from soak_bits import Wrong, compare
 
-import trainer.agreement
+import trainer.launch.agreement
 import trainer.parallel.fsdp
 import trainer.trainer  # noqa: F401
 from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, verify

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "cuda_runtime", "cuda_driver")

@@ -11,11 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.cli import Parser, compose, guarded
 from trainer.config import load
 from trainer.data import new_tokenizer
-from trainer.data.bars import bars
+from trainer.data.progress_bars import bars
 from trainer.files import replace_file
+from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:

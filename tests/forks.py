@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 IMPORTED = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch.distributed.run", "torch._dynamo", "numpy", "hydra", "omegaconf", "rich.progress", "tokenizers",
-    "trainer.cli", "trainer.trainer", "trainer.parallel.fsdp",
+    "trainer.launch.command_line", "trainer.trainer", "trainer.parallel.fsdp",
 )  # fmt: skip
 
 

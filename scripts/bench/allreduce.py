@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 TWICE = {"all_reduce": 2.0}

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from precision.attention import attention_core
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

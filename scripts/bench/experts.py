@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from precision import Feed, GroupedLinear, begin_step, combine_rows, expert_ffn, gather_rows
 from precision.permutation import permutation
 from precision.rates import record
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 WITH_WEIGHTS, FORWARD, IN_BF16 = " +w", " forward", " dw16"
 MIB = 2**20

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, TypeVar
 import measure
 import torch
 
-from trainer.cli import Parser, compose, guarded
+from trainer.launch.command_line import Parser, compose, guarded
 
 if TYPE_CHECKING:
     from trainer.health.health import Health
-    from trainer.trainer import StepResult
+    from trainer.step.train_step import StepResult
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -62,13 +62,13 @@ def run() -> None:
 
 def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     """Time everything in turn, print the table; returns what was measured."""
-    from trainer.build import build_engine
     from trainer.config import load
+    from trainer.forecast.preflight import check
     from trainer.health.health import Health
-    from trainer.host import pick_device
-    from trainer.preflight import check
+    from trainer.launch.device import pick_device
     from trainer.sinks.jsonl import JsonLines
-    from trainer.trainer import train_step
+    from trainer.step.engine import build_engine
+    from trainer.step.train_step import train_step
 
     sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
     (job,) = compose(CONFIGS)
@@ -119,7 +119,7 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
 
 def line(health: "Health", step: int, result: "StepResult") -> None:
     """What a logged step does more than another one."""
-    from trainer.metrics import copy_to_host
+    from trainer.step.metrics import copy_to_host
 
     health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
 

@@ -20,7 +20,7 @@ import torch
 from layers import config_of
 from torch import Tensor
 
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 RECIPES = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
 T, D, F, E, K = 256, 256, 128, 4, 2  # tokens, features, an expert's width, experts, chosen

@@ -17,7 +17,7 @@ from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gem
 from precision.backends.availability import te_missing, te_refusal
 from precision.config import BackendChoice
 from precision.hardware import detect
-from trainer.cli import compose
+from trainer.launch.command_line import compose
 
 CONFIGS = ROOT / "configs"
 OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
@@ -91,7 +91,7 @@ def settle(module: nn.Module, arena: ScalingArena) -> None:
 def plan_of_model(model: str, recipe: str) -> Plan:
     """The plan of a model of configs/model."""
     from trainer.config import load
-    from trainer.preflight import check
+    from trainer.forecast.preflight import check
 
     sys.argv[1:] = [f"+recipe={recipe}", f"model={model}"]
     (job,) = compose(CONFIGS)

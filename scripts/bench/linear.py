@@ -41,7 +41,7 @@ from measure import Timing, Variant, both, show
 
 from precision import Linear, begin_step
 from precision.rates import record
-from trainer.cli import Parser, guarded
+from trainer.launch.command_line import Parser, guarded
 
 Shape = tuple[int, int, int]
 LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"

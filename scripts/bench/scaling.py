@@ -31,8 +31,8 @@ from typing import Any
 import measure
 import torch
 
-from trainer.cli import Parser, compose, guarded
-from trainer.crew import Crew
+from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.liveness.rank_group import Crew
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -112,14 +112,14 @@ def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
 
 def rank(crew: Crew) -> None:
     """One of the processes: build, time, and on rank 0 write down what the slowest took."""
-    from trainer.build import build_engine
     from trainer.config import load
-    from trainer.distributed import init
-    from trainer.host import pick_device
-    from trainer.memory import forecast_memory, pick_sharing, total_memory
+    from trainer.forecast.memory import forecast_memory, pick_sharing, total_memory
+    from trainer.forecast.preflight import check
+    from trainer.launch.device import pick_device
+    from trainer.launch.world import init
     from trainer.parallel.mesh import resolve
-    from trainer.preflight import check
-    from trainer.trainer import train_step
+    from trainer.step.engine import build_engine
+    from trainer.step.train_step import train_step
 
     launch = crew.board(os.environ)
     options, words = arguments()

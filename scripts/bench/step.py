@@ -35,7 +35,7 @@ import packed
 import torch
 from measure import Timing, both, show
 
-from trainer.cli import Parser, compose, guarded
+from trainer.launch.command_line import Parser, compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -69,7 +69,7 @@ def run() -> None:
         raise ValueError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
     if options.steps < 2:
         raise ValueError(f"--steps {options.steps}: a spread takes at least 2")
-    from trainer.host import pick_device
+    from trainer.launch.device import pick_device
 
     facts = measure.header()
     if options.hold is None:
@@ -126,7 +126,7 @@ class Contestant:
 
     def __init__(self, recipe: str, overrides: list[str]):
         from trainer.config import load
-        from trainer.preflight import check
+        from trainer.forecast.preflight import check
 
         self.recipe = recipe
         sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
@@ -141,9 +141,9 @@ class Contestant:
 
     def build(self) -> None:
         """Model, optimizer and all, on the device."""
-        from trainer.build import build_engine
-        from trainer.host import pick_device
-        from trainer.metrics import state_bytes
+        from trainer.launch.device import pick_device
+        from trainer.step.engine import build_engine
+        from trainer.step.metrics import state_bytes
 
         self.engine = build_engine(self.config, pick_device(self.config.trainer.device))
         self.engine.model.end_of_text = END if self.config.trainer.document_masking else None
@@ -160,7 +160,7 @@ class Contestant:
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
         """One step; its time and peak memory count if `timed`."""
-        from trainer.parallel import Graphed
+        from trainer.step.microbatch import Graphed
 
         cuda = self.engine.device.type == "cuda"
         if cuda:
@@ -187,7 +187,7 @@ class Contestant:
                 self.sustained.setdefault(key, []).append(value)
 
     def _train(self, number: int, tokens: torch.Tensor) -> None:
-        from trainer.trainer import train_step
+        from trainer.step.train_step import train_step
 
         train_step(self.engine, number, tokens, self.config.trainer.microbatch_size)
 
@@ -277,7 +277,7 @@ def status_bytes(key: str) -> int:
 def loading_seconds(config) -> float:
     """Median time of one batch from the loader."""
     from trainer.data import Loader
-    from trainer.data.bars import prepare_with_bars
+    from trainer.data.progress_bars import prepare_with_bars
 
     data = prepare_with_bars(config.data, config.model.vocab_size)
     t = config.trainer

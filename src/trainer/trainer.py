@@ -21,24 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import Losses
 from models.flops import flops_per_token
-from precision import begin_step
-from trainer.build import Engine, Parts, build
+from trainer.build import Parts, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
-from trainer.distributed import World
-from trainer.evaluation import mean_loss
-from trainer.host import pick_device
-from trainer.memory import forecast_memory, pick_sharing, what_grew
-from trainer.metrics import Throughput, copy_to_host, load_metrics, memory_metrics, peak_memory_gib
+from trainer.forecast.memory import forecast_memory, pick_sharing, what_grew
+from trainer.launch.device import pick_device
+from trainer.launch.signals import StopSignals
+from trainer.launch.world import World
 from trainer.parallel.mesh import resolve
-from trainer.parallel.totals import added_up, averaged, largest, share_of
-from trainer.recovery import TrainingStopped, Verdict
 from trainer.recovery.ladder import Dropped
-from trainer.signals import StopSignals
-
-LOSSES = ("total", "lm", "mtp", "balance")
+from trainer.step.evaluation import mean_loss
+from trainer.step.guard import TrainingStopped, Verdict
+from trainer.step.metrics import Throughput, copy_to_host, memory_metrics, peak_memory_gib
+from trainer.step.train_step import StepResult, train_step
 
 
 @dataclass
@@ -227,47 +223,6 @@ class Trainer:
         if lost:
             raise TrainingStopped(f"trained to the end, and the end is not saved: {lost}")
         return summary
-
-
-@dataclass
-class StepResult:
-    """Outcome of one step, all on the device: the verdict, metrics as 0-d tensors by key, and the tokens that each
-    expert got [blocks with experts, E]."""
-
-    verdict: Verdict
-    metrics: dict[str, Tensor]
-    load: Tensor
-
-
-def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
-    """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
-    begin_step(e.model, e.arena)
-    e.model.expect(tokens, len(tokens) // microbatch_size)
-    microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
-    seen: list[Losses] = []
-    e.evidence.begin(len(microbatches))
-    for i, microbatch in enumerate(microbatches):
-        if e.injector is not None:
-            e.injector.before(step, i)
-        seen.append(e.microbatch(microbatch, i, len(microbatches)))
-        e.evidence.note(i, seen[-1].total)
-
-    means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
-    load = torch.stack([losses.load for losses in seen]).sum(0)
-    means, load = averaged(means, e.world), added_up([load], e.world)[0]
-    largest(e.arena.amax, e.world)
-    norms = e.optimizer.grad_norms()
-    norm = norms.norm()
-    verdict = e.guard.judge(step, means, norms)
-    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
-    e.model.update_router_bias(load, verdict.ok)
-    e.evidence.keep(verdict.ok, e.guard.committed)
-    e.arena.commit(verdict.ok)
-    e.guard.count(verdict)
-    e.optimizer.zero_grad()
-
-    metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
-    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}, load)
 
 
 def _due(step: int, every: int) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Moments, OptimConfig, Schedule
-from trainer.optim import Optimizer
+from trainer.optim.adamw import Optimizer
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 SHAPES = [(1,), (3,), (37,), (64, 33), (2048, 11), (1000003,), (4096, 2048), (3, 1024, 1408)]

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from precision.backends.availability import te_missing
 from trainer.checkpoint import read
 from trainer.config import Config, load
-from trainer.preflight import check
+from trainer.forecast.preflight import check
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(te_missing() is not None, reason=f"needs Transformer Engine: {te_missing()}")

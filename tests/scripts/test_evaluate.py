@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trainer.data import prepare
-from trainer.evaluation import Scores, evaluate, perplexity
-from trainer.saved import open_run
+from trainer.offline.evaluate import Scores, evaluate, perplexity
+from trainer.offline.saved_model import open_run
 
 ROOT = Path(__file__).parents[2]
 EVALUATE = ROOT / "scripts" / "evaluate.py"

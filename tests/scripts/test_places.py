@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from trainer.config import Config, load
+from trainer.config.data import MixEntry
+from trainer.config.paths import anchored
 from trainer.data import Source
-from trainer.data.config import MixEntry
-from trainer.places import anchored
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]

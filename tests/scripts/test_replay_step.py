@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.replay import Course, Replay, config_of, find, replay
+from trainer.offline.replay import Course, Replay, config_of, find, replay
 
 ROOT = Path(__file__).parents[2]
 KEYS = "model.num_mtp_layers=0", "trainer.microbatch_size=2"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from trainer.saved import open_run
+from trainer.offline.saved_model import open_run
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "scripts" / "sample.py"

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from trainer import watch
-from trainer.cli import guarded
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.crew import Crew
-from trainer.distributed import World, init
-from trainer.recovery import TrainingStopped
-from trainer.rundir import RunDir
-from trainer.signals import StopSignals
+from trainer.launch.command_line import guarded
+from trainer.launch.liveness import heartbeat
+from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.signals import StopSignals
+from trainer.launch.world import World, init
+from trainer.run.run_folder import RunDir
 from trainer.sinks import Sinks
+from trainer.step.guard import TrainingStopped
 
 LOGGING = LoggingConfig(
     1, ConsoleConfig(True), TensorboardConfig(False), WandbConfig(False, "octet", None, WandbMode.auto)
@@ -92,7 +92,7 @@ def main() -> int:
     crew = Crew()
     folder, name, fault, *numbers = sys.argv[1:]
     steps, timeout = [*map(int, numbers), *[6, 8][len(numbers) :]]
-    watch.PULSE_SECONDS, watch.PATIENCE = 0.5, 2.0
+    heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
 
     def run() -> None:
         crew.board(os.environ)

@@ -12,9 +12,9 @@ from models import DeepSeek, ModelConfig
 from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
 from precision.config import RulesException
-from trainer.audit import Finding, audit
 from trainer.config import Moments, OptimConfig, Schedule
-from trainer.optim import Optimizer
+from trainer.offline.audit import Finding, audit
+from trainer.optim.adamw import Optimizer
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "precision"
 MODEL = ModelConfig(

@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 
 import trainer.trainer
-from trainer.cli import guarded
 from trainer.config import Config
-from trainer.crew import Crew
-from trainer.distributed import World
-from trainer.recovery import TrainingStopped
+from trainer.launch.command_line import guarded
+from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.world import World
+from trainer.step.guard import TrainingStopped
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 import models.config
 import precision.config
 import trainer.config
-import trainer.data.config
+import trainer.config.data
 from precision.config import Precision
 from trainer.config import Config, Schedule, Switch, Where, load
-from trainer.preflight import check
-from trainer.schema import keys_of, nearest
+from trainer.config.schema import keys_of, nearest
+from trainer.forecast.preflight import check
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GROUPS = {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONFIGS.iterdir() if folder.is_dir()}
@@ -109,7 +109,7 @@ def test_every_key_of_the_schema_stands_in_the_yaml_so_that_overrides_need_no_pl
     assert written == known - sections
 
 
-@pytest.mark.parametrize("module", [trainer.config, models.config, precision.config, trainer.data.config])
+@pytest.mark.parametrize("module", [trainer.config, models.config, precision.config, trainer.config.data])
 def test_every_key_has_a_docstring_line(module: Any):
     for node in ast.parse(inspect.getsource(module)).body:
         if not (isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)):

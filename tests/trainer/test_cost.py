@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from models import DeepSeek
 from precision import Plan
 from trainer.config import Config, Switch, load
-from trainer.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
+from trainer.forecast.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[2]

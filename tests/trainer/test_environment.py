@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from trainer.environment import environment
+from trainer.run.environment import environment
 
 
 def test_environment_says_what_a_run_ran_with() -> None:

@@ -25,10 +25,10 @@ from precision import GroupedLinear, Linear, Plan, PrecisionConfig, bind, refres
 from precision.backends import get_backend
 from precision.formats import E4M3
 from trainer.checkpoint import read, read_meta
-from trainer.checkpoint.hf_export import Numbers, saved_model
-from trainer.checkpoint.hf_fp8 import dequantize
 from trainer.config import load
-from trainer.hub import export_run
+from trainer.offline.export import export_run
+from trainer.offline.hf_export import Numbers, saved_model
+from trainer.offline.hf_fp8 import dequantize
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from precision import begin_step, bind
-from trainer.build import build_model
 from trainer.config import Config, InjectConfig, Where
-from trainer.injection import Injector
-from trainer.parallel import parallelize
-from trainer.schema import Recompute
+from trainer.config.schema import Recompute
+from trainer.parallel.blocks import parallelize
+from trainer.step.engine import build_model
+from trainer.step.injection import Injector
 
 Configs = Callable[..., Config]
 ONE_KIND = "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # of block to compile

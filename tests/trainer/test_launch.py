@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.distributed import World
-from trainer.launch import Launch
+from trainer.launch.launcher import Launch
+from trainer.launch.world import World
 
 ROOT = Path(__file__).parents[2]
 QUIET = [sys.executable, str(ROOT / "scripts" / "launch" / "torchrun.py")]

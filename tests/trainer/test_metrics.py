@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.metrics import Throughput, copy_to_host
+from trainer.step.metrics import Throughput, copy_to_host
 
 
 def test_numbers_of_any_shape_and_format_keep_their_names_and_order() -> None:

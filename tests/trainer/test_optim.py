@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import update
 from trainer.config import Moments, OptimConfig, Schedule
-from trainer.optim import LearningRate, Optimizer
+from trainer.optim import update_norms
+from trainer.optim.adamw import LearningRate, Optimizer
 
 CONFIG = OptimConfig(
     lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, clip=1.0, moments=Moments.fp32, schedule=Schedule.wsd,
@@ -166,7 +166,7 @@ def test_whoever_made_something_of_a_parameter_can_tell_that_it_changed() -> Non
 
 @pytest.mark.parametrize("at_once", [1 << 20, 5])
 def test_the_norm_of_an_update_is_that_of_what_changed(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(update, "_AT_ONCE", at_once)
+    monkeypatch.setattr(update_norms, "_AT_ONCE", at_once)
     model, optimizer = model_and_optimizer(replace(CONFIG, warmup_steps=0))
     assert float(optimizer.norms(torch.tensor(True))[1]) == 0, "nothing has happened yet"
     for committed in range(3):

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.crew import Crew
 from trainer.data import DamagedShard
 from trainer.data.corpus import scan, split
-from trainer.distributed import World
-from trainer.recovery import TrainingStopped
+from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.world import World
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]

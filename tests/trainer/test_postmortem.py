@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from trainer.postmortem import _first_pending, pending_operation, waited_in
+from trainer.launch.liveness.exit_report import _first_pending, pending_operation, waited_in
 
 DONE = {"profiling_name": "nccl:all_reduce", "state": "completed", "retired": True, "time_created_ns": 1}
 FIRST = {"profiling_name": "nccl:_all_gather_base", "state": "started", "retired": False, "time_created_ns": 2}

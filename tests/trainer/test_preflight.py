@@ -11,12 +11,12 @@ from hydra import compose, initialize_config_dir
 from precision import bind
 from precision.hardware import Gpu
 from precision.linear import gemm_layers
-from trainer import preflight
-from trainer.build import build_model
 from trainer.config import Config, load
-from trainer.memory import ROOM, forecast_memory, pick_sharing, what_grew
+from trainer.forecast import preflight
+from trainer.forecast.memory import ROOM, forecast_memory, pick_sharing, what_grew
+from trainer.forecast.preflight import check, fitted, report, without_effect
 from trainer.parallel.mesh import Degrees, Sharing, resolve
-from trainer.preflight import check, fitted, report, without_effect
+from trainer.step.engine import build_model
 from trainer.trainer import Trainer
 
 Make = Callable[..., Config]
@@ -250,8 +250,8 @@ def test_a_dry_run_of_one_process_takes_the_fewest_ranks_that_go_together(config
 
 def test_ranks_are_told_that_auto_would_take_transformer_engine(config: Make, monkeypatch: pytest.MonkeyPatch):
     """On a chip newer than Hopper."""
-    monkeypatch.setattr("trainer.preflight.detect", lambda _: Gpu("NVIDIA B200", (10, 0)))
-    monkeypatch.setattr("trainer.preflight.build_problem", lambda: None)
+    monkeypatch.setattr("trainer.forecast.preflight.detect", lambda _: Gpu("NVIDIA B200", (10, 0)))
+    monkeypatch.setattr("trainer.forecast.preflight.build_problem", lambda: None)
     monkeypatch.setattr("precision.resolve.te_problem", lambda *_: None)
     made = config("+recipe=fp8_delayed", "parallel=fsdp", "trainer.device=auto", "precision.backend=auto")
     assert check(made, world_size=1).served_by("transformer_engine")

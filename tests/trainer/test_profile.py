@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trainer.config import Config
-from trainer.preflight import check
-from trainer.recovery import TrainingStopped
+from trainer.forecast.preflight import check
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]

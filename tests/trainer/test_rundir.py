@@ -17,12 +17,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainer import rundir
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
 from trainer.config import load
-from trainer.distributed import World
-from trainer.places import anchored
-from trainer.rundir import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
+from trainer.config.paths import anchored
+from trainer.launch.world import World
+from trainer.run import run_folder
+from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -285,14 +285,14 @@ def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: An
 
 def test_a_resumption_that_the_disk_ends_leaves_a_run(runs: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_run(runs, checkpoints=(200,))
-    write = rundir.replace_file
+    write = run_folder.replace_file
 
     def full(file: Path, content: bytes) -> None:
         if file.name == "config.yaml":
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, content)
 
-    monkeypatch.setattr(rundir, "replace_file", full)
+    monkeypatch.setattr(run_folder, "replace_file", full)
     with pytest.raises(OSError, match="No space"):
         opened(runs, resume="auto", texts=TEXTS | {"config.yaml": "lr: 2\n"})
     monkeypatch.undo()
@@ -398,7 +398,7 @@ def test_two_processes_cannot_train_in_one_folder(runs: Path, opened: Any, resum
 
 def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from trainer.rundir import RunDir\n"
+        "import sys, time; from pathlib import Path; from trainer.run.run_folder import RunDir\n"
         "run = RunDir(Path(sys.argv[1]), 'a', 'never', 'x', {'config.yaml': ''}); print('open', flush=True)\n"
         "time.sleep(60)"
     )

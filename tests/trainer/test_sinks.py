@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.rundir import Note, RunDir
+from trainer.launch.liveness.heartbeat import News
+from trainer.run.run_folder import Note, RunDir
 from trainer.sinks import Sinks
 from trainer.sinks.console import Outlived, open_screen
-from trainer.watch import News
 
 METRICS = {
     "step": 20,

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from trainer.data.tokenizer import train_tokenizer
-from trainer.text_stream import TextStream
+from trainer.offline.text_stream import TextStream
 
 TEXT = "naïve café — 日本語 and 🎉👩‍🔬 fin"
 WORDS = {"▁the": 0, "▁cat": 1, "s": 2, "▁sat": 3}

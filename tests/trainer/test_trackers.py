@@ -15,7 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.rundir import RunDir
+from trainer.run.run_folder import RunDir
 from trainer.sinks import Sinks
 from trainer.sinks import trackers as trackers_module
 from trainer.sinks import wandb_tracker as wandb_module

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trainer.config import Config
-from trainer.origin import check_origin
-from trainer.recovery import TrainingStopped
+from trainer.run.resume_source import check_origin
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]

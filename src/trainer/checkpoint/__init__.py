@@ -16,8 +16,8 @@ from trainer.checkpoint.folder import (
     set_aside_after,
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint, verify
-from trainer.checkpoint.part import Part
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
+from trainer.checkpoint.shard_view import Part
 
 __all__ = [
     "CheckpointError",

@@ -47,17 +47,17 @@ from trainer.checkpoint.folder import (
     superseded,
 )
 from trainer.checkpoint.manifest import FileDigest, seal, write_file
-from trainer.checkpoint.part import Part, PartSavePlanner
 from trainer.checkpoint.reading import STATE, cause
+from trainer.checkpoint.shard_view import Part, PartSavePlanner
 from trainer.checkpoint.staging import HostBuffers
+from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
-from trainer.checkpoint.tree import split
 from trainer.files import sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from trainer.distributed import World
+    from trainer.launch.world import World
 
 WAIT = timedelta(hours=2)
 """How long a rank's writing thread waits for the slowest other one. A rank that dies ends the wait at once."""

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.part import Part, PartLoadPlanner
+from trainer.checkpoint.shard_view import Part, PartLoadPlanner
+from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import SafetensorsReader
-from trainer.checkpoint.tree import join, split
 
 STATE = "state.json"
 

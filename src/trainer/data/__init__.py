@@ -10,9 +10,9 @@ torch, which takes seconds: the loader, which does, is imported when it is asked
 
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.data import DataConfig, Source, check_data
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
-from trainer.data.config import DataConfig, Source, check_data
 from trainer.data.prepare import Progress, new_tokenizer, prepare
 from trainer.data.prepared import Prepared
 from trainer.data.tokenizer import load_tokenizer

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
-from trainer.data.config import DataConfig, Part, Source
+from trainer.config.data import DataConfig, Part, Source
 
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
 

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.ahead import Delivery, Reader
 from trainer.data.bins import Bins
 from trainer.data.order import permute
+from trainer.data.prefetch import Delivery, Reader
 
 CPU = torch.device("cpu")
 

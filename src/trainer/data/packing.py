@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from trainer.data.documents import Piece, SkipLog, Skipped
-from trainer.data.shards import ShardWriter, write_json
+from trainer.data.records import Piece, SkipLog, Skipped
+from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Taken
 from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, num_entries
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
+from trainer.config.data import DataConfig, Source, check_data, parts
 from trainer.data.bins import FORMAT, Shard
-from trainer.data.config import DataConfig, Source, check_data, parts
-from trainer.data.documents import EMPTY, SkipLog, Skipped
 from trainer.data.packing import Done, Packing, Work, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
-from trainer.data.shards import ShardWriter, write_json
+from trainer.data.records import EMPTY, SkipLog, Skipped
+from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
 from trainer.data.workers import pack_all

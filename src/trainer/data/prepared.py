@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config.data import Part
 from trainer.data.bins import Bins
-from trainer.data.config import Part
-from trainer.data.documents import Skipped
+from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
 
 SUMMARY = "prepared.json"

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trainer.data.config import Format, Part, Source, Stop
+from trainer.config.data import Format, Part, Source, Stop
 from trainer.data.corpus import Document, scan, split
-from trainer.data.documents import (
+from trainer.data.records import (
     BLOCK_BYTES,
     EMPTY,
     Block,
@@ -68,7 +68,7 @@ class Reader(Protocol):
 def open_source(part: Part, validation_fraction: float) -> Reader:
     """ValueError, one line, if there is nothing to read."""
     if part.source is Source.hf:
-        from trainer.data.hub import Dataset
+        from trainer.data.hf_datasets import Dataset
 
         return Dataset(part)
     return Files(part, validation_fraction)

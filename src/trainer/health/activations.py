@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from precision import Kurtosis
-from trainer.parallel.totals import added_up
+from trainer.parallel.collectives import added_up
 
 if TYPE_CHECKING:
     from models.block import Block
-    from trainer.distributed import World
+    from trainer.launch.world import World
 
 PLACES = ("qkv", "ffn", "block")
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from precision import ScalingArena
 from precision.formats import Format, fp8_values
-from trainer.distributed import World
-from trainer.parallel.totals import added_up
+from trainer.launch.world import World
+from trainer.parallel.collectives import added_up
 
 _AT_ONCE = 1 << 23  # numbers that are looked at together
 _BLOCK = 128

@@ -33,15 +33,15 @@ from torch import Tensor
 
 from models.block import MoEBlock
 from precision.observe import sampling
+from trainer.config.health import HealthConfig
 from trainer.health import shadow
 from trainer.health.activations import PLACES, BlockKurtosis
 from trainer.health.casts import Casts, Rows
-from trainer.health.config import HealthConfig
-from trainer.metrics import fp8_metrics
-from trainer.parallel.totals import share_of
+from trainer.parallel.collectives import share_of
+from trainer.step.metrics import fp8_metrics
 
 if TYPE_CHECKING:
-    from trainer.build import Engine
+    from trainer.step.engine import Engine
 
 VECTOR = "tensors/"  # begins the keys of what goes to tensors.jsonl
 COUNTS = 0.01  # of the gradient's norm: parameters with a smaller share of it are not looked at for the worst cosine

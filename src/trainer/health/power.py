@@ -34,10 +34,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainer.distributed import World
-from trainer.health.config import PowerConfig
+from trainer.config.health import PowerConfig
+from trainer.config.schema import Switch
 from trainer.health.nvml import HARDWARE, IDLE, POWER_CAP, THERMAL, THROTTLED, Gpu, Lost, Unavailable, find
-from trainer.schema import Switch
+from trainer.launch.world import World
 
 NONE = math.nan
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from precision.plain import in_bf16
-from trainer.health import aside
-from trainer.parallel.shards import copies, local
-from trainer.parallel.totals import added_up, averaged
+from trainer.parallel.collectives import added_up, averaged
+from trainer.parallel.shard_views import copies, local
+from trainer.step import second_pass
 
 if TYPE_CHECKING:
-    from trainer.build import Engine
+    from trainer.step.engine import Engine
 
 
 class Shadow(NamedTuple):
@@ -62,15 +62,15 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
         products = torch.stack([ours.dot(ours), theirs.dot(theirs), ours.dot(theirs)])
         sums[place[name]] = products.double() / copies(parameter)
 
-    with aside.aside(engine):
-        loss = aside.run(engine, tokens, batch, keep).lm
-    with aside.aside(engine), ExitStack() as meanwhile:
+    with second_pass.off_record(engine):
+        loss = second_pass.run(engine, tokens, batch, keep).lm
+    with second_pass.off_record(engine), ExitStack() as meanwhile:
         if engine.world.many:
             from trainer.parallel.fsdp import unquantised
 
             meanwhile.enter_context(unquantised(engine.model))
         meanwhile.enter_context(in_bf16(engine.model))
-        loss_in_bf16 = aside.run(engine, tokens, batch, meet).lm
+        loss_in_bf16 = second_pass.run(engine, tokens, batch, meet).lm
         engine.microbatch.release()
     squares, theirs, products = added_up([sums], engine.world)[0].unbind(1)
     gap = averaged(loss.double() - loss_in_bf16.double(), engine.world)

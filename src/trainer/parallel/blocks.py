@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models import DeepSeek
 from models.block import MoEBlock
-from trainer.schema import Recompute
+from trainer.config.schema import Recompute
 
 _ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default

@@ -30,17 +30,16 @@ from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from models import DeepSeek, Losses
+from models import DeepSeek
 from models.block import Block, MoEBlock
 from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
-from trainer.parallel.large import LargeGradients, LargeWeights, Sending, groups
-from trainer.parallel.mesh import Mesh, Sharing
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.large import LargeWeights, Sending, groups
+from trainer.parallel.mesh import Mesh
 
 
 def materialise(
@@ -127,41 +126,3 @@ def unquantised(model: DeepSeek) -> Iterator[None]:
                     after.callback(setattr, shared, "all_gather_outputs", shared.all_gather_outputs)
                     shared.all_gather_outputs = []
         yield
-
-
-class Shared:
-    """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
-
-    Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
-    else the step's last one does, and until then they are added up where they were made. Weights that are kept (always:
-    embedding and head) stay for the next microbatch, too: masters change between steps only.
-    """
-
-    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
-        self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
-        self._agreed = cast(Agreed | None, model.agreed)
-        self._large = LargeGradients(model)
-
-    def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
-        """See `Microbatch`; index and count are of this rank's own."""
-        if self._agreed is not None and index == 0:
-            self._agreed.forget()
-        if count > 1:
-            last, shared = index == count - 1, cast(FSDPModule, self._model)
-            if not self._sharing.each:
-                shared.set_requires_gradient_sync(last)
-                shared.set_is_last_backward(last)
-            shared.set_reshard_after_backward(last, recurse=self._sharing.keeps)
-        losses = self._run(tokens, index, count * self._world_size)
-        self._large.finish(tokens.device)
-        if self._agreed is not None and index == count - 1:
-            self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
-        return losses
-
-    def release(self) -> None:
-        """Free gathered weights: an evaluation has no backward pass that would."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        if self._agreed is not None:
-            self._agreed.forget()

@@ -31,7 +31,7 @@ from precision import GroupedLinear, Linear
 from precision.scaling import step_scale
 from trainer.parallel.large import Whole
 from trainer.parallel.mesh import is_large
-from trainer.parallel.shards import local
+from trainer.parallel.shard_views import local
 
 ALIGNED = 4  # numbers: compiled code copies operands that do not start at 16 bytes
 

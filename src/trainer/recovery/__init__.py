@@ -1,5 +1,1 @@
-"""What a run does when a step goes bad: drop it, go back, or stop."""
-
-from trainer.recovery.guard import StepGuard, TrainingStopped, Verdict
-
-__all__ = ["StepGuard", "TrainingStopped", "Verdict"]
+"""What a run does about bad steps: find the cause, go back to a checkpoint, or stop."""

@@ -32,12 +32,12 @@ import numpy as np
 import torch
 
 from trainer.data import Loader, load_tokenizer
-from trainer.recovery.evidence import Evidence
-from trainer.recovery.guard import GRAD_SUFFIX, Verdict
-from trainer.recovery.sightings import run_again
+from trainer.recovery.nonfinite_probe import run_again
+from trainer.step.guard import GRAD_SUFFIX, Verdict
+from trainer.step.step_snapshot import Evidence
 
 if TYPE_CHECKING:
-    from trainer.build import Engine
+    from trainer.step.engine import Engine
 
 CHARACTERS = 60
 """Of the offending text, in an event."""

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import OnEvent, checkpoint_name, checkpoint_step, newest_checkpoint
+from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import put_together
 from trainer.files import replace_file
-from trainer.recovery.config import RecoveryConfig
-from trainer.recovery.guard import TrainingStopped
-from trainer.rundir import RECOVERY
+from trainer.run.run_folder import RECOVERY
+from trainer.step.guard import TrainingStopped
 
 
 @dataclass

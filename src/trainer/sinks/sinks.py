@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
-from trainer.health.notify import Notifier, is_told
-from trainer.rundir import CONFIG, EVENTS, METRICS, TENSORS, RunDir
+from trainer.launch.liveness.heartbeat import News
+from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunDir
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
+from trainer.sinks.notify import Notifier, is_told
 from trainer.sinks.trackers import TensorboardTracker
 from trainer.sinks.wandb_tracker import WandbTracker
-from trainer.watch import News
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
 _OF_ALL = frozenset({"power", "rollback"})  # all ranks come to these alike: rank 0 shows them

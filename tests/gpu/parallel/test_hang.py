@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os, sys, time
 import torch, torch.distributed as dist
-from trainer import watch
-from trainer.cli import guarded
-from trainer.crew import Crew
-from trainer.distributed import init
-from trainer.signals import StopSignals
+from trainer.launch.liveness import heartbeat
+from trainer.launch.command_line import guarded
+from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.world import init
+from trainer.launch.signals import StopSignals
 
-watch.PULSE_SECONDS, watch.PATIENCE = 0.5, 2.0
+heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
 crew = Crew()
 
 def run():

@@ -18,11 +18,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from trainer.build import build_engine
 from trainer.config import load
-from trainer.distributed import World
+from trainer.launch.world import World
 from trainer.parallel import mesh
-from trainer.trainer import train_step
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STEPS, BATCH, LENGTH = 6, 8, 4096

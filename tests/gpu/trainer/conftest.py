@@ -7,9 +7,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from trainer.build import Engine, build_engine
 from trainer.config import Config, load
-from trainer.preflight import check
+from trainer.forecast.preflight import check
+from trainer.step.engine import Engine, build_engine
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEVICE = torch.device("cuda")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from precision import gemm_layers
-from trainer.build import Engine
-from trainer.parallel import Eager, Graphed
-from trainer.trainer import train_step
+from trainer.step.engine import Engine
+from trainer.step.microbatch import Eager, Graphed
+from trainer.step.train_step import train_step
 
 Engines = Callable[..., Engine]
 BATCH, LENGTH, STEPS = 8, 128, 5

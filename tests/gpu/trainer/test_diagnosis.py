@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.build import Engine
 from trainer.config import Config
-from trainer.replay import config_of, find, replay
-from trainer.trainer import Trainer, train_step
+from trainer.offline.replay import config_of, find, replay
+from trainer.step.engine import Engine
+from trainer.step.train_step import train_step
+from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 ROOT = Path(__file__).parents[3]

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.build import Engine
 from trainer.config import Config
 from trainer.data import Loader
 from trainer.data.prepare import prepare
-from trainer.trainer import Trainer, train_step
+from trainer.step.engine import Engine
+from trainer.step.train_step import train_step
+from trainer.trainer import Trainer
 
 Engines = Callable[..., Engine]
 END = 0

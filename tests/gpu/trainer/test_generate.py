@@ -9,7 +9,7 @@ from torch import Tensor
 from models.generate import Decoder, Tally, generate
 from precision import refresh_weights
 from precision.plain import in_bf16
-from trainer.build import Engine
+from trainer.step.engine import Engine
 
 RECIPES = "bf16", "fp8_delayed", "fp8_jit", "fp8_block"
 LENGTHS = [61, 1, 1, 2, 1, 30]

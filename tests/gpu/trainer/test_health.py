@@ -11,15 +11,15 @@ from torch import Tensor
 
 from precision import begin_step, gemm_layers, refresh_weights
 from precision.observe import observing, sampling
-from trainer.build import Engine
 from trainer.config import Config
-from trainer.health import aside
 from trainer.health.activations import BlockKurtosis
 from trainer.health.casts import Casts, Rows
 from trainer.health.health import Health
-from trainer.metrics import copy_to_host
-from trainer.parallel import Graphed
-from trainer.trainer import train_step
+from trainer.step import second_pass
+from trainer.step.engine import Engine
+from trainer.step.metrics import copy_to_host
+from trainer.step.microbatch import Graphed
+from trainer.step.train_step import train_step
 
 Engines = Callable[..., Engine]
 BATCH, LENGTH = 8, 128
@@ -83,9 +83,9 @@ def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> N
     assert not unseen, "every tensor in FP8"
 
     whole = Casts(rows, e.device)
-    with aside.aside(e), observing(whole):
+    with second_pass.off_record(e), observing(whole):
         for part in tokens.split(4):
-            aside.run(e, part, BATCH, lambda name, parameter: setattr(parameter, "grad", None))
+            second_pass.run(e, part, BATCH, lambda name, parameter: setattr(parameter, "grad", None))
     theirs = whole._parts.sum(1)
     errors = [(casts[:, 3] / casts[:, 4]).sqrt() for casts in (seen, theirs)]
     torch.testing.assert_close(*errors, rtol=0.1, atol=2e-3)

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 from models.hf import matrices
 from precision import GroupedLinear, Linear, refresh_weights
-from trainer.build import Engine
 from trainer.checkpoint import Checkpointer
-from trainer.checkpoint.hf_export import Numbers, export, plain_model
-from trainer.checkpoint.hf_fp8 import RunQuantizer
-from trainer.checkpoint.streams import SavedTensors
 from trainer.config import Config
-from trainer.trainer import train_step
+from trainer.offline.hf_export import Numbers, export, plain_model
+from trainer.offline.hf_fp8 import RunQuantizer
+from trainer.offline.row_reader import SavedTensors
+from trainer.step.engine import Engine
+from trainer.step.train_step import train_step
 
 SIZES = "trainer.global_batch_size=8", "trainer.microbatch_size=8", "optim.warmup_steps=1", "optim.lr=1e-3"
 

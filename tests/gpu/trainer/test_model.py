@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from precision import begin_step
-from trainer.build import Engine
+from trainer.step.engine import Engine
 
 EngineOf = Callable[..., Engine]
 

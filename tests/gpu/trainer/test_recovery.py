@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.build import Engine
 from trainer.config import Config
-from trainer.recovery import Verdict
-from trainer.trainer import Trainer, train_step
+from trainer.step.engine import Engine
+from trainer.step.guard import Verdict
+from trainer.step.train_step import train_step
+from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 SOURCE = Path(__file__).parents[3] / "src"

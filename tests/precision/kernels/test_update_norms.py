@@ -1,4 +1,4 @@
-"""The kernels tell the norms that `trainer.update` and torch tell, of what AdamW has just done."""
+"""The kernels tell the norms that `trainer.optim.update_norms` and torch tell, of what AdamW has just done."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.update import update_norms
+from trainer.optim.update_norms import update_norms
 
 adamw = pytest.importorskip("precision.kernels.adamw", reason="Triton is missing")
 kernels = pytest.importorskip("precision.kernels.update_norms", reason="Triton is missing")

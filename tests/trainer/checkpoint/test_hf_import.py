@@ -18,17 +18,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.hf import shapes
-from trainer.checkpoint import Part, read, streams
-from trainer.checkpoint.hf_export import Numbers, export, plain_model
-from trainer.checkpoint.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
-from trainer.checkpoint.hf_import import import_hf
+from trainer.checkpoint import Part, read
 from trainer.checkpoint.manifest import seal, write_file
-from trainer.checkpoint.part import PartSavePlanner
+from trainer.checkpoint.shard_view import PartSavePlanner
+from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
-from trainer.checkpoint.streams import SavedTensors
-from trainer.checkpoint.tree import split
-from trainer.cli import compose
 from trainer.config import load
+from trainer.launch.command_line import compose
+from trainer.offline import row_reader
+from trainer.offline.hf_export import Numbers, export, plain_model
+from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread
+from trainer.offline.hf_import import import_hf
+from trainer.offline.row_reader import SavedTensors
 
 ROOT = Path(__file__).parents[3]
 MODEL = ModelConfig(
@@ -92,7 +93,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix takes several steps."""
-    monkeypatch.setattr(streams, "STEP_BYTES", 1 << 16)
+    monkeypatch.setattr(row_reader, "STEP_BYTES", 1 << 16)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -328,7 +329,7 @@ def test_memory_is_that_of_some_rows(tmp_path: Path, run_python: Callable[..., A
 
 def measure_memory(folder: Path) -> None:
     """Prints by how many bytes the process grew at the most: in an export, an import, and a read of everything."""
-    streams.STEP_BYTES = 1 << 21
+    row_reader.STEP_BYTES = 1 << 21
     model = replace(MODEL, vocab_size=20_000, hidden_size=256, moe_intermediate_size=512, num_experts=12)
     state = weights(model)
     assert sum(tensor.nbytes for tensor in state.values()) > 80e6

@@ -18,8 +18,8 @@ from trainer.checkpoint import (
     read,
     read_meta,
 )
+from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import DTYPE_CODES
-from trainer.checkpoint.tree import join, split
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

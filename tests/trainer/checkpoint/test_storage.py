@@ -47,7 +47,7 @@ def test_shards_are_read_and_written_on_another_world_size(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from trainer.checkpoint.checkpointer import save_parts
-    from trainer.checkpoint.part import Part
+    from trainer.checkpoint.shard_view import Part
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -71,7 +71,7 @@ def test_reading_into_another_dtype_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from trainer.checkpoint.checkpointer import save_parts
-    from trainer.checkpoint.part import Part
+    from trainer.checkpoint.shard_view import Part
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
     save_parts(SafetensorsWriter(tmp_path), {"t": Part.whole(torch.ones(3))})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer.data import Bins, DamagedShard, Loader, Prepared
-from trainer.data.ahead import Reader
+from trainer.data.prefetch import Reader
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_thread_ends_with_the_loader(bins: Bins) -> None:
 
 
 def test_an_end_does_not_wait_for_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.ahead.PATIENCE", 0.01)
+    monkeypatch.setattr("trainer.data.prefetch.PATIENCE", 0.01)
     reader, answer = Reader(), threading.Event()
     future = reader.submit(answer.wait)
     reader.close()

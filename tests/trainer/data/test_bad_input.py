@@ -11,8 +11,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from trainer.config.data import Format
 from trainer.data import DataConfig, Prepared, Source, prepare
-from trainer.data.config import Format
 
 GOOD = [json.dumps({"text": f"document {n} " * (n % 7 + 1)}).encode() for n in range(60)]
 LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in range(1000)]
@@ -106,7 +106,7 @@ def pack_parquet(path: Path) -> None:
 def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
     files: DataConfig, pack: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.documents.BLOCK_BYTES", 20_000)
+    monkeypatch.setattr("trainer.data.records.BLOCK_BYTES", 20_000)
     pack(folder(files) / "any")
     (path,) = folder(files).iterdir()
     (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Bins, DamagedShard, Prepared
-from trainer.data.shards import write_bins
+from trainer.data.shard_writer import write_bins
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:

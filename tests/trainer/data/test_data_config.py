@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from trainer.config.data import MixEntry
 from trainer.data import DataConfig, Source, check_data
-from trainer.data.config import MixEntry
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 

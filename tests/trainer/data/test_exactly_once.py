@@ -78,7 +78,7 @@ def test_loaders_that_are_killed_and_resumed_on_other_world_sizes(bins: Bins, se
 
 def main(folder: Path, attempt: str, last_step: int, microbatch: int, milliseconds: int) -> None:
     """A rank of a run. It logs each microbatch that reaches the model, and dies in a step, or does not (0)."""
-    from trainer.distributed import World
+    from trainer.launch.world import World
     from trainer.trainer import Trainer
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from trainer.config.data import Format, MixEntry, Stop
+from trainer.config.unused_data_keys import without_effect
 from trainer.data import DataConfig, Source
-from trainer.data.config import Format, MixEntry, Stop
-from trainer.data.idle import without_effect
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 WEIGHTS = [MixEntry("a", 1.0), MixEntry("b", 2.0)]

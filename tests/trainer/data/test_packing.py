@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
 from trainer.data.bins import Shard
-from trainer.data.shards import write_bins
+from trainer.data.shard_writer import write_bins
 
 MakeData = Callable[..., DataConfig]
 

@@ -14,9 +14,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from trainer.config.data import MixEntry, Stop
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
-from trainer.data import documents as documents_module
-from trainer.data.config import MixEntry, Stop
+from trainer.data import records as documents_module
 
 Prepare = Callable[..., Prepared]
 

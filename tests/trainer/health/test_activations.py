@@ -11,11 +11,11 @@ from precision import Kurtosis, observe
 from precision.formats import Format
 from precision.kurtosis import bind_kurtosis
 from precision.observe import sampling
-from trainer.build import build_engine
 from trainer.config import Config
-from trainer.distributed import World
 from trainer.health.activations import BlockKurtosis
-from trainer.trainer import train_step
+from trainer.launch.world import World
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
 
 CPU = torch.device("cpu")
 

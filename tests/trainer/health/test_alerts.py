@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.health.alerts import QUIET, Alert, Alerts, Entry, History, Rule
-from trainer.recovery import TrainingStopped
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
@@ -156,7 +156,7 @@ def test_alerts_can_be_off(config: Configs) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(config: Configs, setting: str, says: str) -> None:
-    from trainer.preflight import check
+    from trainer.forecast.preflight import check
 
     with pytest.raises(ValueError, match=says):
         check(config(f"health.alerts.{setting}"))

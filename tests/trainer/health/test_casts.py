@@ -8,9 +8,9 @@ import torch
 from precision import GroupedLinear, Linear, Plan, PrecisionConfig, ScalingArena, Watch
 from precision.backends import get_backend
 from precision.formats import E4M3, saturating_cast
-from trainer.distributed import World
 from trainer.health import casts
 from trainer.health.casts import Casts, Rows, cast_sums
+from trainer.launch.world import World
 
 Recipe = Callable[..., PrecisionConfig]
 NONE = torch.zeros(())

@@ -15,17 +15,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from precision import gemm_layers, observe
 from precision.observe import is_sampled, observing
-from trainer.build import Engine, build_engine
 from trainer.config import Config
-from trainer.health import aside, shadow
+from trainer.config.health import check_looks
+from trainer.forecast.memory import forecast_memory
+from trainer.forecast.preflight import check
+from trainer.health import shadow
 from trainer.health.casts import Casts
-from trainer.health.config import check_looks
 from trainer.health.health import COUNTS, Health, load_statistics
-from trainer.memory import forecast_memory
-from trainer.parallel import parallelize
+from trainer.parallel.blocks import parallelize
 from trainer.parallel.mesh import Degrees
-from trainer.preflight import check
-from trainer.trainer import Trainer, train_step
+from trainer.step import second_pass
+from trainer.step.engine import Engine, build_engine
+from trainer.step.train_step import train_step
+from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 CPU = torch.device("cpu")
@@ -104,9 +106,9 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
     train_step(engine, 1, tokens, 2)
     health = Health(replace(made.health, every=1), engine, lambda entry: None, 4, 2)
     whole = Casts(health.rows, CPU)
-    with aside.aside(engine), observing(whole):
+    with second_pass.off_record(engine), observing(whole):
         for microbatch in tokens.split(2):
-            aside.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
+            second_pass.run(engine, microbatch, 4, lambda name, parameter: setattr(parameter, "grad", None))
     weights = torch.tensor([name.endswith(":weight") for name in health.rows.names])
     for most in (4096, 17):
         monkeypatch.setattr(observe, "SAMPLE_ON_CPU", most)

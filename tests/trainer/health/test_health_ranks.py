@@ -18,15 +18,15 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from trainer.build import Engine, build_engine
 from trainer.config import Config, load
-from trainer.distributed import World
 from trainer.health import shadow
 from trainer.health.health import Health
-from trainer.metrics import copy_to_host
+from trainer.launch.world import World
 from trainer.parallel import mesh
 from trainer.parallel.gather import local
-from trainer.trainer import train_step
+from trainer.step.engine import Engine, build_engine
+from trainer.step.metrics import copy_to_host
+from trainer.step.train_step import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CPU = torch.device("cpu")

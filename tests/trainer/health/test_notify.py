@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from trainer.config import Config
-from trainer.health import notify
-from trainer.health.notify import Notifier, is_told
-from trainer.recovery import TrainingStopped
-from trainer.rundir import RunDir
-from trainer.sinks import Sinks
+from trainer.launch.liveness.heartbeat import News
+from trainer.run.run_folder import RunDir
+from trainer.sinks import Sinks, notify
+from trainer.sinks.notify import Notifier, is_told
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
-from trainer.watch import News
 
 EVENT = {
     "time": "2030-01-01T00:00:00.000+00:00", "step": 12, "kind": "alert", "message": "scale of x fell",

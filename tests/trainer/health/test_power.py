@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from trainer.config import Config
-from trainer.distributed import World
+from trainer.config.health import PowerConfig
+from trainer.config.schema import Switch
 from trainer.health import nvml as ours
 from trainer.health import power
-from trainer.health.config import PowerConfig
 from trainer.health.nvml import find_by
 from trainer.health.power import Found, PowerMeter, Reading, Sampler, combine, find_gpus
-from trainer.schema import Switch
+from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 UUID = "0a1b2c3d-1111-2222-3333-444455556666"

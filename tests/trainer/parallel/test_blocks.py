@@ -12,11 +12,11 @@ from models import DeepSeek
 from models.flops import kept_bytes_per_token
 from precision import ScalingArena, begin_step, bind
 from precision.linear import gemm_layers
-from trainer.build import build_model
 from trainer.config import Config, Recompute
-from trainer.memory import forecast_memory
-from trainer.parallel import parallelize
-from trainer.preflight import check
+from trainer.forecast.memory import forecast_memory
+from trainer.forecast.preflight import check
+from trainer.parallel.blocks import parallelize
+from trainer.step.engine import build_model
 
 Configs = Callable[..., Config]
 CPU = torch.device("cpu")

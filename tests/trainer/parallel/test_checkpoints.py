@@ -30,9 +30,9 @@ from trainer.checkpoint import (
     read,
     saved_shapes,
 )
-from trainer.checkpoint.tree import split
+from trainer.checkpoint.state_tree import split
 from trainer.config import Config
-from trainer.distributed import World
+from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.

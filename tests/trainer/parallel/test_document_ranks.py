@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.config import Config
-from trainer.distributed import World
+from trainer.launch.world import World
 from trainer.trainer import Trainer
 
 SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them

@@ -20,14 +20,14 @@ from models import DeepSeek
 from precision import Plan, gemm_layers
 from precision.config import BackendChoice
 from precision.hardware import Gpu
-from trainer.build import build_engine
 from trainer.config import Switch, load
-from trainer.distributed import World
-from trainer.memory import travels_in_fp8
+from trainer.forecast.memory import travels_in_fp8
+from trainer.forecast.preflight import check
+from trainer.launch.world import World
 from trainer.parallel import gather, mesh
 from trainer.parallel.mesh import Degrees
-from trainer.preflight import check
-from trainer.trainer import train_step
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 HOPPER = Gpu("NVIDIA H200", (9, 0))

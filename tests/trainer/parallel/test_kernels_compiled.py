@@ -17,8 +17,8 @@ from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
 from precision import Plan, PrecisionConfig, begin_step, bind, choice
 from precision.hardware import Gpu
+from trainer.config.schema import Recompute
 from trainer.parallel.blocks import parallelize
-from trainer.schema import Recompute
 
 PRECISIONS = Path(__file__).parents[3] / "configs" / "precision"
 SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 128, "num_layers": 2, "num_heads": 2, "kv_lora_rank": 32}

@@ -17,14 +17,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-import trainer.build
+import trainer.step.engine
 from precision.backends import cuda
 from precision.hardware import Gpu
-from trainer.build import build_engine
 from trainer.config import load
-from trainer.distributed import World
+from trainer.launch.world import World
 from trainer.parallel import gather
-from trainer.trainer import train_step
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUN = ["trainer.device=cpu", "precision=fp8_delayed", "precision.backend=cuda", "optim.warmup_steps=1"]
@@ -59,7 +59,7 @@ def main(out: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     world = World(torch.device("cpu"), rank, rank, size, size)
     torch.distributed.init_process_group("gloo")
-    trainer.build.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
+    trainer.step.engine.detect = lambda device: Gpu("NVIDIA H200", (9, 0))
     made, transpose, cast = Counter[str](), cuda.transpose_weight, cuda.cast_weight
 
     def count(data: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek
-from trainer.build import build_model
 from trainer.config import Config
-from trainer.parallel import blocks, parallelize
-from trainer.schema import Recompute
+from trainer.config.schema import Recompute
+from trainer.parallel import blocks
+from trainer.parallel.blocks import parallelize
+from trainer.step.engine import build_model
 
 Configs = Callable[..., Config]
 KEYS = ("precision=fp32", "model.num_mtp_layers=1", "model.num_layers=1")

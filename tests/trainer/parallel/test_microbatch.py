@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer.build import build_engine
 from trainer.config import Config
-from trainer.parallel import Eager
-from trainer.preflight import check
+from trainer.forecast.preflight import check
+from trainer.step.engine import build_engine
+from trainer.step.microbatch import Eager
 
 Configs = Callable[..., Config]
 

@@ -19,12 +19,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from precision import GroupedLinear
 from precision.backends.reference import ReferenceBackend
-from trainer.build import build_engine
 from trainer.config import Config, Recompute, load
-from trainer.distributed import World
-from trainer.parallel import parallelize
+from trainer.launch.world import World
+from trainer.parallel.blocks import parallelize
 from trainer.parallel.gather import Fp8Wire, Wire
-from trainer.trainer import train_step
+from trainer.step.engine import build_engine
+from trainer.step.train_step import train_step
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STEPS = 20

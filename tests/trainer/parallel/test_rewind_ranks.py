@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trainer.config import Config
-from trainer.distributed import World
-from trainer.recovery import TrainingStopped
+from trainer.launch.world import World
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 SHARED = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # the ranks have no pytest around them

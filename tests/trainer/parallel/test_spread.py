@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from models.block import MoEBlock
 from precision import begin_step, bind
-from trainer.build import build_model
 from trainer.config import Config, Recompute
-from trainer.parallel import parallelize
+from trainer.parallel.blocks import parallelize
+from trainer.step.engine import build_model
 
 Configs = Callable[..., Config]
 

@@ -16,15 +16,16 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.build import build_engine
 from trainer.config import Config, load
 from trainer.data import Loader, load_tokenizer, prepare
-from trainer.distributed import World
+from trainer.launch.world import World
 from trainer.recovery import diagnosis
 from trainer.recovery.diagnosis import BadStep, Diagnosis
-from trainer.recovery.evidence import KEPT
-from trainer.recovery.guard import Verdict
-from trainer.trainer import Trainer, train_step
+from trainer.step.engine import build_engine
+from trainer.step.guard import Verdict
+from trainer.step.step_snapshot import KEPT
+from trainer.step.train_step import train_step
+from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]
 Small = Callable[..., list[str]]

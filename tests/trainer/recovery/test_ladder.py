@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer.recovery.config import RecoveryConfig, RewindConfig, SpikesConfig
+from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
 from trainer.recovery.ladder import Dropped, Ladder, Rewind
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Config
-from trainer.recovery import TrainingStopped
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 Configs = Callable[..., Config]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from trainer.recovery.config import SpikesConfig
-from trainer.recovery.spikes import SpikeWatch
+from trainer.config.recovery import SpikesConfig
+from trainer.step.spikes import SpikeWatch
 
 CPU = torch.device("cpu")
 

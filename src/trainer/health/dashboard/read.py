@@ -30,7 +30,7 @@ CONFIG, METRICS, TENSORS, EVENTS = (
     "metrics.jsonl",
     "tensors.jsonl",
     "events.jsonl",
-)  # as in trainer.rundir
+)  # as in trainer.run.run_folder
 BUDGET = 48 * 2**20
 """Bytes of tensors.jsonl that are read of it at most when a run is opened: about two seconds."""
 OVERLAP = 64

@@ -26,8 +26,8 @@ Medians and median absolute deviations stand where a mean and a deviation could:
 
 from collections.abc import Callable
 
+from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
-from trainer.health.config import AlertsConfig
 from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
 from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
 from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, ThroughputDrop

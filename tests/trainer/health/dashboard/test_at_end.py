@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config
-from trainer.recovery import TrainingStopped
+from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
 STATE = re.compile(r'"state":"(\w+)","state_text":"([^"]*)"')

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Alert, Alerts
-from trainer.health.config import AlertsConfig
 from trainer.health.rules import training_rules
 
 DEFAULTS = Path(__file__).parents[4] / "configs" / "health" / "default.yaml"

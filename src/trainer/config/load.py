@@ -1,0 +1,52 @@
+"""`load()`: a tree composed by Hydra -> `Config`, strictly.
+
+Hydra composes the YAML and the command line into a plain tree. `load()` pours that tree into the dataclasses of
+`sections` and refuses whatever does not fit: a key that does not exist (even if it was added with `+`), a missing key,
+a value of the wrong type. Nothing changes a config after `load()`.
+"""
+
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from trainer.config.schema import fit, generic, keys_of, nearest, shown
+from trainer.config.sections import Config
+
+RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+recpe=fp8_jit` means it
+
+
+def load(composed: DictConfig | dict[str, Any]) -> Config:
+    """The config in a composed tree (plain, or OmegaConf's).
+
+    ValueError with key, value and fix, in one line, for whatever does not fit the schema.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+    except InterpolationResolutionError as error:
+        raise ValueError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
+    tree = fit(tree, Config, unknown_key)
+    return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree)))
+
+
+def unknown_key(key: str, value: Any) -> str:
+    """What to say about a key that the schema does not have."""
+    keys = keys_of(Config)
+    wrong = generic(key)
+    parent = wrong.rpartition(".")[0]
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    meant = nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys)
+    problem = f"{key}={shown(value)}: there is no such key"
+    if meant == RECIPE:
+        return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
+    if meant is not None:
+        return f"{problem}; did you mean {meant}?"
+    if parent in keys:
+        return f"{problem}; {parent} has {', '.join(k.rpartition('.')[2] for k in siblings)}"
+    return f"{problem}; the sections are {', '.join(k for k in keys if '.' not in k)}"
+
+
+def meant_by(name: str) -> str | None:
+    """The key, or the choice of a recipe, that somebody probably meant who wrote `name`; None if nothing is like it."""
+    meant = nearest(name, [*keys_of(Config), RECIPE])
+    return f"+{RECIPE}" if meant == RECIPE else meant

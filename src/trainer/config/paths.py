@@ -1,0 +1,62 @@
+"""Paths of a config, as a run keeps them: absolute, so that its folder can be used from anywhere.
+
+On the command line a path is relative to where the command is given. `config.yaml` outlives that: whoever evaluates,
+samples or replays a run later reads from it where the text and the cache are. What is no path stays as it is: names on
+the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is taken away.
+"""
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.data import Source
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+
+NO_PATHS = "never", "auto"
+"""What `run.resume` says besides a path."""
+
+
+def anchored(config: "Config") -> "Config":
+    """A copy of `config` that means the same in any folder as `config` in this one."""
+    run, data, alerts = config.run, config.data, config.health.alerts
+    mix = [replace(entry, path=_source(entry.path, entry.source or data.source)) for entry in data.mix]
+    return replace(
+        config,
+        run=replace(
+            run,
+            dir=os.path.abspath(run.dir),
+            resume=run.resume if run.resume in NO_PATHS else os.path.abspath(run.resume),
+            init_from=_path(run.init_from),
+        ),
+        data=replace(
+            data,
+            path=_source(data.path, data.source),
+            mix=mix,
+            tokenizer=_path(data.tokenizer),
+            cache_dir=os.path.abspath(data.cache_dir),
+        ),
+        health=replace(config.health, alerts=replace(alerts, command=_command(alerts.command))),
+    )
+
+
+def _path(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
+
+
+def _source(path: str | None, source: Source) -> str | None:
+    """A dataset that is no folder here is a name on the hub."""
+    if path is None or (source is Source.hf and not Path(path).is_dir()):
+        return path
+    return os.path.abspath(path)
+
+
+def _command(command: str | None) -> str | None:
+    """The program of a command; its arguments are its own business."""
+    words = shlex.split(command) if command is not None else []
+    if not words or "/" not in words[0] or os.path.isabs(words[0]):
+        return command
+    return shlex.join([os.path.abspath(words[0]), *words[1:]])

@@ -1,0 +1,298 @@
+"""The dataclasses of a config: names, types and what each key means, one docstring line under each field.
+
+They hold no values: those are in `configs/*.yaml`, so that there is one place to read and change them. The sections
+`model` and `precision` belong to the packages that use them. Checks across keys are in `trainer.forecast.preflight`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from models.config import ModelConfig
+from precision.config import PrecisionConfig
+from trainer.config.data import DataConfig
+from trainer.config.health import HealthConfig
+from trainer.config.recovery import RecoveryConfig
+from trainer.config.schema import Recompute, Switch
+
+
+class Device(Enum):
+    """Where to train; `auto` takes a GPU if there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Moments(Enum):
+    """Format of AdamW's first and second moments."""
+
+    fp32 = "fp32"
+
+
+class Schedule(Enum):
+    """How the learning rate falls after the constant part: on a line (warm-up, stable, decay) or on half a cosine."""
+
+    wsd = "wsd"
+    cosine = "cosine"
+
+
+class Where(Enum):
+    """A place where `debug.inject` puts its value."""
+
+    loss = "loss"
+    gradient = "gradient"
+    activation = "activation"
+    weight = "weight"
+
+
+@dataclass
+class RunConfig:
+    """Which run this is and what it starts from."""
+
+    name: str | None
+    """Name of the run and of its folder; null: the date and time."""
+    dir: str
+    """Folder of all runs."""
+    resume: str
+    """never: a run that exists is an error; auto: go on from its newest good checkpoint, or start; or the path of a run
+    or of one of its checkpoints."""
+    init_from: str | None
+    """A run, or one of its checkpoints, whose weights a new run starts from; null: random ones."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    max_steps: int
+    """Steps of the whole run, resumed or not; a dropped step counts."""
+    seed: int
+    """Seed of the weights and of the order of the data."""
+    global_batch_size: int
+    """Sequences in one step."""
+    microbatch_size: int
+    """Sequences in one forward and backward; divides global_batch_size. Smaller takes less memory."""
+    sequence_length: int
+    """Tokens in one sequence."""
+    device: Device
+    """auto, cpu or cuda."""
+    document_masking: bool = False
+    """Attention stays within a document, though several are packed into a sequence; false: a token sees whatever
+    stands before it in its sequence."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float
+    """Peak learning rate."""
+    betas: list[float]
+    """Decay of the first and second moment."""
+    eps: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled weight decay, times the learning rate; norms, embedding and router have none."""
+    clip: float | None
+    """Largest global gradient norm; null: not clipped."""
+    moments: Moments
+    """Format of both moments."""
+    schedule: Schedule
+    """Shape of the decay: wsd (straight line) or cosine."""
+    warmup_steps: int
+    """Steps in which the learning rate rises from 0 to lr."""
+    decay_fraction: float
+    """Last part of the run in which it falls, as a share of max_steps; 1.0: from the end of the warm-up on."""
+    min_lr_ratio: float
+    """Learning rate at the end, as a share of lr."""
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on the validation files; there is always one at the end."""
+
+    every: int
+    """Steps between evaluations; 0: only at the end."""
+    batches: int | None
+    """Microbatches of validation windows in one evaluation, spread over all files; null: every window."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What survives a crash."""
+
+    every: int
+    """Steps between checkpoints; 0: only at the end. A run that is told to stop saves first."""
+    keep: int
+    """This many of the newest checkpoints stay on disk; 0: all."""
+
+
+@dataclass
+class ConsoleConfig:
+    """What the terminal shows."""
+
+    enabled: bool
+    """Progress and metrics: a live line on a terminal, plain lines elsewhere."""
+
+
+@dataclass
+class TensorboardConfig:
+    """TensorBoard event files in the run folder."""
+
+    enabled: bool
+    """Write them."""
+
+
+class WandbMode(Enum):
+    """Where Weights & Biases gets its data; `auto` is online with an API key and offline without."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    enabled: bool
+    """Log there."""
+    project: str
+    """Project of the run."""
+    entity: str | None
+    """Team or user; null: the account's default."""
+    mode: WandbMode
+    """auto, online or offline (a folder to `wandb sync` later)."""
+
+
+@dataclass
+class LoggingConfig:
+    """Sinks of metrics. `metrics.jsonl` and `events.jsonl` are always written."""
+
+    every: int
+    """Steps between lines of metrics."""
+    console: ConsoleConfig
+    """The terminal."""
+    tensorboard: TensorboardConfig
+    """TensorBoard."""
+    wandb: WandbConfig
+    """Weights & Biases."""
+
+
+@dataclass
+class CompileConfig:
+    """torch.compile."""
+
+    enabled: Switch
+    """Compile each kind of block once; auto: on a GPU."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the processes of a run share its work: replicate x shard of them, each with its part of every batch."""
+
+    replicate: int
+    """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
+    shard: int
+    """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
+    expert: int
+    """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
+    tensor: int
+    """Reserved; 1."""
+    context: int
+    """Reserved; 1."""
+    pipeline: int
+    """Reserved; 1."""
+    timeout: float
+    """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
+    come. The first step compiles, within this time."""
+    reduce_each_microbatch: Switch
+    """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
+    moves least; auto: once a step where a whole set of FP32 gradients fits."""
+    fp8_all_gather: Switch
+    """true: weights that compute in FP8 are quantised before they are gathered, in half the bytes, where their scales
+    allow it; false: gathered in BF16 and quantised after; auto: true where the `cuda` backend computes in FP8. The
+    numbers are the same."""
+    reshard_after_forward: Switch
+    """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
+    false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
+
+
+@dataclass
+class ProfileConfig:
+    """A window of steps that is recorded: where the time goes, and on a GPU the memory."""
+
+    steps: list[int] | None
+    """First and last step of the window, as [10, 12]; null: none. The files go to the run's folder profile/."""
+    memory: bool
+    """On a GPU also record who allocates memory: a snapshot for https://pytorch.org/memory_viz."""
+
+
+@dataclass
+class InjectConfig:
+    """A fault made on purpose."""
+
+    step: int
+    """The step it happens in, or the first of them."""
+    where: Where
+    """loss, gradient, activation or weight (the compute weight)."""
+    value: float
+    """nan or inf; or a spike, a number above 1: the loss is multiplied by it, elsewhere one number becomes it."""
+    steps: int = 1
+    """In so many steps one after the other."""
+    windows: list[int] | None = None
+    """[BEGIN, END): only where a step reads one of these windows of the run's stream; null: whatever it reads. Steps
+    come again after a rewind, and windows that were left out do not."""
+
+
+@dataclass
+class DebugConfig:
+    """Tools for testing the trainer itself."""
+
+    inject: InjectConfig | None
+    """A fault, as {step: 3, where: gradient, value: nan}, perhaps with steps and windows; null: none."""
+
+
+@dataclass
+class Config:
+    """Everything a run is told."""
+
+    run: RunConfig
+    """Its name, and what it starts from."""
+    trainer: TrainerConfig
+    """The loop: steps, batch, sequence, device."""
+    model: ModelConfig
+    """The model."""
+    precision: PrecisionConfig
+    """What computes in which format."""
+    data: DataConfig
+    """The text."""
+    optim: OptimConfig
+    """Optimizer and learning rate."""
+    eval: EvalConfig
+    """Evaluation."""
+    checkpoint: CheckpointConfig
+    """Checkpoints."""
+    logging: LoggingConfig
+    """Sinks."""
+    recovery: RecoveryConfig
+    """Dropped steps."""
+    health: HealthConfig
+    """What is watched beside the loss."""
+    parallel: ParallelConfig
+    """How several processes share the work."""
+    compile: CompileConfig
+    """torch.compile."""
+    recompute: Recompute
+    """none; selective: attention except its core, and BF16 experts' rows, are made again; full: only the blocks' inputs
+    are kept, the least memory and a third more work."""
+    cuda_graph: Switch
+    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: no waiting for
+    Python. On one GPU only, and not on the transformer_engine backend. auto: there, where the forecast leaves half of
+    the GPU's memory free."""
+    profile: ProfileConfig
+    """A window of steps to look into."""
+    debug: DebugConfig
+    """Faults on purpose."""
+    dry_run: bool
+    """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""

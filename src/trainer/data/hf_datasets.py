@@ -1,0 +1,152 @@
+"""Hugging Face datasets, by the library `datasets`: from the hub, from a folder that `save_to_disk` made, or from one
+of files, as they are kept on the hub. Streaming or not, the rows come as columns of Arrow, in batches.
+
+A dataset of the hub is taken for what it was when it was prepared: nothing is asked of the hub again, so that a machine
+without a network can train on what is in the cache. Another state of it is another `revision`. Which commit was read,
+`pin` tells: a preparation that is begun anew goes on with the same one or not at all. (Without a network `datasets`
+gives the newest commit of its own cache, whatever revision it is asked for; which one that is, it tells.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config.data import Part
+from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
+
+STREAM_ROWS = 256  # read at once where nobody knows how long they are
+MOST_ROWS = 16384
+
+
+class Dataset:
+    """A split of a dataset. Nothing is read, or downloaded, before its blocks are asked for."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.num_bytes = 0
+        self._builder: Any = None
+        self._rows: Any = None
+        self._label = str(part.path) if part.key == "data" else part.name
+        digest = hashlib.sha256(json.dumps([part.subset, part.split, part.revision]).encode())
+        root = self._root
+        if root.is_dir():
+            digest.update(str(root.resolve()).encode("utf-8", "surrogateescape"))
+            for path in sorted(path for path in root.rglob("*") if path.is_file()):
+                status = path.stat()
+                line = f"{path.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\n"
+                digest.update(line.encode("utf-8", "surrogateescape"))
+        else:
+            digest.update(str(part.path).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def blocks(self, log: SkipLog) -> Iterator[Block]:
+        rows = self._open()
+        yield from self._batches(rows, log)
+
+    def sample(self, num_bytes: int) -> Iterator[Block]:
+        """Every so many rows; of a stream its beginning."""
+        rows = self._open()
+        if not self.part.streaming and self.num_bytes > num_bytes:
+            rows = rows.shard(num_shards=min(self.num_bytes // num_bytes, len(rows)), index=0, contiguous=False)
+        taken = 0
+        for block in self._batches(rows, SkipLog(strict=False)):
+            yield block
+            taken += block.num_bytes
+            if taken >= num_bytes:
+                return
+
+    def pin(self, commit: str | None) -> str | None:
+        """Hold the dataset at `commit`, if one is given. Returns the one that is read; None for a folder here, whose
+        files are watched themselves. ValueError if the library has another one."""
+        if self._root.is_dir():
+            return None
+        if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):
+            commit = self.part.revision
+        with self._told():
+            self._builder = self._load(commit or self.part.revision)
+        found = str(self._builder.hash)
+        if commit is not None and found != commit:
+            key, path = self.part.key, self.part.path
+            raise ValueError(
+                f"{key}.path={path}: commit {commit[:12]} is to be read and `datasets` has {found[:12]}: prepare where "
+                f"the hub can be reached, or set {key}.revision={found} for that one"
+            )
+        return found
+
+    @property
+    def _root(self) -> Path:
+        return Path(str(self.part.path))
+
+    def _load(self, revision: str | None) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars()
+        return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Whatever the library says becomes a ValueError in one line."""
+        part = self.part
+        try:
+            yield
+        except Exception as error:  # of many classes, those of a dozen libraries
+            if isinstance(error, ValueError) and str(error).startswith(f"{part.key}."):
+                raise
+            reason = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), "")
+            raise ValueError(
+                f"{part.key}.path={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
+                f"revision={part.revision} ({type(error).__name__}: {reason[:300]}): correct that, or repair it"
+            ) from error
+
+    def _open(self) -> Any:
+        """The rows, loaded once. ValueError, one line, for whatever the library says."""
+        if self._rows is not None:
+            return self._rows
+        import datasets
+
+        part, root = self.part, self._root
+        rows: Any
+        with self._told():
+            if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
+                rows = datasets.load_from_disk(str(root))
+                if isinstance(rows, datasets.DatasetDict):
+                    if part.split not in rows:
+                        names = ", ".join(map(str, rows))
+                        raise ValueError(f"{part.key}.split={part.split}: {root} has the splits {names}: set one")
+                    rows = rows[part.split]
+                rows = rows.to_iterable_dataset() if part.streaming else rows
+            else:
+                builder = self._builder or self._load(part.revision)
+                if part.streaming:
+                    rows = builder.as_streaming_dataset(split=part.split)
+                else:
+                    builder.download_and_prepare()
+                    rows = builder.as_dataset(split=part.split)
+            names = rows.column_names or list(next(iter(rows), {}))
+        features = rows.features
+        check_column(part, self._label, names, features.arrow_schema if features is not None else None)
+        rows = rows.select_columns([part.text_column])
+        if not part.streaming:
+            self.num_bytes = int(rows.data.nbytes * len(rows) / max(rows.data.num_rows, 1))
+        self._rows = rows.with_format("arrow")
+        return self._rows
+
+    def _batches(self, rows: Any, log: SkipLog) -> Iterator[Block]:
+        size = STREAM_ROWS
+        if not self.part.streaming:
+            size = min(max(BLOCK_BYTES * max(len(rows), 1) // max(self.num_bytes, 1), 1), MOST_ROWS)
+        done = 0
+        try:
+            for table in rows.iter(batch_size=size):
+                values = as_bytes(table.column(0).combine_chunks())
+                yield Rows(values, self._label, done)
+                done += len(values)
+        except Exception as error:  # of many classes
+            reason = (str(error.__cause__ or error).splitlines() or [""])[0][:200]
+            log.lost(self._label, f"cannot be read after row {done}: {type(error).__name__}: {reason}")

@@ -1,0 +1,36 @@
+"""Preparing data in front of somebody: a bar for each stage on a terminal, a line elsewhere, nothing from the cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from trainer.config.data import DataConfig
+from trainer.data.prepare import Progress as Report
+from trainer.data.prepare import prepare
+from trainer.data.prepared import Prepared
+
+
+def prepare_with_bars(data: DataConfig, vocab_size: int, folder: Path | None = None) -> Prepared:
+    """`prepare`, showing its stages as they come."""
+    with bars() as show:
+        return prepare(data, vocab_size, show, folder)
+
+
+@contextmanager
+def bars() -> Iterator[Report]:
+    """Something that shows the stages it is told of."""
+    console = Console()
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total or None)
+                if not console.is_terminal:
+                    print(what, flush=True)
+            progress.update(tasks[what], completed=done, total=total or None)
+
+        yield show

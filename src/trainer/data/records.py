@@ -1,0 +1,313 @@
+"""Documents: what any source comes to, and what is left out on the way.
+
+A source is an order of `Block`s: a megabyte or so of it each, small enough to be passed to another process, either as a
+place to read at (a range of bytes of a file, a row group) or, where one has to read everything before it (compressed
+files, streams), as the data. A block gives its documents as `Piece`s of text, in order. Nothing else is known about a
+source after that, and the same documents give the same tokens, whatever they were kept in.
+
+Which documents are held out for validation is decided here, for each by itself: by the hash of its text, read as a
+number in [0, 1), below `fraction`. So the split needs no seed and no list, and equal documents are on one side.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from trainer.config.data import Part
+from trainer.data.corpus import read_pieces, whats_wrong
+
+BLOCK_BYTES = 1 << 20
+EMPTY = "empty"
+
+
+class Piece(NamedTuple):
+    """A document, or, of a long file, some of its lines."""
+
+    text: str
+    num_bytes: int
+    """In UTF-8."""
+    ends_document: bool
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Documents that are not in the bins."""
+
+    path: str
+    why: str
+    count: int
+    """Documents. 0: a file, or the rest of one, whose documents nobody can count."""
+    first: str
+    """Where the first of them is; empty for a file."""
+
+    def __str__(self) -> str:
+        if not self.count:
+            return f"{self.path} ({self.why})"
+        many = f"{self.count:,} documents" if self.count > 1 else "1 document"
+        return f"{many} of {self.path} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
+
+
+@dataclass
+class SkipLog:
+    """Counts what is left out. strict: what is damaged is a ValueError instead."""
+
+    strict: bool
+    found: dict[tuple[str, str], Skipped] = field(default_factory=dict)
+
+    def add(self, path: str, why: str, where: str = "", count: int = 1) -> None:
+        """Documents of `path` are left out. where: the place in it. why: some fixed words."""
+        if self.strict and why != EMPTY:
+            raise ValueError(
+                f"data.skip_damaged=false: {path}{', ' * bool(where)}{where}: {why}: repair or remove it, or set "
+                "data.skip_damaged=true to train without it"
+            )
+        before = self.found.get((path, why))
+        first, so_far = (before.first, before.count) if before else (where, 0)
+        self.found[path, why] = Skipped(path, why, so_far + count, first)
+
+    def lost(self, path: str, why: str) -> None:
+        """A file, or the rest of one, cannot be read."""
+        self.add(path, why, count=0)
+
+
+class Block(Protocol):
+    """Some documents of a source."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much text it is: shards are cut and sources weighed by it. The same at each reading."""
+        ...
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        """Its documents in order. Those that cannot be used go to the log."""
+        ...
+
+
+def position(data: bytes) -> float:
+    """Hash of a document as a number in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
+
+
+@dataclass(frozen=True)
+class Lines:
+    """JSON objects, one a line: the bytes [begin, end) of a file."""
+
+    path: Path
+    label: str
+    begin: int
+    end: int
+    column: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.begin)
+                data = file.read(self.num_bytes)
+        except OSError as error:
+            log.lost(self.label, f"cannot be read: {error.strerror}")
+            return
+        yield from parse_lines(data, self.label, self.begin, self.column, fraction, log)
+
+
+@dataclass(frozen=True)
+class LinesRead:
+    """JSON objects, one a line, that had to be read already; they begin at byte `begin` of the text."""
+
+    data: bytes
+    label: str
+    begin: int
+    column: str
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        yield from parse_lines(self.data, self.label, self.begin, self.column, fraction, log)
+
+
+def parse_lines(data: bytes, label: str, begin: int, column: str, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    """The documents in some lines of JSON."""
+    place = begin
+    for line in data.split(b"\n"):
+        here, place = place, place + len(line) + 1
+        if not line.strip():
+            continue  # no document: an empty one is {"text": ""}
+        where = f"the line at byte {here}"
+        try:
+            record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with that mark
+        except UnicodeDecodeError:
+            log.add(label, "not UTF-8 text", where)
+            continue
+        except (ValueError, RecursionError):
+            log.add(label, "not JSON", where)
+            continue
+        if not isinstance(record, dict):
+            log.add(label, "not a JSON object", where)
+        elif column not in record:
+            has = ", ".join(list(record)[:9])
+            log.add(label, f"no key {column}", f"{where} (which has {has}; data.text_column names the key)")
+        elif record[column] is not None and not isinstance(record[column], str):
+            log.add(label, f"the value of {column} is not text", where)
+        else:
+            yield from document(record[column] or "", label, where, fraction, log)
+
+
+def document(text: str | bytes, label: str, where: str, fraction: float, log: SkipLog) -> Iterator[Piece]:
+    """One document, if it is one."""
+    if not text:
+        log.add(label, EMPTY, where)
+        return
+    try:
+        data = text.encode() if isinstance(text, str) else text
+        whole = text if isinstance(text, str) else text.decode()
+    except UnicodeDecodeError:
+        log.add(label, "not UTF-8 text", where)
+    except UnicodeEncodeError:  # half of a pair of surrogates, as JSON can say it
+        log.add(label, "not Unicode text", where)
+    else:
+        yield Piece(whole, len(data), True, position(data) < fraction)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts of rows that had to be read already, from row `begin` on. None: a row without text."""
+
+    values: list[bytes | str | None]
+    label: str
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(value) for value in self.values if value)
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        for number, value in enumerate(self.values, self.begin):
+            yield from document(value or "", self.label, f"row {number}", fraction, log)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group of a parquet file."""
+
+    path: Path
+    label: str
+    index: int
+    begin: int
+    """Rows before it."""
+    num_rows: int
+    num_bytes: int
+    column: str
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        import pyarrow
+        from pyarrow import parquet
+
+        row = self.begin
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                batches = file.iter_batches(1024, [self.index], [self.column], use_threads=False)
+                for batch in batches:
+                    values = as_bytes(batch.column(0))
+                    yield from Rows(values, self.label, row).pieces(fraction, log)
+                    row += len(values)
+        except (OSError, pyarrow.ArrowException):
+            lost = self.begin + self.num_rows - row
+            log.add(self.label, "the row group cannot be read", f"row {row}", lost)
+
+
+def check_column(part: Part, label: str, names: Sequence[str], schema) -> None:
+    """ValueError if the column of the text is not there, or no text."""
+    column, key = part.text_column, f"{part.key}.text_column"
+    if column not in names:
+        raise ValueError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
+    kind = str(schema.field(column).type) if schema is not None else "string"
+    nested = any(word in kind for word in ("list", "struct", "map", "union"))
+    if nested or not any(word in kind for word in ("string", "binary")):
+        raise ValueError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
+
+
+def as_bytes(column) -> list[bytes | str | None]:
+    """A column of texts as bytes, not yet known to be UTF-8."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        column = column.cast(binary)
+    return column.to_pylist()
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file that is a document."""
+
+    path: Path
+    label: str
+    num_bytes: int
+    held_out: bool
+    packed: bool = False
+    """gz or zst: read as a whole then."""
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        if self.packed:
+            try:
+                data = b"".join(unpack(self.path))
+            except OSError as error:
+                log.lost(self.label, unpack_error(error))
+                return
+            for piece in document(data, self.label, "all of it", fraction, log):
+                yield piece._replace(held_out=self.held_out)
+            return
+        if wrong := whats_wrong(self.path):
+            log.lost(self.label, wrong)
+            return
+        waiting: str | None = None
+        try:
+            for text in read_pieces(self.path):
+                if waiting is not None:
+                    yield Piece(waiting, len(waiting.encode()), False, self.held_out)
+                waiting = text
+        except (OSError, UnicodeDecodeError) as error:  # it was whole a moment ago
+            why = getattr(error, "strerror", None) or "not UTF-8 text any more"
+            raise ValueError(f"data: {self.path} cannot be read ({why}): start again when it is whole") from error
+        if waiting is None:
+            log.add(self.label, EMPTY, "all of it")
+        else:
+            yield Piece(waiting, len(waiting.encode()), True, self.held_out)
+
+
+def unpack(path: Path) -> Iterator[bytes]:
+    """The contents of a .gz or .zst file, a block at a time. OSError if they are damaged, or end before their end."""
+    if path.suffix == ".gz":
+        try:
+            with gzip.open(path) as file:
+                while block := file.read(BLOCK_BYTES):
+                    yield block
+        except (EOFError, zlib.error) as error:
+            raise OSError("cut off" if isinstance(error, EOFError) else str(error)) from error
+        return
+    import pyarrow  # the library zstandard takes a file that is cut off for one that ends
+
+    with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            yield block
+
+
+def unpack_error(error: Exception) -> str:
+    """In words: why a compressed file cannot be read."""
+    text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+    return "cut off" if "truncated" in text.lower() or text == "cut off" else f"cannot be unpacked: {text}"

@@ -1,0 +1,343 @@
+"""Before a run: what the schema cannot say, and what the run will cost.
+
+`check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
+and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`
+prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.memory`).
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from models import DeepSeek
+from models.flops import count_parameters, flops_per_token
+from precision import Plan
+from precision.backends.availability import build_problem
+from precision.config import BackendChoice, Granularity
+from precision.hardware import detect
+from trainer.config import Config, Device, ParallelConfig, RunConfig, Switch
+from trainer.config.data import check_data
+from trainer.config.health import check_alerts, check_looks, check_power
+from trainer.config.recovery import RecoveryConfig
+from trainer.config.unused_data_keys import without_effect as data_without_effect
+from trainer.forecast.memory import GIB, forecast_memory, pick_sharing, total_memory, travels_in_fp8
+from trainer.launch.device import pick_device
+from trainer.parallel.mesh import Degrees, Sharing, fits_expert, resolve
+from trainer.sinks.notify import check_targets
+
+_TE_SHARED = "its modules hold whole weights, which ranks share here"
+
+
+def check(config: Config, world_size: int | None = None) -> Plan:
+    """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
+    value and fix, for one that cannot."""
+    _check_run(config.run)
+    check_sizes(config)
+    _check_batch(config)
+    if world_size is not None:
+        check_sharing(config, resolve(config.parallel, world_size))
+    _check_recovery(config.recovery)
+    _check_debug(config)
+    _check_profile(config)
+    check_data(config.data, config.model.vocab_size)
+    check_alerts(config.health.alerts)
+    check_targets(config.health.alerts.webhook, config.health.alerts.command)
+    check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
+    config.model.validate()
+    gpu = None if config.trainer.device is Device.cpu else detect("cuda")
+    if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
+        raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    if gpu is not None and plan.served_by("transformer_engine") and (world_size or 1) > 1:
+        why = f"on {gpu.name} it takes Transformer Engine, and {_TE_SHARED}"
+        _refuse("precision.backend", "auto", why, "start one process, or set precision.backend=reference (slow)")
+    if config.compile.enabled is Switch.true and plan.served_by("transformer_engine"):
+        why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
+        _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
+    _check_cuda_graph(config, plan)
+    _check_fp8_all_gather(config, plan, world_size)
+    has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    check_looks(config.health, has_fp8, plan.served_by("transformer_engine"))
+    return plan
+
+
+def _refuse(key: str, value: object, why: str, fix: str) -> None:
+    raise ValueError(f"{key}={value}: {why}; {fix}")
+
+
+def _check_run(run: RunConfig) -> None:
+    for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
+        if path == "":  # a variable of the shell that is not set, and to Path the folder where we are
+            _refuse(f"run.{key}", "''", "no folder", fix)
+    if run.dir.partition("/")[0] == "~":
+        _refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
+
+
+def check_sizes(config: Config) -> None:
+    """ValueError for numbers that no run can have, and sequences that the model cannot."""
+    t, o, m = config.trainer, config.optim, config.model
+    for key, value in {
+        "trainer.max_steps": t.max_steps,
+        "trainer.global_batch_size": t.global_batch_size,
+        "trainer.microbatch_size": t.microbatch_size,
+        "trainer.sequence_length": t.sequence_length,
+        "logging.every": config.logging.every,
+    }.items():
+        if value < 1:
+            _refuse(key, value, "out of range", "set 1 or more")
+    for key, value in {
+        "trainer.seed": t.seed,
+        "eval.every": config.eval.every,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "optim.weight_decay": o.weight_decay,
+        "optim.warmup_steps": o.warmup_steps,
+    }.items():
+        if not 0 <= value < math.inf:
+            _refuse(key, value, "out of range", "set 0 or more")
+    for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
+        if not 0 < value < math.inf:
+            _refuse(key, value, "out of range", "set a number above 0")
+    if not 1 <= config.parallel.timeout < math.inf:
+        _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
+    if o.clip is not None and not 0 < o.clip < math.inf:
+        _refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
+    for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
+        if not 0 <= value <= 1:
+            _refuse(key, value, "it is a share", "set 0 to 1")
+    if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
+        _refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
+    if config.eval.batches is not None and config.eval.batches < 1:
+        _refuse("eval.batches", config.eval.batches, "out of range", "set 1 or more, or null for every window")
+    if t.sequence_length > m.max_position_embeddings:
+        why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
+        _refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
+    if t.sequence_length <= m.num_mtp_layers:
+        why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
+        _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+
+
+def _check_batch(config: Config) -> None:
+    t = config.trainer
+    if t.global_batch_size % t.microbatch_size:
+        most = min(t.microbatch_size, t.global_batch_size)
+        below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
+        why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
+        _refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
+
+
+def fitted(config: Config, degrees: Degrees) -> Config:
+    """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
+    more of them, to read as many windows."""
+    t, e = config.trainer, config.eval
+    share, rest = divmod(t.global_batch_size, degrees.world)
+    if rest or t.microbatch_size <= share:
+        return config
+    batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
+    return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
+
+
+def check_sharing(config: Config, degrees: Degrees) -> None:
+    """ValueError if this config cannot be trained by the ranks of `degrees`."""
+    if degrees.world == 1:
+        return
+    t = config.trainer
+    together = degrees.world if t.global_batch_size % degrees.world else t.microbatch_size * degrees.world
+    if t.global_batch_size % together:
+        doing = "" if together == degrees.world else f" with trainer.microbatch_size={t.microbatch_size}"
+        why = f"{degrees.world} ranks{doing} do a multiple of {together} sequences"
+        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+    if config.cuda_graph is Switch.true:
+        _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
+    if config.precision.backend is BackendChoice.transformer_engine:
+        _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
+    if config.model.num_experts % degrees.expert:
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
+        fits = next(n for n in smaller if not config.model.num_experts % n)
+        why = f"it does not divide model.num_experts={config.model.num_experts}"
+        _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
+
+
+def records_graphs(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
+    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
+    and where at most half of the memory is forecast to be used: a graph keeps what it takes."""
+    if config.cuda_graph is not Switch.auto:
+        return config.cuda_graph is Switch.true
+    total = total_memory(device)
+    if total is None or degrees.world > 1 or config.debug.inject is not None:
+        return False
+    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
+        return False
+    if plan.served_by("transformer_engine"):
+        return False
+    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
+
+
+def _check_debug(config: Config) -> None:
+    inject = config.debug.inject
+    if inject is None:
+        return
+    if not 1 <= inject.step <= config.trainer.max_steps:
+        fix = f"set 1 to trainer.max_steps={config.trainer.max_steps}"
+        _refuse("debug.inject.step", inject.step, "there is no such step", fix)
+    if abs(inject.value) <= 1:
+        why = "it would do nothing"
+        _refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
+    if inject.steps < 1:
+        _refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
+    if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
+        _refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
+
+
+def _check_recovery(r: RecoveryConfig) -> None:
+    s, w = r.spikes, r.rewind
+    for key, value in {
+        "max_consecutive_skips": r.max_consecutive_skips,
+        "rewind.max": w.max,
+        "rewind.margin": w.margin,
+    }.items():
+        if value < 0:
+            _refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
+    if s.window < 2:
+        _refuse("recovery.spikes.window", s.window, "too few steps to tell what is usual", "set 128, or 2 at least")
+    if not 2 <= s.min_steps <= s.window:
+        why = f"it is a part of recovery.spikes.window={s.window}"
+        _refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
+    if not 0 < s.threshold < math.inf:
+        _refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
+    if not 0 < w.lr_factor <= 1:
+        why = "a rewind may lower the learning rate, not raise it"
+        _refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
+    if w.lr_steps < (0 if w.lr_factor == 1 else 1):
+        _refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
+
+
+def without_effect(config: Config, world_size: int) -> list[str]:
+    """Settings that change nothing beside the others, in a run of so many processes: a line each, for the user to see.
+    What would be wrong is refused by `check`."""
+    lines, p, w = data_without_effect(config.data), config.parallel, config.recovery.rewind
+
+    def idle(key: str, value: object, why: str, fix: str) -> None:
+        lines.append(f"{key}={value} has no effect: {why}; {fix}")
+
+    if world_size == 1:
+        for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
+            if (choice := getattr(p, key)) is not Switch.auto:
+                idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
+    if config.health.shadow_every > config.trainer.max_steps:
+        why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
+        idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
+    never = "recovery.rewind.max=0" if not w.max else "checkpoint.every=0" if not config.checkpoint.every else None
+    if never is not None:
+        for key, value, usual in (("margin", w.margin, 0), ("lr_factor", w.lr_factor, 1)):
+            if value != usual:
+                idle(f"recovery.rewind.{key}", value, f"{never}, the run never goes back", "change one of them")
+    return lines
+
+
+def _check_profile(config: Config) -> None:
+    steps, last = config.profile.steps, config.trainer.max_steps
+    if steps is None:
+        return
+    if len(steps) != 2:
+        _refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
+    if not 1 <= steps[0] <= steps[1] <= last:
+        why = "no such window of steps"
+        _refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to trainer.max_steps={last}")
+
+
+def _check_cuda_graph(config: Config, plan: Plan) -> None:
+    if config.cuda_graph is not Switch.true:
+        return
+    if config.trainer.device is Device.cpu:
+        _refuse("cuda_graph", "true", "trainer.device=cpu has no CUDA graphs", "set cuda_graph=false")
+    if config.debug.inject is not None:
+        why = "debug.inject puts a fault into one step, and a graph is the same in all"
+        _refuse("cuda_graph", "true", why, "set cuda_graph=false")
+    if plan.served_by("transformer_engine"):
+        why = "Transformer Engine's modules do work on the host that a graph would leave out"
+        _refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
+
+
+def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) -> None:
+    if config.parallel.fp8_all_gather is not Switch.true:
+        return
+    key, fix = "parallel.fp8_all_gather", "set parallel.fp8_all_gather=auto"
+    rows = [row for row in plan.gemms.values() if row.recipe.is_fp8]
+    if not rows:
+        _refuse(key, "true", "no weight computes in FP8", f"choose an FP8 recipe, or {fix}")
+    if config.precision.scaling.granularity is Granularity.row:
+        why = "with precision.scaling.granularity=row a weight's scales are known when it is whole"
+        _refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
+    if world_size is not None:
+        degrees = resolve(config.parallel, world_size)
+        if degrees.world > 1 and not any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows):
+            why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
+            _refuse(key, "true", why, f"change parallel.shard, or {fix}")
+
+
+def report(config: Config, plan: Plan, processes: int = 1) -> str:
+    """What a run would compute in, how large it is and what each rank takes: several lines of text.
+
+    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
+    or, of one process, as few as go with the others. ValueError for degrees that do not go together, or with the batch.
+    """
+    degrees = _imagined(config.parallel, processes)
+    config = fitted(config, degrees)
+    t = config.trainer
+    check_sharing(config, degrees)
+    count = count_parameters(config.model)
+    flops = flops_per_token(config.model, t.sequence_length)
+    device = pick_device(t.device)
+    sharing = pick_sharing(config, plan, degrees, total_memory(device))
+    graphs = device.type == "cuda" and records_graphs(config, plan, degrees, device)
+    memory = forecast_memory(config, plan, degrees, sharing, graphs)
+    tokens = t.global_batch_size * t.sequence_length
+    total = sum(memory.values())
+    rows = [*memory.items(), ("total", total)]
+    return "\n".join(
+        [
+            plan.to_text(),
+            f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
+            f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
+            "",
+            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
+            *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
+            *([_stays(sharing, config, degrees)] if degrees.world > 1 else ()),
+            *(f"\n{line}" for line in without_effect(config, degrees.world)),
+        ]
+    )
+
+
+def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
+    left = -1 in (parallel.replicate, parallel.shard)
+    if left and processes > 1:
+        return resolve(parallel, processes)
+    given = math.prod(size for size in (parallel.replicate, parallel.shard) if size > 0)
+    return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
+
+
+def _stays(sharing: Sharing, config: Config, degrees: Degrees) -> str:
+    t = config.trainer
+    again = "once a step" if sharing.keeps else "again for each forward and backward pass"
+    reduced = "each microbatch" if sharing.each else "once a step"
+    several = t.global_batch_size > t.microbatch_size * degrees.world
+    return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
+
+
+def _ranks(d: Degrees) -> str:
+    if d.world == 1:
+        return "one process"
+    return f"each of {d.world} ranks (replicate {d.replicate}, shard {d.shard}, expert {d.expert})"
+
+
+def _short(number: float) -> str:
+    """671026419200 -> '671.0 G'."""
+    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {letter}"
+    return f"{number:.0f}"

@@ -1,0 +1,68 @@
+"""The ranks of a run do the same: same config, same code, same torch. Who differs is told before anything is built.
+
+Nodes are set up by hand, and a stale checkout or another override on one of them would else train something that
+nobody asked for, or wait for ever in a collective that the others do not make.
+"""
+
+import hashlib
+import platform
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from trainer.config import Config
+from trainer.config.diff import flat
+from trainer.launch.world import World
+
+OWN_CODE = Path(__file__).resolve().parents[1]
+
+
+def agree(world: World, config: Config, plan: str) -> None:
+    """A collective. ValueError, naming the first difference and the ranks, unless all have come with the same.
+
+    plan: the resolved precision plan, which the GPU decides too.
+    """
+    if not world.many:
+        return
+    plain = {key: str(getattr(value, "value", value)) for key, value in flat(asdict(config)).items()}
+    facts = {**plain, **_versions(), "the precision plan": _hash(plan.encode())}
+    digests = world.gather(_hash(repr(facts).encode()))
+    if len(set(digests)) == 1:
+        return
+    everyone = world.gather(facts)
+    keys = dict.fromkeys(key for theirs in everyone for key in theirs)
+    for key in keys:
+        values = [theirs.get(key, "nothing") for theirs in everyone]
+        if len(set(values)) > 1:
+            usual = Counter(values).most_common(1)[0][0]
+            others = [rank for rank, value in enumerate(values) if value != usual]
+            other = values[others[0]]
+            raise ValueError(
+                f"{key}={other} on {_ranks(others)}, {usual} on the others: all ranks of a run have the same config, "
+                "code and torch; start them with the same command, from the same checkout"
+            )
+    raise AssertionError("digests differ and facts do not")
+
+
+def _versions() -> dict[str, str]:
+    sources = sorted(OWN_CODE.rglob("*.py"))
+    code = _hash(b"".join(source.relative_to(OWN_CODE).as_posix().encode() + source.read_bytes() for source in sources))
+    return {"torch": torch.__version__, "python": platform.python_version(), "the source code of octet": code}
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """[3] -> 'rank 3', [1, 2, 3, 7] -> 'ranks 1-3, 7'."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,341 @@
+"""What surrounds training on the command line: composing the config with Hydra, and errors in one line.
+
+Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
+composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+
+An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
+errors take several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug
+and keeps its traceback. Of many processes one says it.
+
+This module imports no torch before something has gone wrong: `--help` is quick.
+"""
+
+import argparse
+import contextlib
+import inspect
+import io
+import linecache
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.files import FULL
+from trainer.launch.launcher import Launch
+from trainer.launch.liveness.rank_group import Crew, Terminated
+
+OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
+ALONE = Launch()
+OWN_CODE = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Job:
+    """One run to be: its composed config, and the overrides that the user gave for it."""
+
+    tree: DictConfig
+    overrides: list[str]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with its help as it was written, and errors that are a ValueError: one line, as all others."""
+
+    def __init__(self, description: str | None = None, **settings: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """ValueError: what argparse found."""
+        raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
+
+
+def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[Job]:
+    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
+
+    launch: of the processes that do the same.
+    """
+    for argument in sys.argv[1:]:
+        shown = argument.encode(errors="backslashreplace").decode()
+        if shown != argument:
+            raise ValueError(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+    jobs: list[Job] = []
+    sweeps: list[bool] = []
+
+    def collect(tree: DictConfig) -> None:
+        settings = HydraConfig.get()
+        sweeps.append(settings.mode is RunMode.MULTIRUN)
+        jobs.append(Job(tree, [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]))
+
+    # Hydra writes a sweep's config into its folder (configs/train.yaml): nothing of use, so it goes where it disappears
+    with tempfile.TemporaryDirectory() as scratch:
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+        _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect))
+    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
+        raise SystemExit(OK)
+    if any(sweeps):
+        if launch.under_torchrun:
+            raise ValueError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+        _name_runs(jobs)
+        _check_resumed(jobs)
+    for job in jobs:
+        _fit_restarts(job.tree, launch)
+    return jobs
+
+
+def _read_by_hydra(task: Callable[[], None]) -> None:
+    """Run what reads sys.argv. ValueError for options that do not exist, where Hydra prints its usage, and for what it
+    stumbles over itself."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            task()
+    except SystemExit as end:
+        if end.code != REFUSED:
+            sys.stderr.write(said.getvalue())
+            raise
+        raise ValueError(_explain_option(said.getvalue())) from None
+    except OmegaConfBaseException:  # some of them are ValueErrors, too
+        raise
+    except ValueError as error:
+        raise ValueError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
+    sys.stderr.write(said.getvalue())
+
+
+def _explain_option(usage: str) -> str:
+    """What is wrong with an option, from what argparse printed: `usage: ... error: unrecognized arguments: --x 3`."""
+    problem = usage.rpartition(" error: ")[2].strip()
+    _, unknown, words = problem.partition("unrecognized arguments: ")
+    if not unknown:
+        return f"{problem.removeprefix('argument ')}; --hydra-help says what it takes"
+    from trainer.config import meant_by
+
+    option = next((word for word in words.split() if word.startswith("-")), None)
+    if option is None:
+        return f"{words}: separated from the other KEY=VALUE by an option; write options such as -m before all of them"
+    meant = meant_by(option.lstrip("-").partition("=")[0])
+    hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
+    return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
+
+
+def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
+    """A run that torchrun starts anew goes on by itself: from its newest checkpoint, whatever it once started from."""
+    if launch.max_restarts and OmegaConf.select(tree, "run.name") is None:
+        raise ValueError(
+            f"--max-restarts={launch.max_restarts}: a run without a name cannot go on after a restart; set run.name"
+        )
+    if launch.attempt:
+        tree.run.resume = "auto"
+
+
+def _name_runs(jobs: list[Job]) -> None:
+    """Where a sweep was given one run.name, each run gets its own: that name, a number, and what sets the run apart.
+
+    Without a name, each run is called by its time and recipe anyway.
+    """
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    for number, job in enumerate(jobs):
+        own = [override.partition("=") for override in job.overrides if override not in common]
+        words = [re.sub(r"[^\w.-]+", "-", f"{key.split('.')[-1]}-{value}").strip("-") for key, _, value in own]
+        if job.tree.run.name is not None:
+            job.tree.run.name = "_".join([str(job.tree.run.name), str(number), *words])[:120]
+
+
+def _check_resumed(jobs: list[Job]) -> None:
+    """ValueError where runs of a sweep would go on in one folder, one after the other."""
+    from trainer.config.paths import NO_PATHS
+
+    given = [str(job.tree.run.resume) for job in jobs]
+    for path in given:
+        if path not in NO_PATHS and given.count(path) > 1:
+            raise ValueError(
+                f"run.resume={path}: {given.count(path)} runs of the sweep would go on in one folder; "
+                f"start each from its weights with run.init_from={path}, or leave out -m"
+            )
+
+
+def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
+    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
+
+    crew: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
+    """
+    crew = crew or Crew()
+    try:
+        with _own_warnings_in_one_line():
+            main()
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and not crew.connected and _nobody_reads(sys.stdout):  # `--help | head`
+            return CUT_OFF
+        crew.decided()
+        end = _judge(error, main, crew.told)
+        if crew.connected and end.by_signal:
+            crew.stopped(end.message or "", end.code)
+        if crew.connected and not end.orderly:
+            crew.failed(error, end.code, end.message, of_all=end.code == REFUSED)
+        first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error), end.code)
+        if end.message is None and first:
+            if crew.launch.size > 1:
+                error.add_note(f"on rank {crew.launch.rank}")
+            raise
+        if end.message is not None and first:
+            with contextlib.suppress(OSError):  # its terminal may have gone
+                print(f"octet: {end.message}", file=sys.stderr, flush=True)
+        crew.leave()
+        return crew.exit(end.code)
+    return OK
+
+
+@contextlib.contextmanager
+def _own_warnings_in_one_line() -> Iterator[None]:
+    """Warnings of ours are about what the user gave: without the place in the code, which Python puts before them."""
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
+        ours = Path(file).is_relative_to(OWN_CODE)
+        return f"octet: {message}\n" if ours else usual(message, category, file, number, line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
+    state = select.poll()
+    state.register(stream.fileno(), 0)  # tells of errors alone
+    if not state.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    return True
+
+
+@dataclass
+class _End:
+    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: one told
+    this process to end."""
+
+    message: str | None
+    code: int
+    orderly: bool = False
+    by_signal: bool = False
+
+
+def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
+    """told: number of the signal that has told main to end, 0: none."""
+    if isinstance(error, KeyboardInterrupt):
+        return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+        return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+        return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
+    expected = isinstance(error, OSError) or hasattr(error, "exit_code")
+    if expected or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
+        code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
+        word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
+        text = _of_a_file(error) if isinstance(error, OSError) else str(error)
+        return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
+    if told:  # an interrupt within an import of torch, say, may come out as anything
+        return _by_signal(told)
+    return _End(None, FAILED)
+
+
+def _by_signal(number: int) -> _End:
+    if number == signal.SIGINT:
+        return _End("interrupted", INTERRUPTED, by_signal=True)
+    return _End("terminated", TERMINATED, by_signal=True)
+
+
+def _of_a_file(error: OSError) -> str:
+    """The system's own errors name the path last, and not what to do."""
+    if error.filename is None:
+        return str(error)
+    fix = "free space" if error.errno in FULL else "correct the path or its permissions"
+    return f"{error.filename}: {error.strerror}; {fix}, or name another place"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _on_purpose(error: BaseException, main: Callable[[], None]) -> bool:
+    """Whether an error comes from a raise statement of ours (src/, or main's file), not from a library or a bug."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    source = Path(frame.filename).resolve()
+    ours = source.is_relative_to(OWN_CODE) or source == Path(inspect.getfile(main)).resolve()
+    return ours and linecache.getline(frame.filename, frame.lineno or 0).lstrip().startswith("raise")
+
+
+def explain(error: BaseException, arguments: list[str]) -> str:
+    """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
+    from trainer.config.schema import nearest
+
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        if "=~" in str(error.override):
+            return f"{error.override}: nothing expands ~ after a =; write $HOME"
+        fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
+        return f"{error.override}: cannot be read as KEY=VALUE; {fix}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        meant = nearest(choice, error.options)
+        hint = f"did you mean {meant}?" if meant else "choose one"
+        return f"{group}={choice}: there is no such {group}; {hint} ({', '.join(error.options)})"
+    if found := re.match(r"Could not override '([^']+)'", text):
+        key = found[1]
+        if appended := re.search(r"To append to your default list use (\+\S+)", text):
+            return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
+        return _not_in_config(key, _given(key, arguments))
+    if found := re.match(r"Could not delete from config. '([^']+)'", text):
+        return f"~{found[1]}: there is no such key to take away"
+    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
+        return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
+    if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
+        return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
+    if found := re.match(r"Error merging override (.+)", text):
+        return f"{found[1]}: a value, a list or a section where another of these stands; --cfg job shows what does"
+    if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
+        group = found[1] or found[2]
+        return f"{group}={_given(group, arguments)}: {group} is chosen twice; write {group}=NAME, once"
+    if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
+        return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
+    return text.split("\nConfig search path")[0].split("\nSet the environment")[0]
+
+
+def _given(key: str, arguments: list[str]) -> str:
+    """The value that the command line gives a key."""
+    for argument in reversed(arguments):
+        name, _, value = argument.partition("=")
+        if name.lstrip("+~").partition("@")[0] == key:
+            return value
+    return ""
+
+
+def _not_in_config(key: str, value: str) -> str:
+    """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
+    from trainer.config import Config, unknown_key
+    from trainer.config.schema import keys_of
+
+    if key.startswith("hydra."):
+        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help names them"
+    if key in keys_of(Config):
+        return f"{key}={value}: the chosen configs do not use this key; to set it all the same write ++{key}={value}"
+    return unknown_key(key, value)

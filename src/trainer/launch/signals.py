@@ -1,0 +1,104 @@
+"""SIGINT, SIGTERM and SIGHUP: finish the step, save, leave; all ranks after the same one.
+
+A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
+of hosts and not of GPUs: has anybody been told to stop? It is under way while the next step runs, and read at that
+one's end, so that nobody waits for it: the run stops one step later than a single process would. Since the ranks of a
+run cannot be more than one step apart, it also tells a rank that hangs: the others wait for it there, or, if they
+ask for a number of their GPU's first, in the operation that the GPU waits in.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.launch.liveness.exit_report import pending_operation
+from trainer.launch.liveness.rank_group import stopping
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from trainer.launch.world import World
+
+
+ONE_SECONDS = 0.5  # signals that are less apart are one: `timeout` sends its to the process, and to its group
+
+
+class StopSignals:
+    """While active, the first of these signals is noted; a second one acts as it always did.
+
+    Many processes may get the first one twice, from the scheduler and from torchrun, so there a second one is the other
+    kind: torchrun sends SIGTERM to those that a second Ctrl-C finds still saving.
+
+    received: the name of a signal that was noted before the last call of `agree`, on this rank or another.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.received: str | None = None
+        self._heard = 0
+        self._world = world if world is not None and world.many else None
+        self._noted = world.crew.told if world is not None else 0  # before training, and something has swallowed it
+        self._since: dict[int, float] = {}  # when each was noted first
+        self._before: dict[int, object] = {}
+        self._question: tuple[torch.Tensor, Work] | None = None
+
+    def agree(self) -> None:
+        """A step is done: call it after each, on all ranks."""
+        if self._world is None:
+            self._receive(self._noted)
+            return
+        if self._question is not None:
+            self._receive(self._answer(*self._question))
+        if self.received is None:
+            import torch.distributed as dist
+
+            number = torch.tensor(self._noted)
+            work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+            assert work is not None
+            self._question = number, work
+            timeout = self._world.timeout
+            deadline = time.monotonic() + timeout
+            self._world.crew.overdue = lambda: (
+                time.monotonic() > deadline and (not work.is_completed() or pending_operation(timeout) is not None)
+            )
+
+    def heard(self) -> str | None:
+        """The name of a signal that this rank has noted since the last call: for what has to say that it goes on."""
+        before, self._heard = self._heard, self._noted
+        return signal.Signals(self._noted).name if self._noted != before else None
+
+    def _answer(self, number: torch.Tensor, work: Work) -> int:
+        self._question = None
+        work.wait()
+        return int(number)
+
+    def _receive(self, number: int) -> None:
+        if number and self.received is None:
+            self.received = signal.Signals(number).name
+
+    def __enter__(self) -> StopSignals:
+        for number in stopping():
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is None and self._question is not None:  # the run is over anyway
+            self._answer(*self._question)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        since = self._since.setdefault(number, now := time.monotonic())
+        if self._world is None and now > since + ONE_SECONDS:
+            signal.signal(number, self._before[number])  # type: ignore[arg-type]
+            signal.raise_signal(number)
+        self._noted = number
+        if self._world is not None:
+            for other in self._before.keys() - {number}:
+                signal.signal(other, self._before[other])  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""The processes of a run: which one this is, and how they talk about anything that is not a tensor of the model.
+
+    torchrun --nproc_per_node=8 train.py ...     one process a GPU; RANK, LOCAL_RANK, WORLD_SIZE in its environment
+
+`init()` joins them: NCCL between GPUs, gloo between host memories. With GPUs the default process group carries both
+(`cpu:gloo,cuda:nccl`), so that tensors go by the one that their device has. What hosts tell each other (the run's
+folder, whether to stop) is small and goes by gloo: it waits for no GPU.
+
+A process by itself is a `World` of one, and nothing of torch.distributed is imported for it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from trainer.launch.liveness.rank_group import Crew
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+TIMEOUT = 1200.0
+"""Seconds that a process waits in a collective for the others, where `parallel.timeout` does not say."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of the run, seen from this one. Without arguments but a device: a process by itself."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    crew: Crew = field(default_factory=Crew)
+    """Who watches over the others."""
+    control: "ProcessGroup | None" = None
+    """A group of its own for what hosts tell each other while the model's collectives are under way; gloo."""
+    store: "TCPStore | None" = None
+    timeout: float = TIMEOUT
+    """Seconds that a collective waits for the others."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes the run folder and speaks for all."""
+        return self.rank == 0
+
+    @property
+    def many(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    def share(self, value: T) -> T:
+        """Rank 0's `value`, on every rank. A collective: all ranks call it, the others' values are not looked at."""
+        if not self.many:
+            return value
+        import torch.distributed as dist
+
+        box: list[Any] = [value if self.is_first else None]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank, on every rank. A collective."""
+        if not self.many:
+            return [value]
+        import torch.distributed as dist
+
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value)  # by gloo, which serves CPU tensors in the default group
+        return box
+
+    def gather_numbers(self, row: list[float]) -> list[list[float]]:
+        """As `gather`, for numbers, as many on each rank: one message between hosts instead of two, nothing pickled."""
+        if not self.many:
+            return [row]
+        import torch.distributed as dist
+
+        mine = torch.tensor(row, dtype=torch.float64)
+        box = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(box, mine)  # on the CPU: by gloo
+        return [each.tolist() for each in box]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.gather(None)
+
+    def on_first(self, ask: Callable[[], T], named: str = "") -> T:
+        """What `ask()` gives on rank 0, on every rank. A collective; the others do not call `ask`.
+
+        named: a word for what may take longer than a collective waits (reading whole checkpoints): no time limit then.
+        """
+        value = ask() if self.is_first else cast(T, None)
+        if named:
+            key = f"{named}/{self.crew.launch.attempt}"
+            if self.is_first:
+                self._say(key)
+            self._await(key, [0])
+        return self.share(value)
+
+    @contextmanager
+    def first_of_node_goes_ahead(self) -> Iterator[None]:
+        """One process of each node runs what is inside while its neighbours wait, then they run it; all leave together.
+
+        Unlike in a collective, there is no time limit: preparing a corpus takes as long as it takes.
+        """
+        key = f"ahead/{self.crew.launch.attempt}"  # torchrun's store outlives a restart
+        if self.local_rank == 0:
+            yield
+            self._say(key)
+        self._await(key, range(0, self.size, self.local_size))
+        if self.local_rank != 0:
+            yield
+
+    def _say(self, what: str) -> None:
+        if self.store is not None:
+            self.store.set(f"{what}/{self.rank}", "1")
+
+    def _await(self, what: str, ranks: Iterable[int]) -> None:
+        keys = [f"{what}/{rank}" for rank in ranks]
+        while self.store is not None and not self.store.check(keys):
+            time.sleep(0.2)
+
+
+def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
+    """Join the other processes of `crew.launch`; call it once. device: its type chooses GPUs or CPUs.
+
+    `crew.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK, made the
+    current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than processes.
+    """
+    launch = crew.launch
+    if device.type == "cuda" and (launch.under_torchrun or launch.size > 1):
+        device = _own_gpu(launch.local_rank)
+    if launch.size == 1:
+        return World(device, crew=crew)
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    store = crew.connect()
+    # NCCL's own watchdog aborts a process, with a long dump, and knows no names: it comes last
+    limit, late = timedelta(seconds=timeout), timedelta(seconds=2 * timeout)
+    gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        store=PrefixStore(f"groups/{launch.attempt}", store),
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=late if gpu else limit,
+        device_id=device if gpu else None,
+    )
+    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # its time is the crew's to watch
+    crew.all_met()
+    crew.on_leave.append(dist.destroy_process_group)
+    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store, timeout)
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"--nproc_per_node={local_rank + 1} or more: this node has {count} GPU(s), and a process needs one for "
+            f"itself; start with --nproc_per_node={count}, or train on CPUs with trainer.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

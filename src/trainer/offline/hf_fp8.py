@@ -1,0 +1,204 @@
+"""Weights in FP8 as DeepSeek publishes them: X.weight in E4M3, X.weight_scale_inv in FP32, one for each 128 x 128.
+
+    w [r, c] = X.weight [r, c] * X.weight_scale_inv [r // 128, c // 128]      the grid: [ceil(R / 128), ceil(C / 128)]
+
+What a run computes with is what it exports, so its own quantiser makes it, from BF16(master) as always:
+
+    scaling       exported FP8
+    block         the run's own, bit for bit
+    tensor        the run's own, bit for bit: its scale (of the amax history, in delayed scaling) in every block
+    row           under power-of-two scales of blocks instead of rows: the same numbers, but for those so far below
+                  their block's largest that they become subnormal
+
+Loaders read whole blocks only: a matrix whose sides are no multiples of 128 stays in BF16. So do the head and MTP's
+projection, which none of them reads in FP8. A layer's experts are one module to them: in FP8 all or none. Whatever they
+would take for FP8 and is not is listed, `modules_to_not_convert`.
+
+What came in FP8 (`hf_import`) goes out in the very same FP8: its scales are kept beside the weights.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from models import DeepSeek, ModelConfig
+from models.hf import Matrix
+from precision import GroupedLinear, Linear, Plan, PrecisionConfig, ScalingArena
+from precision.backends import get_backend
+from precision.backends.availability import te_scaling
+from precision.config import BackendChoice, Granularity, Method, Precision
+from precision.formats import E4M3, saturating_cast
+from precision.resolve import TE
+from precision.scaling import absolute_max, scale_from_amax
+from trainer.checkpoint.reading import STATE
+from trainer.offline.row_reader import TILE, SavedTensors, row_steps
+
+SCALE_SUFFIX = "_scale_inv"
+SCALES = "fp8_scale_inv"
+"""Branch of an imported checkpoint's state: scales of what came in FP8, by Hugging Face's name of the weight."""
+
+
+def grid_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Shape of the scales of a matrix."""
+    rows, columns = shape
+    return -(-rows // TILE), -(-columns // TILE)
+
+
+def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Scales of blocks [r, c] -> of numbers [rows, columns]."""
+    return scale.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
+
+
+def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:
+    """FP8 rows [R, C], from the start of a block, with their scales -> FP32. Exact with power-of-two scales."""
+    return data.float().mul_(spread(scale_inv.float(), *data.shape))
+
+
+class Quantizer(Protocol):
+    """Who makes the FP8 of an export."""
+
+    left: list[str]
+    """Layers that computed in FP8 and leave in BF16, because loaders could not read them otherwise."""
+    power_of_two: bool
+    """Whether all scales are powers of two."""
+
+    def is_fp8(self, matrix: Matrix) -> bool:
+        """Whether this matrix leaves in FP8."""
+        ...
+
+    def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
+        """FP8 and scales of FP32 rows of the matrix's part `theirs[part]`; they begin with a block."""
+        ...
+
+
+class RunQuantizer:
+    """As a run's recipe quantises its weights. precision, backends: what config.yaml and backends.json of it say.
+
+    ValueError if nothing of the run can leave in FP8.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        backends: Mapping[str, Any],
+        saved: SavedTensors,
+        path: Path,
+    ) -> None:
+        anywhere = replace(precision, backend=BackendChoice.reference, never_slower=False)
+        plan = Plan(anywhere, model.num_layers)
+        with torch.device("meta"):
+            net = DeepSeek(model, plan)
+        self._saved, self._rows, chosen = saved, plan.gemms, backends.get("rows", {})
+        self._layers = {name: m for name, m in net.named_modules() if isinstance(m, Linear | GroupedLinear)}
+        slots = [slot for layer in self._layers.values() for slot in layer.slots()]
+        arena = ScalingArena(slots, precision.scaling, plan.delayed, "cpu")
+        if plan.delayed and plan.fp8_share:
+            names = json.loads((path / STATE).read_text())["state"]["arena"]["names"]
+            arena.load_state_dict({"names": names, "history": saved.read("arena/history")})
+        self.power_of_two = precision.scaling.power_of_two
+        self._scaling = {
+            name: te_scaling(precision.scaling) if chosen.get(name, {}).get("backend") == TE else precision.scaling
+            for name in plan.gemms
+        }
+        wanted = {
+            name
+            for name, row in plan.gemms.items()
+            if row.recipe.is_fp8 and chosen.get(name, {}).get("precision", "fp8") == Precision.fp8.value
+        }
+        self._fp8 = {name for name in wanted if self._fits(name)}
+        self._fp8 -= {name for name in self._fp8 if ".experts." in name and not _experts(name) <= self._fp8}
+        self.left = sorted(wanted - self._fp8)
+        self._scales: dict[tuple[str, int | None], Tensor] = {}
+        if not self._fp8:
+            unfit = "nothing that did can be read in FP8: sides must be multiples of"
+            why = f"{unfit} {TILE} ({self.left[0]})" if wanted else "nothing ran in FP8"
+            raise ValueError(f"--dtype fp8: {path}, trained as {precision.name}: {why}; use --dtype bf16")
+
+    def is_fp8(self, matrix: Matrix) -> bool:
+        """Whether it computed in FP8, and loaders can read it."""
+        return _row(matrix) in self._fp8
+
+    def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
+        """As the recipe does."""
+        name = _row(matrix)
+        scaling = self._scaling[name]
+        recipe = replace(self._rows[name].recipe, scaling=scaling)
+        if scaling.granularity is Granularity.tensor:
+            scale = self._scale_of_tensor(matrix)
+        else:
+            scale = torch.zeros(())  # blocks have their own
+            recipe = replace(recipe, scaling=replace(scaling, granularity=Granularity.block, method=Method.current))
+        data, inverse = get_backend("reference").quantize_part(master, scale, torch.zeros(()), E4M3, recipe)
+        return data, inverse.new_empty(grid_shape((data.shape[0], data.shape[1]))).copy_(inverse)
+
+    def _scale_of_tensor(self, matrix: Matrix) -> Tensor:
+        """The one scale of a matrix: of its history, else of its own amax; 0-d."""
+        key = matrix.ours, matrix.expert
+        if key not in self._scales:
+            name = _row(matrix)
+            slot, scaling = self._layers[name].weight_slot, self._scaling[name]
+            assert slot is not None and slot.scale is not None
+            known = slot.scale if matrix.expert is None else slot.scale[matrix.expert]
+            if scaling.method is Method.current or not known > 0:
+                stored = f"model/{matrix.ours}"
+                height, width = self._saved.shape(stored)[-2:]
+                parts = (self._saved.rows(stored, matrix.expert, rows) for rows in row_steps(height, width))
+                amax = torch.stack([absolute_max(part.to(torch.bfloat16)) for part in parts]).amax()
+                known = scale_from_amax(amax, E4M3.max, scaling.margin, scaling.power_of_two)
+            self._scales = {key: known}  # the next ones are of another matrix
+        return self._scales[key]
+
+    def _fits(self, name: str) -> bool:
+        """Whether loaders read it in FP8: a kind that they do, each part made of whole blocks."""
+        row = self._rows[name]
+        if row.op in ("lm_head", "mtp.proj"):
+            return False
+        height = row.out_features // (2 if name.endswith(".gate_up") else 1)
+        return height % TILE == 0 and row.in_features % TILE == 0
+
+
+class KeptQuantizer:
+    """What came in FP8, in the same FP8 again. ValueError if nothing did."""
+
+    def __init__(self, saved: SavedTensors, path: Path) -> None:
+        self._scales = {name: saved.read(f"{SCALES}/{name}") for name in saved.names(SCALES)}
+        if not self._scales:
+            raise ValueError(f"--dtype fp8: {path} was not imported from FP8; use --dtype bf16")
+        self.left: list[str] = []
+        self.power_of_two = all(bool((torch.frexp(scale)[0] == 0.5).all()) for scale in self._scales.values())
+
+    def is_fp8(self, matrix: Matrix) -> bool:
+        """Whether it came in FP8."""
+        return matrix.theirs[0] in self._scales
+
+    def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
+        """Under its scales: dequantised numbers find their codes again, though FP32 has rounded their products."""
+        scale_inv = self._scales[matrix.theirs[part]][rows.start // TILE : -(-rows.stop // TILE)]
+        scale = torch.where(scale_inv == 0, 0.0, scale_inv.reciprocal())
+        return saturating_cast(master, spread(scale, *master.shape), E4M3), scale_inv
+
+
+def listed(matrix: Matrix) -> list[str]:
+    """Modules of a matrix that is not FP8 and that a loader of FP8 would take for it; none if it would not."""
+    name = _row(matrix)
+    if ".experts." in name:
+        return [matrix.theirs[0].partition(".experts.")[0] + ".experts"]
+    plain = name.endswith(("norm", "embed", ".moe.router", ".moe.gate.bias"))
+    return [] if plain else [theirs.removesuffix(".weight") for theirs in matrix.theirs]
+
+
+def _experts(name: str) -> set[str]:
+    """The layers of the experts that `name` is one of."""
+    stem = name.rpartition(".")[0]
+    return {f"{stem}.gate_up", f"{stem}.down"}
+
+
+def _row(matrix: Matrix) -> str:
+    """Name of the matrix's row in the plan, if it has one."""
+    return matrix.ours.removesuffix(".weight")

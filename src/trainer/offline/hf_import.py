@@ -1,0 +1,269 @@
+"""A folder in Hugging Face's layout, ours or DeepSeek's, -> a checkpoint whose weights a run starts from.
+
+    OUT/  checkpoints/step_00000000/      FP32 masters; run.init_from=OUT
+          configs/model/imported.yaml     --config-dir OUT/configs model=imported
+          tokenizer.json ...              data.tokenizer=OUT/tokenizer.json
+
+FP32 masters are the numbers as they are: FP32 and BF16 exactly, FP8 times its scales in FP32 (exact with power-of-two
+scales; else rounded once, as every loader does). The scales are kept in the checkpoint, too, so that an export of it
+gives back the same FP8.
+
+The checkpoint is one file, written front to back. A piece of it is some rows of one of their tensors: they pass through
+memory one after the other, as in `hf_export`. Everything is checked by names, shapes and formats before anything is
+written; all of it is written into OUT.partial, which is renamed when it is whole.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from models import ModelConfig
+from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
+from trainer.checkpoint.folder import checkpoint_name
+from trainer.checkpoint.manifest import seal, write_file
+from trainer.checkpoint.reading import STATE
+from trainer.checkpoint.state_tree import split
+from trainer.checkpoint.storage import SafetensorsWriter
+from trainer.files import check_new, new_folder
+from trainer.offline.hf_export import plain_model
+from trainer.offline.hf_fp8 import SCALE_SUFFIX, SCALES, dequantize, grid_shape
+from trainer.offline.hf_tokenizer import FILES, TOKENIZER, copy_files
+from trainer.offline.row_reader import TILE, HfFolder, row_steps
+
+PLAIN = ("F32", "BF16", "F16")
+FP8 = "F8_E4M3"
+SCALE_FORMATS = ("F32", "F8_E8M0")
+CONFIG_NAME = "imported"
+DERIVED = "rotary_emb.inv_freq"
+"""Tensors of old files that follow from config.json."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made. model: its config. tokenizer, end_of_text: its tokenizer.json and the token that ends a text, if
+    the folder had them. fp8: how many tensors came in FP8."""
+
+    folder: Path
+    model: ModelConfig
+    tokenizer: Path | None
+    end_of_text: str | None
+    fp8: int
+    remarks: list[str]
+
+    @property
+    def overrides(self) -> list[str]:
+        """What train.py is told to go on from it, as a shell wants it."""
+        told = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
+        told.append(_override("run.init_from", str(self.folder)))
+        if self.tokenizer is not None:
+            told.append(_override("data.tokenizer", str(self.tokenizer)))
+        if self.end_of_text is not None:
+            told.append(_override("data.end_of_text", self.end_of_text))
+        return told
+
+
+def _override(key: str, value: str) -> str:
+    """KEY=VALUE, in quotes of Hydra's and of the shell's where they are needed."""
+    if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
+        return f"{key}={value}"
+    text = f"{key}='" + value.replace("'", "\\'") + "'"
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+
+
+def import_hf(source: Path, out: Path) -> Imported:
+    """Make `out`, which must not exist, from the folder `source`. ValueError for a folder that is no such model."""
+    folder = HfFolder(source)
+    check_new(out)
+    remarks: list[str] = []
+    model = _model(folder, remarks)
+    _check_fp8(folder)
+    wanted = _check(folder, model)
+    end = _end_of_text(folder)
+    _check_copies(folder, model)
+    scaled = [name for name in wanted if folder.dtype(name) == FP8]
+    with new_folder(out) as made:
+        checkpoint = made / "checkpoints" / checkpoint_name(0)
+        checkpoint.mkdir(parents=True)
+        _write(checkpoint, folder, model, scaled)
+        choice = made / "configs" / "model" / f"{CONFIG_NAME}.yaml"
+        choice.parent.mkdir(parents=True)
+        choice.write_text(f"# Imported from {source.name}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
+        has_tokenizer = TOKENIZER in copy_files(source, made)
+    return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
+
+
+def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
+    """The model's config; without multi-token prediction if the files have none, whatever config.json says."""
+    try:
+        config = from_hf_config(folder.config)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+    except ValueError as error:
+        raise ValueError(f"{folder.folder}: {error}") from None
+    first = f"model.layers.{config.num_layers}."
+    if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
+        remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")
+        return replace(config, num_mtp_layers=0)
+    return config
+
+
+def _check_fp8(folder: HfFolder) -> None:
+    """ValueError for numbers that are scaled otherwise than in 128 x 128 blocks."""
+    given = folder.config.get("quantization_config")
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise ValueError(f"{folder.folder / 'config.json'}: quantization_config is no object; fetch the file again")
+    expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [TILE, TILE]}
+    for key, value in expected.items():
+        if given.get(key, "e4m3" if key == "fmt" else None) != value:
+            where = f"{folder.folder / 'config.json'}: quantization_config.{key}={given.get(key)}"
+            raise ValueError(f"{where}; only {value} can be read; import the BF16 weights of this model")
+
+
+def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
+    """ValueError unless the folder has this model's tensors and no others, in shapes and formats that can be read.
+    Returns the names of the weights."""
+    have = {name for name in folder.names() if not name.endswith(DERIVED)}
+    copies = {copy for copy, _ in mtp_copies(model)}
+    known = shapes(model)
+    wanted: list[str] = []
+    for matrix in matrices(model):
+        part = _part_shape(matrix, known[matrix.ours])
+        for name in matrix.theirs:
+            if name not in have:
+                raise ValueError(f"{folder.folder}: lacks {name}; fetch the folder again, all files of it")
+            wanted.append(name)
+            _check_tensor(folder, name, part, have)
+    for name in copies & have:
+        _check_tensor(folder, name, (model.vocab_size, model.hidden_size), have)
+    scales = {name + SCALE_SUFFIX for name in [*wanted, *copies] if name in have and folder.dtype(name) == FP8}
+    if unknown := sorted(have - set(wanted) - copies - scales):
+        raise ValueError(f"{folder.folder}: has {unknown[0]}, which its config.json does not explain; is it complete?")
+    return wanted
+
+
+def _check_tensor(folder: HfFolder, name: str, shape: tuple[int, ...], have: set[str]) -> None:
+    def expect(name: str, shape: tuple[int, ...], formats: Iterable[str]) -> None:
+        where = f"{folder.folder}: {name} is {folder.dtype(name)} {list(folder.shape(name))}"
+        if folder.shape(name) != shape:
+            raise ValueError(f"{where}, by config.json it is {list(shape)}; the two do not belong together")
+        if folder.dtype(name) not in formats:
+            raise ValueError(f"{where}; only {', '.join(formats)} can be read")
+
+    expect(name, shape, (*PLAIN, FP8) if len(shape) == 2 else PLAIN)
+    if folder.dtype(name) == FP8:
+        scale = name + SCALE_SUFFIX
+        if scale not in have:
+            raise ValueError(f"{folder.folder}: lacks {scale}, the scales of FP8 weights; fetch the folder again")
+        expect(scale, grid_shape((shape[0], shape[1])), SCALE_FORMATS)
+
+
+def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
+    """ValueError if MTP has an embedding or a head of its own: ours shares the model's."""
+    for copy, original in mtp_copies(model):
+        if copy in folder.names():
+            for rows in row_steps(model.vocab_size, model.hidden_size):
+                if not torch.equal(_rows(folder, copy, rows), _rows(folder, original, rows)):
+                    raise ValueError(f"{folder.folder}: {copy} is not {original}, which MTP shares here")
+
+
+def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of each of their tensors in a matrix of ours."""
+    whole = shape if matrix.expert is None else shape[1:]
+    return whole[0] // len(matrix.theirs), *whole[1:]
+
+
+def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
+    """Some rows of a weight in FP32, from the start of a block on."""
+    found = folder.rows(name, rows)
+    if folder.dtype(name) != FP8:
+        return found.float()
+    return dequantize(found, folder.rows(name + SCALE_SUFFIX, slice(rows.start // TILE, -(-rows.stop // TILE))))
+
+
+class _Pieces(DefaultSavePlanner):
+    """Hands the writer each piece when its turn comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[WriteItem] = []
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self._load: dict[MetadataIndex, partial[Tensor]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], box: ChunkStorageMetadata, load: partial[Tensor]) -> None:
+        """A piece of the FP32 tensor `name`; load() gives it."""
+        index = MetadataIndex(name, box.offsets)
+        properties, whole = TensorProperties(dtype=torch.float32), torch.Size(shape)
+        self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, whole)))
+        self.tensors.setdefault(name, TensorStorageMetadata(properties, whole, [])).chunks.append(box)
+        self._load[index] = load
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The piece, read now."""
+        assert write_item.tensor_data is not None
+        return self._load[write_item.index]().reshape(write_item.tensor_data.chunk.sizes)
+
+
+def _write(checkpoint: Path, folder: HfFolder, model: ModelConfig, scaled: list[str]) -> None:
+    pieces = _Pieces()
+    known = shapes(model)
+    for matrix in matrices(model):
+        shape = known[matrix.ours]
+        height, *width = _part_shape(matrix, shape)
+        above = [] if matrix.expert is None else [matrix.expert]
+        for i, name in enumerate(matrix.theirs):
+            for rows in row_steps(height, prod(width)):
+                offsets = [*above, i * height + rows.start, *(0 for _ in width)]
+                sizes = [*(1 for _ in above), rows.stop - rows.start, *width]
+                box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                pieces.add(f"model/{matrix.ours}", shape, box, partial(_rows, folder, name, rows))
+    state: dict[str, Any] = {"model": {name: torch.empty(shape, device="meta") for name, shape in known.items()}}
+    if scaled:
+        state[SCALES] = {}
+    for name in scaled:
+        shape = grid_shape((folder.shape(name)[0], folder.shape(name)[1]))
+        box = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size(shape))
+        pieces.add(f"{SCALES}/{name}", shape, box, partial(_scales, folder, name))
+        state[SCALES][name] = torch.empty(shape, device="meta")
+
+    writer = SafetensorsWriter(checkpoint)
+    writer.set_up_storage_writer(is_coordinator=True)
+    written = writer.write_data(SavePlan(pieces.items), pieces).wait()
+    writer.finish(Metadata(state_dict_metadata=dict(pieces.tensors)), [written])
+    meta = {"model": plain_model(model), "precision": "fp32", "source": str(folder.folder)}
+    text = json.dumps({"step": 0, "meta": meta, "state": split(state)[0]}, indent=1)
+    writer.files[STATE] = write_file(checkpoint / STATE, text)
+    seal(checkpoint, writer.files)
+
+
+def _scales(folder: HfFolder, name: str) -> Tensor:
+    scale = name + SCALE_SUFFIX
+    return folder.rows(scale, slice(0, folder.shape(scale)[0])).float()
+
+
+def _end_of_text(folder: HfFolder) -> str | None:
+    """The token that ends a text, by tokenizer_config.json; None where there is no tokenizer."""
+    there = [name for name in FILES if (folder.folder / name).is_file()]
+    settings = {name: folder.json(name) for name in there}
+    token = settings.get(FILES[1], {}).get("eos_token") if TOKENIZER in there else None
+    return token.get("content") if isinstance(token, dict) else token

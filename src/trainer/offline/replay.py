@@ -1,0 +1,234 @@
+"""A step of a run once more: from the nearest checkpoint before it, in the run's precision and in another.
+
+    find      the checkpoint to begin with, and which course of events: after a rewind the same step number stands for
+              other data. A dropped step is looked for in the course that dropped it
+    restore   weights, moments, scales and data cursor from the checkpoint; the steps up to the one asked for are
+              trained again, on one process, bit for bit on a CPU if the run had one too
+    compare   the step's tokens through both models, from the same weights: loss and gradient norm of the step, and
+              every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if one did
+
+Nothing is written into the run's folder, and it need not stand still: a run may go on meanwhile.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify
+from trainer.config import Config, load
+from trainer.data import Loader, Prepared, prepare
+from trainer.data.document_masking import tell_documents
+from trainer.forecast.preflight import check
+from trainer.launch.device import pick_device
+from trainer.offline.saved_model import ALONE, config_at, with_overrides
+from trainer.recovery.ladder import Ladder
+from trainer.recovery.nonfinite_probe import Sightings, run_again
+from trainer.run.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_backends
+from trainer.step.engine import Engine, build_engine
+from trainer.step.train_step import StepResult, train_step
+
+DROPPED = "nonfinite", "spike"
+
+
+@dataclass
+class Course:
+    """What to do for a step: begin with `checkpoint` (None: the start of the run), of step `first`, heeding the first
+    `rewinds` rewinds of the run."""
+
+    run: Path
+    step: int
+    checkpoint: Path | None
+    first: int
+    rewinds: list[dict[str, Any]]
+    event: dict[str, Any] | None
+    """What the run said of the step when it dropped it."""
+    logged: dict[str, Any] | None
+    """The run's metrics of the step."""
+
+
+@dataclass
+class Pass:
+    """The step in one precision: loss and gradient norm of all of it, the place where it is not finite first, and what
+    was seen of one microbatch."""
+
+    name: str
+    loss: float
+    grad_norm: float
+    place: str | None
+    sightings: Sightings
+
+
+@dataclass
+class Replay:
+    """Outcome. microbatch: of `microbatches`, which one was looked at; windows: those of its sequences."""
+
+    config: Config
+    course: Course
+    ours: Pass
+    theirs: Pass
+    engine: Engine
+    loader: Loader
+    data: Prepared
+    microbatch: int
+    microbatches: int
+    windows: np.ndarray
+    scales: list[float]
+    """Of the arena's rows, as the step found them; 0: scaled by its own amax."""
+
+
+def find(run: Path, step: int, most: int) -> Course:
+    """ValueError if there is no such run or step, or nothing to begin with less than `most` steps before it."""
+    if not (run / CONFIG).is_file():
+        what = f"no {CONFIG} in it" if run.is_dir() else "no such folder"
+        raise ValueError(f"{run}: {what}; give the folder of a run, as runs/NAME")
+    events, metrics = _lines(run / EVENTS), _lines(run / METRICS)
+    checkpoints = list_checkpoints(run / CHECKPOINTS)
+    known = [entry["step"] for entry in [*events, *metrics]] + [checkpoint_step(path) or 0 for path in checkpoints]
+    last = max(known, default=0)
+    if not 1 <= step <= last:
+        raise ValueError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
+    dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry["kind"] in DROPPED]
+    event = events[dropped[-1]] if dropped else None
+    rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
+    if dropped:  # those that came after it are of a later course
+        earlier = sum(entry["kind"] == "rollback" and "to" in entry for entry in events[: dropped[-1]])
+        later, rewinds = rewinds[earlier:], rewinds[:earlier]
+        newest = min([step - 1, *(rewind["to"] for rewind in later)])
+        metrics = [] if later else metrics
+    else:
+        newest = step - 1
+    logged = next((entry for entry in reversed(metrics) if entry["step"] == step and "loss/total" in entry), None)
+    checkpoint = next((path for path in reversed(checkpoints) if _usable(path, newest)), None)
+    first = 0 if checkpoint is None else checkpoint_step(checkpoint) or 0
+    if checkpoint is None and config_at(run, step)["run"]["init_from"] is not None:
+        raise ValueError(
+            f"step {step}: {run} has no checkpoint before it, and began with the weights of another run; "
+            "give a step after its first checkpoint"
+        )
+    if step - 1 - first > most:
+        where = "no checkpoint before it" + ("" if checkpoint is None else f" but {checkpoint.name}")
+        again = step - 1 - first
+        raise ValueError(
+            f"step {step}: {run} has {where}, and the steps to train again are {again}; allow them with --most {again}"
+        )
+    return Course(run, step, checkpoint, first, rewinds, event, logged)
+
+
+def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, Any]:
+    """The tree of the run's config as of that step, for one process; `overrides`: KEY=VALUE."""
+    tree = with_overrides(config_at(course.run, course.step), overrides)
+    tree["parallel"] |= ALONE
+    tree["profile"]["steps"] = None
+    if not faults:
+        tree["debug"]["inject"] = None
+    return tree
+
+
+def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
+    """Run the step. tree: from `config_of`; precision: YAML of the recipe to compare with; microbatch: which one to
+    look at, None: the first that is bad, or the first."""
+    config = load(tree)
+    other = load({**tree, "precision": yaml.safe_load(precision.read_text())})
+    for each in (config, other):
+        check(each, 1)
+    t, device = config.trainer, pick_device(config.trainer.device)
+    count = t.global_batch_size // t.microbatch_size
+    if microbatch is not None and not 0 <= microbatch < count:
+        raise ValueError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
+    data = prepare(config.data, config.model.vocab_size)
+    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    engine = build_engine(config, device, saved_backends(course.run))
+    tell_documents(engine.model, t, data)
+    _restore(course, config, engine, loader)
+    for step in range(course.first + 1, course.step):
+        _train(engine, step, loader, loader.next(), t.microbatch_size)
+    engine.evidence.take()
+    tokens = loader.next()
+    twin = build_engine(other, device)
+    tell_documents(twin.model, t, data)
+    twin.model.load_state_dict(engine.model.state_dict())
+
+    def look(index: int) -> tuple[Sightings, Sightings]:
+        part = tokens.split(t.microbatch_size)[index]
+        passes = []
+        for e in (engine, twin):
+            if e.injector is not None:
+                e.injector.data(loader.served)
+            passes.append(run_again(e, course.step, index, part, len(tokens), keep=True))
+        return passes[0], passes[1]
+
+    scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
+    index = _likely(course, loader.served, t.microbatch_size) if microbatch is None else microbatch
+    seen = look(index)
+    results = [_train(e, course.step, loader, tokens, t.microbatch_size) for e in (engine, twin)]
+    evidence = engine.evidence.take()
+    if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
+        index = evidence[0].microbatch  # nothing was committed: the weights are still those
+        seen = look(index)
+    ours = _pass(config.precision.name, engine, results[0], seen[0])
+    theirs = _pass(other.precision.name, twin, results[1], seen[1])
+    windows = loader.served[index * t.microbatch_size : (index + 1) * t.microbatch_size]
+    return Replay(config, course, ours, theirs, engine, loader, data, index, count, windows, scales)
+
+
+def _pass(name: str, engine: Engine, result: StepResult, sightings: Sightings) -> Pass:
+    place = None if bool(result.verdict.ok) else engine.guard.places[int(result.verdict.place)]
+    return Pass(name, float(result.metrics["loss/total"]), float(result.metrics["optim/grad_norm"]), place, sightings)
+
+
+def _train(engine: Engine, step: int, loader: Loader, tokens: Tensor, microbatch_size: int) -> StepResult:
+    if engine.injector is not None:
+        engine.injector.data(loader.served)
+    return train_step(engine, step, tokens, microbatch_size)
+
+
+def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> None:
+    if course.checkpoint is not None:
+        state, _ = read(course.checkpoint, engine.in_place(), verified=True)
+        engine.load_state(state)
+        loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"]["cpu"])
+    ladder = Ladder(config.recovery, course.run, config.trainer.global_batch_size)
+    ladder.load_state_dict({"row": []}, course.rewinds)
+    loader.leave_out(ladder.left_out)
+    engine.optimizer.schedule.lower(*ladder.lowered)
+
+
+def _likely(course: Course, served: np.ndarray, microbatch_size: int) -> int:
+    """The microbatch that the run named when it dropped the step, as they are counted on one process."""
+    windows = (course.event or {}).get("windows")
+    if not windows or "microbatch" not in (course.event or {}) or windows[0] not in served:
+        return 0
+    return int(np.flatnonzero(served == windows[0])[0]) // microbatch_size
+
+
+def _usable(path: Path, newest: int) -> bool:
+    if (checkpoint_step(path) or 0) > newest:
+        return False
+    try:
+        verify(path)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Entries of a JSON-lines file that may be in the middle of being written."""
+
+    def whole() -> Iterator[dict[str, Any]]:
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                yield entry
+
+    return list(whole()) if path.is_file() else []

@@ -1,0 +1,130 @@
+"""A model of a run, opened to be used: for text, for evaluation. The run's folder is only read, and may still grow.
+
+config      the one that was in force at the checkpoint's step, with KEY=VALUE of the user's, for one process
+model       weights and router biases of the checkpoint, whichever ranks wrote it; in the run's precision with the
+            scales that it had then, and the backends that were chosen when it began
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tokenizers import Tokenizer
+
+from models import DeepSeek
+from precision import Plan, bind, refresh_weights
+from precision.hardware import detect
+from trainer.checkpoint import checkpoint_name, checkpoint_step, read
+from trainer.checkpoint.reading import STATE
+from trainer.config import RECIPE, Config, load
+from trainer.config.diff import configs_before
+from trainer.data import load_tokenizer
+from trainer.data.tokenizer import end_of_text_id
+from trainer.forecast.preflight import check_sizes
+from trainer.launch.device import pick_device, tune_host
+from trainer.offline.row_reader import SavedTensors
+from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
+
+TOKENIZER = "tokenizer.json"
+ALONE = {"replicate": 1, "shard": 1, "expert": 1}
+
+
+@dataclass
+class Saved:
+    """An opened model. text: hash of the validation text that the run had, None if it does not say. remarks: what
+    there is to tell, a line each."""
+
+    run: Path
+    checkpoint: Path
+    config: Config
+    device: torch.device
+    plan: Plan
+    model: DeepSeek
+    text: str | None
+    remarks: list[str]
+
+    @property
+    def step(self) -> int:
+        return checkpoint_step(self.checkpoint) or 0
+
+    def tokenizer(self) -> tuple[Tokenizer, int]:
+        """The run's tokenizer, and its end-of-text token. ValueError if the run folder has none."""
+        path = self.run / TOKENIZER
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
+        tokenizer = load_tokenizer(path)
+        tokenizer.encode_special_tokens = True  # as in training: a special token's spelling inside a text is text
+        return tokenizer, end_of_text_id(tokenizer, self.config.data.end_of_text)
+
+
+def open_run(
+    run: Path, step: int | None = None, overrides: Sequence[str] = (), precision: Mapping[str, Any] | None = None
+) -> Saved:
+    """The model of a run folder, or of one of its checkpoints. step: of the checkpoint, None for the newest whole one.
+    overrides: KEY=VALUE of the config. precision: that section of the config, if not the run's.
+
+    ValueError, one line, for what the user can correct.
+    """
+    given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
+    if not given.is_dir():
+        what = f"no such {'folder' if step is None else 'checkpoint'}"
+        raise ValueError(f"{given}: {what}; give a run folder that has checkpoints, as runs/NAME")
+    remarks: list[str] = []
+    checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
+    folder = checkpoint.parent.parent
+    tree = with_overrides(config_at(folder, checkpoint_step(checkpoint) or 0), overrides)
+    tree["parallel"] |= ALONE
+    tree |= {} if precision is None else {"precision": dict(precision)}
+    config = load(tree)
+    check_sizes(config)
+    device = pick_device(config.trainer.device)
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    saved = saved_backends(folder) if precision is None else None
+    plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
+    with torch.device("meta"):
+        model = DeepSeek(config.model, plan)
+    model.to_empty(device=device)
+    read(checkpoint, {"model": model.state_dict()}, rest=False, verified=True)
+    arena = bind(model, plan, device)
+    state, tensors = json.loads((checkpoint / STATE).read_text())["state"], SavedTensors(checkpoint)
+    if arena.delayed and "arena/history" in tensors and tensors.shape("arena/history")[1]:
+        arena.load_state_dict({"names": state["arena"]["names"], "history": tensors.read("arena/history")})
+    refresh_weights(model, force=True)
+    tune_host(device)
+    return Saved(folder, checkpoint, config, device, plan, model.eval(), state.get("validation"), remarks)
+
+
+def config_at(run: Path, step: int) -> dict[str, Any]:
+    """The tree of the config that was in force at a step: a run that goes on with another one keeps those before."""
+    path = next((path for end, path in configs_before(run).items() if end >= step), run / CONFIG)
+    if not path.is_file():
+        raise ValueError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
+    tree = yaml.safe_load(path.read_text())
+    if not isinstance(tree, dict) or "run" not in tree:
+        raise ValueError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
+    return tree
+
+
+def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A config's tree with KEY=VALUE put in. ValueError for what is none."""
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
+    for override in overrides:
+        key, is_pair, _ = override.partition("=")
+        if not is_pair:
+            raise ValueError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
+        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not isinstance(given[key], dict))
+        if is_choice or override.startswith("+"):
+            why = "the recipe, and all that is chosen by name, is the run's"
+            raise ValueError(f"{override}: {why}; change single keys, as precision.backend=reference")
+    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(given)))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}

@@ -1,0 +1,203 @@
+"""AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
+
+A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the kernel, which
+leaves parameters, moments and step counts as they were when it is false, and the schedule reads the number of
+*committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
+own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+
+The kernel is `precision.kernels.adamw` on a GPU with Triton (it tells norms, too), else torch's fused AdamW, which
+takes flag and divisor as `found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it
+writes the scaled gradients back.
+
+Where ranks share the weights, each updates its own part of them: AdamW works element by element. Norms are added up
+over the parts.
+"""
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from precision.formats import BY_NAME
+from trainer.config import OptimConfig, Schedule
+from trainer.launch.world import World
+from trainer.optim.update_norms import update_norms
+from trainer.parallel.collectives import added_up
+from trainer.parallel.shard_views import copies, local, shared_like
+
+if TYPE_CHECKING:
+    from precision.kernels.adamw import FusedAdamW
+
+# What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
+foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+
+class LearningRate:
+    """Learning rate as a function of committed steps.
+
+    It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last
+    `decay_fraction` of the run: on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a
+    fraction of 1 starts it after the warm-up).
+    """
+
+    def __init__(self, config: OptimConfig, max_steps: int):
+        self._config = config
+        self._start = max(config.warmup_steps, max_steps - round(config.decay_fraction * max_steps))
+        self._length = max(max_steps - self._start, 1)
+        self._lowered = (1.0, 0)
+
+    def lower(self, factor: float, until: int) -> None:
+        """Multiply it by `factor` until so many steps are committed; instead of what was said before."""
+        self._lowered = factor, until
+
+    def at(self, committed: Tensor) -> Tensor:
+        """Learning rate of the step after `committed` (0-d, any device): 0-d FP32 on the same device."""
+        c = self._config
+        step = committed.float()
+        warm = ((step + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
+        fallen = ((step - self._start + 1) / self._length).clamp(0.0, 1.0)
+        if c.schedule is Schedule.cosine:
+            fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
+        factor, until = self._lowered
+        return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio)) * torch.where(committed < until, factor, 1.0)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Whether `precision.kernels.adamw` runs here."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+class Optimizer:
+    """Fused AdamW over a model's named parameters, with clipping by global norm. world: who shares them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        no_decay: set[str],
+        config: OptimConfig,
+        max_steps: int,
+        device: torch.device,
+        world: World | None = None,
+    ):
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parts = {name: local(p) for name, p in self._named.items()}
+        self._world = world or World(device)
+        self._copies = torch.tensor([copies(p) for p in self._named.values()], dtype=torch.float64, device=device)
+        self.names = list(self._named)
+        self.schedule = LearningRate(config, max_steps)
+        self._clip = config.clip
+        groups = [
+            {"params": [p for n, p in self._parts.items() if n not in no_decay], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in self._parts.items() if n in no_decay], "weight_decay": 0.0},
+        ]
+        self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
+        self._adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=self._lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            fused=True,
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = self._lr
+        moments = BY_NAME[config.moments.value].dtype
+        for p in self._parts.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
+            self._adamw.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(p, dtype=moments),
+                "exp_avg_sq": torch.zeros_like(p, dtype=moments),
+            }
+        self._kernel = self._make_kernel(config) if _has_kernel(device) else None
+
+    def _make_kernel(self, config: OptimConfig) -> "FusedAdamW":
+        from precision.kernels.adamw import FusedAdamW  # needs Triton
+
+        pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
+        parameters, decays = zip(*pairs, strict=True)
+        place = {p: i for i, p in enumerate(parameters)}
+        self._order = torch.tensor([place[p] for p in self._parts.values()], device=self._lr.device)
+        first, second, steps = (
+            [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        return FusedAdamW(parameters, first, second, steps, decays, (config.betas[0], config.betas[1]), config.eps)
+
+    def grad_norms(self) -> Tensor:
+        """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
+        zero = self._lr.new_zeros(())
+        present = [local(p.grad) for p in self._named.values() if p.grad is not None]
+        norms = iter(foreach_norm(present)) if present else iter(())
+        return self._of_all_parts(torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()]))
+
+    def norms(self, ok: Tensor) -> tuple[Tensor, Tensor]:
+        """L2 norms, 0-d FP64: of all master weights; of what the last step added to them, 0 unless it was `ok` (0-d
+        bool). Before the next one. A collective where there are ranks."""
+        updates, parameters = self._of_all_parts(self._norms_of_parts())
+        return parameters.norm(), updates.norm() * ok
+
+    def _norms_of_parts(self) -> Tensor:
+        """[2, P] FP64, of this rank's parts: of the last updates, of the parameters."""
+        if self._kernel is not None:
+            return self._kernel.norms(self._lr).index_select(1, self._order)
+        norm_of: dict[Tensor, Tensor] = {}
+        for group in self._adamw.param_groups:
+            parameters, betas = group["params"], group["betas"]
+            states = [self._adamw.state[p] for p in parameters]
+            norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
+            norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
+        parts = list(self._parts.values())
+        return torch.stack(
+            [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
+        )
+
+    def _of_all_parts(self, norms: Tensor) -> Tensor:
+        """Norms of this rank's parts [..., P] -> norms of the whole."""
+        if not self._world.many:
+            return norms
+        squares = norms.double().square() / self._copies
+        return added_up([squares], self._world)[0].sqrt().to(norms.dtype)
+
+    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
+        """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.
+
+        norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
+        """
+        self._lr.copy_(self.schedule.at(committed))
+        divisor = None
+        if norm is not None and self._clip is not None:
+            divisor = ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        for name, p in self._named.items():
+            if self._parts[name] is not p:
+                self._parts[name].grad = None if p.grad is None else local(p.grad)
+        if self._kernel is not None:
+            self._kernel.step(ok, self._lr, divisor)
+            return self._lr
+        self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
+        self._adamw.step()
+        # torch's kernel does not say that it wrote; what is made from a parameter asks for its version
+        torch.autograd.graph.increment_version([p for p in self._parts.values() if p.grad is not None])
+        return self._lr
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+        for p in self._named.values():
+            p.grad = None
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Moments and step counts by parameter name; shared as the parameters are."""
+        return {
+            name: {
+                key: shared_like(tensor, p) if tensor.dim() else tensor
+                for key, tensor in self._adamw.state[self._parts[name]].items()
+            }
+            for name, p in self._named.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copy moments and step counts back, in place, shared as they are here. (A checkpoint is read into them.)"""
+        for name, tensors in self.state_dict().items():
+            for key, tensor in tensors.items():
+                local(tensor).copy_(local(state[name][key]))

@@ -1,0 +1,55 @@
+"""What all ranks have to know alike in each step: amaxes, losses, loads. Without others: what there is.
+
+Each rank sees its own tokens. Scales, the verdict on a step and the router's bias follow from what all of them saw, and
+so are the same everywhere without being sent. On the device, no rank's host waits.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.launch.world import World
+
+T = TypeVar("T")
+
+
+def share_of(tokens: Tensor, world: World) -> Tensor:
+    """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them."""
+    return tokens.chunk(world.size)[world.rank] if world.many else tokens
+
+
+def largest(amax: Tensor, world: World) -> None:
+    """Raise amaxes [N] to the largest of all ranks, in place. Not a number counts as infinite."""
+    if not world.many or amax.numel() == 0:
+        return
+    import torch.distributed as dist
+
+    amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
+    dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+
+def added_up(tensors: list[Tensor], world: World) -> list[Tensor]:
+    """Sums over all ranks of tensors of any shape and format, FP64 inside, in one message."""
+    if not world.many:
+        return tensors
+    import torch.distributed as dist
+
+    together = torch.cat([t.detach().double().flatten() for t in tensors])
+    dist.all_reduce(together)
+    parts = together.split([t.numel() for t in tensors])
+    return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
+
+def averaged(tensor: Tensor, world: World) -> Tensor:
+    """Mean over all ranks."""
+    return added_up([tensor], world)[0] / world.size if world.many else tensor
+
+
+def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items each, the last one perhaps shorter."""
+    rest = iter(items)
+    while group := list(islice(rest, size)):
+        yield group

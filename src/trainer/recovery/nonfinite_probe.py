@@ -1,0 +1,166 @@
+"""Sightings: every tensor of one forward and backward pass, in the order in which it came, looked at on the way.
+
+What the arena keeps of a tensor is its amax. Here a pass is made again, off the record (`trainer.step.second_pass`), and of
+each tensor is told how many of its numbers are not finite, in which sequences, and what the cast into FP8 did to it:
+
+    NAME           what a GEMM, a sublayer (its watch), a block, the embedding or the final norm gives
+    NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
+    NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight
+
+With `keep` the tensors themselves stay in host memory, so that another pass can be compared with this one.
+
+The pass is eager, casts are made apart from the kernels that they belong to, and every tensor is waited for: this is
+for a step that went wrong, not for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from models import Losses
+from models.block import Block
+from models.layers import Embedding
+from precision import GroupedLinear, Linear, Watch, refresh_weights
+from precision.formats import Format
+from precision.observe import observing
+from precision.scaling import absolute_max
+from trainer.health.casts import ELEMENTS, SATURATED, UNDERFLOWN, Rows, cast_sums
+from trainer.parallel.shard_views import local
+from trainer.step.second_pass import off_record, run
+
+if TYPE_CHECKING:
+    from trainer.step.engine import Engine
+
+
+@dataclass
+class Sighting:
+    """A tensor. sequences: those of the microbatch that hold a number that is not finite, as far as its shape tells.
+
+    saturated, underflown: shares of the numbers, None if it was not cast. kept: the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    not_finite: int
+    amax: float
+    sequences: list[int] = field(default_factory=list)
+    saturated: float | None = None
+    underflown: float | None = None
+    kept: Tensor | None = None
+
+
+class Sightings:
+    """What was seen of a microbatch of `batch` sequences; rows by name. An `observe.Observer`, too."""
+
+    def __init__(self, engine: Engine, batch: int, keep: bool = False):
+        self.rows: dict[str, Sighting] = {}
+        self.losses: Losses | None = None
+        self._engine, self._batch, self._length, self._keep = engine, batch, 0, keep
+        self._casts = Rows(engine.arena)
+
+    @property
+    def first_bad(self) -> Sighting | None:
+        """The first tensor with a number that is not finite. (Weights are made before all else.)"""
+        return next((row for row in self.rows.values() if row.not_finite), None)
+
+    @property
+    def bad_sequences(self) -> list[int]:
+        """Sequences of the first tensor that is bad and tells."""
+        return next((row.sequences for row in self.rows.values() if row.sequences), [])
+
+    @torch.no_grad()
+    def __call__(
+        self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
+    ) -> None:
+        """See `observe.Observer`."""
+        at = self._casts.at(place)
+        if at is None or x.numel() == 0:
+            return
+        name = self._casts.names[at]
+        row = self._see(name, x, of_tokens=not name.endswith(":weight"))
+        if row.saturated is None:
+            sums = cast_sums(x, data, scale_inv, fmt).tolist()
+            row.saturated, row.underflown = sums[SATURATED] / sums[ELEMENTS], sums[UNDERFLOWN] / sums[ELEMENTS]
+
+    @torch.no_grad()
+    def gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at the gradient of a weight, and let go of it (an `second_pass.OnGradient`)."""
+        assert parameter.grad is not None
+        self._see(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
+        parameter.grad = None
+
+    def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> Sighting:
+        """Look at a tensor, the first time that the name comes: recomputation shows it again. of_tokens: it may have a
+        row for each token."""
+        if name in self.rows:
+            return self.rows[name]
+        x = x.detach()
+        bad = ~torch.isfinite(x)
+        row = Sighting(name, tuple(x.shape), x.numel(), int(bad.sum()), float(absolute_max(x)))
+        lines = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
+        tokens = self._batch * self._length
+        if of_tokens and row.not_finite and lines == tokens:
+            row.sequences = bad.view(self._batch, -1).any(1).nonzero().flatten().tolist()
+        if self._keep:
+            row.kept = x.to("cpu", copy=True)
+        self.rows[name] = row
+        return row
+
+    @contextmanager
+    def watching(self, length: int) -> Iterator[None]:
+        """Look at all that the model makes inside; sequences of `length` positions."""
+        self._length = length
+        model = self._engine.model
+        hooks = []
+        for name, module in model.named_modules():
+            if isinstance(module, Watch):
+                name = module.slot.names[0]
+            elif module is not model.norm and not isinstance(module, Linear | GroupedLinear | Embedding | Block):
+                continue
+            hooks.append(module.register_forward_hook(self._hook(name)))
+        try:
+            with observing(self):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, name: str):
+        def seen(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            x = output[0] if isinstance(output, tuple) else output
+            self._see(name, x)
+            if x.requires_grad:
+                x.register_hook(lambda grad: self._see(f"{name}:grad", grad) and None)
+
+        return seen
+
+
+def run_again(
+    engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False, faults: bool = True
+) -> Sightings:
+    """Forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], once more: off the record,
+    from the weights and scales that there are. batch: sequences of a step, of all ranks. A collective where there are
+    ranks.
+
+    keep: the tensors, too. faults: with the one of `debug.inject` if that is its step.
+    """
+    sightings = Sightings(engine, len(tokens), keep)
+    injector = engine.injector
+    with off_record(engine):
+        if injector is not None and faults:
+            injector.before(step, microbatch)
+        try:
+            with sightings.watching(tokens.shape[1] - 1):
+                sightings.losses = run(engine, tokens, batch, sightings.gradient)
+        finally:
+            if injector is not None:
+                injector.before(0, 0)
+                refresh_weights(engine.model, force=True)  # it may have spoilt one of them
+    return sightings

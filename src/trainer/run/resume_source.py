@@ -1,0 +1,105 @@
+"""What a run begins from that it has not made itself: its own checkpoint, if config and checkpoint agree on what may
+not change, or the weights of another run."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models import DeepSeek
+from precision import Plan
+from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
+from trainer.config import Config
+from trainer.launch.world import World
+from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, goes_on
+
+
+def identity(config: Config) -> dict:
+    """What must not change between a run and its resumption, and the recipe, which may."""
+    t = config.trainer
+    return {
+        "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
+        "trainer": {
+            "seed": t.seed,
+            "global_batch_size": t.global_batch_size,
+            "sequence_length": t.sequence_length,
+            "document_masking": t.document_masking,
+        },
+        "precision": config.precision.name,
+    }
+
+
+def check_goes_on(config: Config, meta: dict, checkpoint: Path) -> None:
+    """ValueError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
+    _check_same(meta, identity(config), checkpoint)
+    step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
+    if step > last:
+        raise ValueError(f"trainer.max_steps={last}: {checkpoint} is further already; set {step} or more")
+
+
+def _check_same(theirs: dict, ours: dict, path: Path) -> None:
+    """ValueError, naming the first key that a resumed run may not change and does."""
+    for section in ("model", "trainer"):
+        for key, value in ours[section].items():
+            was = theirs[section].get(key, value)
+            if was != value:
+                raise ValueError(
+                    f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "
+                    f"start a new run from its weights with run.init_from={path}"
+                )
+
+
+def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
+    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; what there is to tell goes to
+    `notes`. A collective. ValueError if there are none, or not the same tensors."""
+
+    def note(kind: str, step: int, message: str, **what: object) -> None:
+        notes.append(Note(kind, step, message, what))
+
+    checkpoint = world.on_first(lambda: find_checkpoint(path, "run.init_from", note), "init_from")
+    _check_tensors(ours, checkpoint, path)
+    read(checkpoint, {"model": ours}, rest=False, verified=True)
+    note("resume", 0, f"weights from {checkpoint}")
+
+
+def check_origin(config: Config) -> None:
+    """For a dry run: what `init_from` and a resumption would refuse once a run has started. Writes nothing."""
+
+    def quiet(kind: str, step: int, message: str, **what: object) -> None:
+        pass
+
+    run = config.run
+    check_name(run.name)
+    if run.init_from is not None and not goes_on(run):
+        path = Path(run.init_from)
+        checkpoint = find_checkpoint(path, "run.init_from", quiet)
+        with torch.device("meta"):
+            model = DeepSeek(config.model, Plan(config.precision, config.model.num_layers))
+        _check_tensors(model.state_dict(), checkpoint, path)
+    if run.resume == "never":
+        return
+    folder = check_place(run)
+    if run.resume != "auto":
+        newest = find_checkpoint(Path(run.resume), "run.resume", quiet)
+    else:
+        newest = None if folder is None else newest_checkpoint(folder / CHECKPOINTS, quiet)
+    if newest is not None:
+        check_goes_on(config, read_meta(newest), newest)
+
+
+def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
+    """ValueError, naming the first tensor that a model and a checkpoint, which `path` meant, do not both have alike."""
+    saved = saved_shapes(checkpoint)
+    for name, tensor in ours.items():
+        here, there = tensor.size(), saved.get(f"model/{name}")
+        if there != here:
+            theirs = "no such tensor" if there is None else list(there)
+            raise ValueError(
+                f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
+            )
+    for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
+        if name not in ours:
+            raise ValueError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")

@@ -1,0 +1,400 @@
+"""The folder of a run: what it is called, whether it may be written, and where in the run we are.
+
+    runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
+                precision_plan.txt  backends.json                what computes in which format, and which backend serves
+                tokenizer.json                                   what the tokens mean
+                metrics.jsonl  tensors.jsonl  events.jsonl  logs/rank0.log           what came of it
+                checkpoints/
+                recovery.json                                                        rewinds, if there were any
+
+| `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
+| ----------------- | ----------------- | ---------------------------------- | ---------------------------- |
+| never             | start             | refused                            | refused                      |
+| auto (with name)  | start             | start again in it                  | go on from the newest whole  |
+| PATH of a run     | refused           | refused                            | go on from its newest whole  |
+| PATH of a checkpoint |                |                                    | go on from that one          |
+
+Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
+later than N taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
+
+One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and the others are
+told where it is. Where torchrun has started them anew, those before may be dying still: rank 0 waits for the lock.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from omegaconf import OmegaConf
+
+from trainer.checkpoint import (
+    DamagedCheckpoint,
+    OnEvent,
+    checkpoint_step,
+    list_checkpoints,
+    newest_checkpoint,
+    read_meta,
+    set_aside_after,
+    verify,
+)
+from trainer.config.diff import changes
+from trainer.config.paths import anchored
+from trainer.files import replace_file, trim
+from trainer.run.environment import environment
+from trainer.run.lock import is_in_place, take_lock
+
+if TYPE_CHECKING:
+    from trainer.config import Config, RunConfig
+    from trainer.launch.world import World
+
+Check = Callable[[dict[str, Any], Path], None]
+"""Called with (meta, path) of the checkpoint to go on from; raises ValueError if this config cannot go on from it."""
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+TENSORS = "tensors.jsonl"
+EVENTS = "events.jsonl"
+RECOVERY = "recovery.json"
+CHECKPOINTS = "checkpoints"
+BACKENDS = "backends.json"
+LOCK_SECONDS = 60.0
+"""How long the processes of a run that is started anew wait for those before to be gone."""
+
+
+@dataclass
+class Note:
+    """Something that happened while the folder was opened, for `events.jsonl`, which is opened later."""
+
+    kind: str
+    step: int
+    message: str
+    what: dict[str, Any] = field(default_factory=dict)
+
+
+class RunDir:
+    """A run's folder, locked for this process until `close()`.
+
+    path: the folder. resumed_from: the checkpoint to go on from, None for a start. first_step: its step, or 0.
+    notes: what there is to tell about the opening.
+    """
+
+    def __init__(
+        self,
+        parent: Path,
+        name: str | None,
+        resume: str,
+        label: str,
+        texts: Mapping[str, str],
+        check: Check | None = None,
+        patience: float = 0.0,
+    ) -> None:
+        """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
+
+        Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by
+        name, `config.yaml` among them. patience: seconds to wait for a process that has the folder.
+        """
+        self.notes: list[Note] = []
+        with _told(parent):
+            self.path, checkpoint = _locate(parent, name, resume, label)
+        self.resumed_from: Path | None = None
+        self.first_step = 0
+        self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
+        with ExitStack() as on_error:
+            with _told(parent):
+                self._lock: TextIO | None = take_lock(self.path, self._note, patience)
+            on_error.callback(self.close)
+            state = _state_of(self.path)
+            if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
+                raise _exists(self.path, state)
+            if state == "run":
+                self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto")
+                if checkpoint is not None:
+                    _verify(checkpoint, f"run.resume={resume}")
+            if self.resumed_from is None:
+                self._start(texts)
+            else:
+                if check is not None:
+                    check(read_meta(self.resumed_from), self.resumed_from)
+                self.first_step = checkpoint_step(self.resumed_from) or 0
+                self._go_on(texts)
+            on_error.pop_all()
+
+    @classmethod
+    def open(
+        cls,
+        config: "Config",
+        overrides: Sequence[str],
+        plan_text: str,
+        backends: Mapping[str, Any],
+        world: "World",
+        check: Check | None = None,
+    ) -> "RunDir":
+        """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
+
+        A collective: rank 0 opens it, the others get a `RunDir` that says the same and holds no lock.
+        """
+        run, opened = config.run, []
+        with ExitStack() as on_error:
+
+            def first() -> tuple[str, str | None, int]:
+                texts = {
+                    CONFIG: OmegaConf.to_yaml(OmegaConf.structured(anchored(config))),
+                    "overrides.txt": "".join(f"{override}\n" for override in overrides),
+                    "environment.json": json.dumps(environment(), indent=1) + "\n",
+                    "precision_plan.txt": plan_text,
+                    BACKENDS: json.dumps(backends, indent=1) + "\n",
+                }
+                patience = LOCK_SECONDS if world.crew.launch.attempt else 0.0
+                ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
+                on_error.callback(ours.close)
+                opened.append(ours)
+                return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
+
+            told = world.on_first(first, "opened")  # which may have to read whole checkpoints
+            on_error.pop_all()
+        return opened[0] if opened else cls._opened_by_another(*told)
+
+    @classmethod
+    def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunDir":
+        run = cls.__new__(cls)
+        run.notes, run.path, run.first_step, run._lock = [], Path(path), first_step, None
+        run.resumed_from = Path(resumed_from) if resumed_from is not None else None
+        return run
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run starts at step 0."""
+        return self.resumed_from is None
+
+    def keep(self, path: Path) -> None:
+        """Copy a file that the run needs into its folder, under its own name. Only rank 0 does."""
+        if self._lock is None:
+            return
+        target, content = self.path / path.name, path.read_bytes()
+        self._kept[path.name] = content
+        if not target.is_file() or target.read_bytes() != content:
+            replace_file(target, content)
+
+    def heal(self, step: int, on_event: OnEvent) -> None:
+        """If the folder was deleted under the run, make it again, so that the run can go on from what is saved next.
+
+        Whether that works or not is an alert. ValueError if another process has taken its place.
+        """
+        try:
+            if self._lock is None or (self.path / CONFIG).is_file():
+                return
+            if not is_in_place(self._lock, self.path):  # `rm -rf NAME/*` leaves it
+                lock = take_lock(self.path, on_event, 0.0)
+                self._lock.close()
+                self._lock = lock
+            for name, content in self._kept.items():
+                replace_file(self.path / name, content)
+            what = "was deleted under the run, and is made again; what was in it is lost"
+        except OSError as error:
+            what = f"was deleted under the run, or cannot be seen ({error.strerror or error})"
+        on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
+
+    def close(self) -> None:
+        """Release the folder for other processes."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _note(self, kind: str, step: int, message: str, **what: Any) -> None:
+        self.notes.append(Note(kind, step, message, what))
+
+    def _newest(self, must_exist: bool) -> Path | None:
+        """The newest whole checkpoint; None if none was ever made."""
+        folder = self.path / CHECKPOINTS
+        found = newest_checkpoint(folder, self._note)
+        if found is None and list_checkpoints(folder):
+            raise ValueError(
+                f"run.name={self.path.name}: every checkpoint of {self.path} is damaged ({self.notes[0].message}); "
+                "start a new run under another run.name"
+            )
+        if found is None and must_exist:
+            raise ValueError(
+                f"run.resume={self.path}: it has no checkpoint to go on from; start it again with run.resume=auto"
+            )
+        return found
+
+    def _start(self, texts: Mapping[str, str]) -> None:
+        if any((self.path / name).exists() for name in (METRICS, EVENTS)):
+            self._note("resume", 0, f"{self.path} was stopped before its first checkpoint: starting again")
+        for name in (METRICS, TENSORS, EVENTS, RECOVERY):
+            (self.path / name).unlink(missing_ok=True)
+        for name, text in texts.items():
+            replace_file(self.path / name, text.encode())
+
+    def _go_on(self, texts: Mapping[str, str]) -> None:
+        step = self.first_step
+        aside = set_aside_after(self.path / CHECKPOINTS, step)
+        if aside:
+            names = ", ".join(path.name for path in aside)
+            self._note("checkpoint", step, f"set aside, because the run goes on from step {step}: {names}")
+        dropped = trim(self.path / METRICS, step)
+        trim(self.path / TENSORS, step)
+        trim(self.path / EVENTS, None)
+        if dropped:
+            self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
+        if told := changes((self.path / CONFIG).read_text(), texts[CONFIG]):
+            self._note("resume", step, f"other settings than before: {told}")
+        for name, text in texts.items():
+            path = self.path / name
+            if path.exists() and path.read_text() != text:
+                kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
+                replace_file(kept, path.read_bytes())  # a run without its config is none: it stays until it is replaced
+            replace_file(path, text.encode())
+
+
+def check_place(run: "RunConfig") -> Path | None:
+    """What `RunDir.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
+
+    Returns the folder, which need not exist; None for an unnamed new run, which gets one that nobody has.
+    """
+    if run.name is None and run.resume == "never":
+        return None
+    with _told(Path(run.dir)):
+        return _locate(Path(run.dir), run.name, run.resume, "")[0]
+
+
+def check_name(name: str | None) -> None:
+    """ValueError for a run.name that no folder can have, or that would be several."""
+    if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
+        raise ValueError(
+            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
+        )
+
+
+def goes_on(run: "RunConfig") -> bool:
+    """Whether `RunDir.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
+    if run.resume == "never":
+        return False
+    folder = check_place(run)
+    return folder is not None and bool(list_checkpoints(folder / CHECKPOINTS))
+
+
+def saved_backends(folder: Path | None) -> dict[str, Any] | None:
+    """Which backends were chosen when the run in this folder began; None if it is a new one, or older than that."""
+    path = None if folder is None else folder / BACKENDS
+    if path is None or not path.is_file():
+        return None
+    try:
+        saved = json.loads(path.read_text())
+        if not isinstance(saved, dict):
+            raise ValueError("no JSON object")
+        return saved
+    except ValueError as error:
+        raise ValueError(f"{path}: it is damaged ({error}); remove it, and backends are chosen anew") from error
+
+
+def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
+    """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified.
+
+    Raises ValueError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
+    """
+    if checkpoint_step(path) is not None and path.is_dir():
+        _verify(path, f"{key}={path}")
+        return path
+    found = newest_checkpoint(path / CHECKPOINTS, on_event)
+    if found is None and list_checkpoints(path / CHECKPOINTS):
+        raise ValueError(f"{key}={path}: every checkpoint there is damaged; give another run")
+    if found is None:
+        raise ValueError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
+    return found
+
+
+def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
+    check_name(name)
+    if resume in ("never", "auto"):
+        if name is None:
+            if resume == "auto":
+                raise ValueError(
+                    "run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH"
+                )
+            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
+        path = parent / name
+        if path.is_symlink() and not path.exists():
+            what = f"{path} is a link to {path.readlink()}, which is not there"
+            raise ValueError(f"run.name={name}: {what}; make that folder, or choose another run.name")
+        state = _state_of(path)
+        if state == "foreign" or (state == "run" and resume == "never"):
+            raise _exists(path, state)
+        return path, None
+    target = Path(resume)
+    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
+    path = target if checkpoint is None else checkpoint.parent.parent
+    if not target.is_dir() or _state_of(path) != "run":
+        raise ValueError(
+            f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
+        )
+    if name is not None and (parent / name).resolve() != path.resolve():
+        raise ValueError(
+            f"run.name={name}: run.resume={resume} goes on in {path}; leave run.name out, "
+            "or start a new run from its weights with run.init_from"
+        )
+    return path, checkpoint
+
+
+def _state_of(path: Path) -> str:
+    """`vacant`: not there, or empty but for hidden files; `run`: a run folder; `foreign`: something else."""
+    if not path.exists():
+        return "vacant"
+    if not path.is_dir():
+        return "foreign"
+    if (path / CONFIG).is_file():
+        return "run"
+    return "foreign" if any(not entry.name.startswith(".") for entry in path.iterdir()) else "vacant"
+
+
+def _exists(path: Path, state: str) -> ValueError:
+    if state == "foreign":
+        return ValueError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
+    return ValueError(
+        f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto"
+    )
+
+
+@contextmanager
+def _told(parent: Path) -> Iterator[None]:
+    """A folder that cannot be made or looked into is a ValueError that names run.dir."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or parent} cannot be used ({error.strerror or error})"
+        raise ValueError(f"run.dir={parent}: {what}; set a folder that can be written") from error
+
+
+def _make_unique(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return path
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_stem(f"{path.stem}-{number}")
+    return candidate
+
+
+def _verify(checkpoint: Path, setting: str) -> None:
+    try:
+        verify(checkpoint)
+    except DamagedCheckpoint as damage:
+        raise ValueError(
+            f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"
+        ) from None

@@ -1,0 +1,118 @@
+"""The engine: the state that a training step works on, built from a config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models import DeepSeek
+from precision import Plan, ScalingArena, bind
+from precision.hardware import detect
+from trainer.config import Config, Switch
+from trainer.forecast.memory import pick_sharing, total_memory, travels_in_fp8
+from trainer.forecast.preflight import check_sharing, records_graphs
+from trainer.launch.device import tune_host
+from trainer.launch.world import World
+from trainer.optim.adamw import Optimizer
+from trainer.parallel.blocks import parallelize
+from trainer.parallel.mesh import Degrees, build_mesh, resolve
+from trainer.parallel.shard_views import as_parts, model_state
+from trainer.step.guard import StepGuard
+from trainer.step.injection import Injector
+from trainer.step.microbatch import Eager, Graphed, Microbatch
+from trainer.step.step_snapshot import EvidenceKeeper
+
+
+@dataclass
+class Engine:
+    """What a training step works on."""
+
+    device: torch.device
+    world: World
+    plan: Plan
+    model: DeepSeek
+    arena: ScalingArena
+    optimizer: Optimizer
+    guard: StepGuard
+    evidence: EvidenceKeeper
+    injector: Injector | None
+    microbatch: Microbatch
+
+    def state(self) -> dict:
+        """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
+        return {**self.in_place(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
+
+    def in_place(self) -> dict:
+        """Weights and moments, the part of `state` that a checkpoint is read into: what is named there is the memory
+        that the step works on."""
+        weights = model_state(self.model) if self.world.many else self.model.state_dict()
+        return as_parts({"model": weights, "optimizer": self.optimizer.state_dict()})
+
+    def load_state(self, state: dict) -> list[str]:
+        """Take over the rest of a saved state. Returns the arena rows that begin without a history."""
+        self.guard.load_state_dict(state["guard"])
+        return self.arena.load_state_dict(state["arena"])
+
+
+def build_engine(
+    config: Config, device: torch.device, saved: Mapping[str, Any] | None = None, world: World | None = None
+) -> Engine:
+    """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world: who
+    else trains it; a collective then."""
+    if config.cuda_graph is Switch.true and device.type != "cuda":
+        raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
+    world = world or World(device)
+    degrees = resolve(config.parallel, world.size)
+    check_sharing(config, degrees)
+    torch.manual_seed(config.trainer.seed)
+    total = total_memory(device)
+    if world.many and total is not None:
+        total = min(world.gather(total))  # all ranks must do the same
+    plan, model = build_model(config, device, saved, degrees, total)
+    injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
+    arena = bind(model, plan, device)
+    optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device, world)
+    guard = StepGuard(arena, optimizer.names, config.recovery)
+    compiled = config.compile.enabled is Switch.true or (
+        config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
+    )
+    parallelize(model, config.recompute, compiled)
+    spoil = injector.loss if injector is not None else None
+    microbatch: Microbatch = Eager(model, spoil)
+    if records_graphs(config, plan, degrees, device):
+        microbatch = Graphed(model, must=config.cuda_graph is Switch.true)
+    if world.many:
+        from trainer.step.sharded_microbatch import Shared
+
+        microbatch = Shared(model, microbatch, world.size, pick_sharing(config, plan, degrees, total))
+    tune_host(device)
+    return Engine(device, world, plan, model, arena, optimizer, guard, EvidenceKeeper(arena), injector, microbatch)
+
+
+def build_model(
+    config: Config,
+    device: torch.device,
+    saved: Mapping[str, Any] | None = None,
+    degrees: Degrees | None = None,
+    total: float | None = None,
+) -> tuple[Plan, DeepSeek]:
+    """The resolved plan and the model on `device`, weights drawn from the seed.
+
+    saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
+    share its weights. total: memory of the smallest of their GPUs, bytes.
+    """
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
+    with torch.device("meta"):
+        model = DeepSeek(config.model, plan)
+    if degrees is not None and degrees.world > 1:
+        from trainer.parallel.fsdp import materialise
+
+        fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
+        keeps = pick_sharing(config, plan, degrees, total).keeps
+        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keeps, fp8)
+    else:
+        model.to_empty(device=device)
+        model.init_weights(config.trainer.seed)
+    return plan, model

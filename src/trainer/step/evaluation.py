@@ -1,0 +1,38 @@
+"""The loss on held-out text."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from models import DeepSeek
+from precision import IGNORED
+from trainer.launch.world import World
+from trainer.parallel.collectives import added_up, in_groups
+
+
+@torch.no_grad()
+def mean_loss(
+    model: DeepSeek, batches: Iterable[Tensor], size: int, world: World, seen: Callable[[int], None] = lambda done: None
+) -> float:
+    """Mean language-model loss over windows, nats per token. A collective: the ranks of `world` take turns.
+
+    batches: int64 [<= size, S + 1] each. seen: told now and then how many windows are done. The model, in any mode, is
+    left in that of training.
+    """
+    model.eval()
+    done = 0
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of sequences
+    for group in in_groups(batches, world.size):  # a batch for each rank
+        tokens = group[min(world.rank, len(group) - 1)]
+        count = len(tokens) if world.rank < len(group) else 0
+        # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
+        tokens = tokens[torch.arange(size) % len(tokens)].to(world.device)
+        targets = tokens[:, 1:].clone()
+        targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
+        loss = model.loss(model.hidden(tokens[:, :-1]), targets)
+        sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        seen(done := done + sum(map(len, group)))
+    model.train()
+    total, weight = added_up([sums], world)[0].tolist()
+    return total / weight

@@ -1,0 +1,137 @@
+"""Commit or drop: a step whose loss, gradients or amaxes are not finite, or whose loss or gradient norm is a spike,
+changes nothing.
+
+`ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (The amaxes have to be in it:
+a saturating cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.)
+Whatever a step changes is selected by that flag: masters, moments and step counts (`found_inf`), amax histories, router
+biases, the count of committed steps. A multiplication by 0 or 1 would not do: 0 * NaN is NaN. With
+`recovery.spikes.enabled` a finite step whose numbers jump up (`trainer.step.spikes`) is not ok either.
+
+Where it went bad first is found on the device too, as an index into one list in the order of a step: forward rows of
+the arena, the loss, backward rows from the last to the first, gradients by parameter; spikes last. So a good step
+costs no synchronisation; the host reads flag and index when it likes. All ranks come to the same verdict: losses, norms
+and amaxes are of all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precision import ScalingArena
+from trainer.config.recovery import RecoveryConfig
+from trainer.step.spikes import Reading, SpikeWatch
+
+GRAD_SUFFIX = ":grad"
+COUNTERS = ("committed", "skipped", "spiked")
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on, or was told to stop; the message says why and what to do. exit_code: of the process."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Verdict:
+    """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
+    `StepGuard.places`).
+
+    spike: 0-d bool, it is finite and dropped all the same; reading: what says so, None unless spikes are watched.
+    """
+
+    step: int
+    ok: Tensor
+    place: Tensor
+    spike: Tensor
+    reading: Reading | None = None
+
+
+class Spike(NamedTuple):
+    """A step that was dropped as a spike. line: in words; what: the fields of its event."""
+
+    line: str
+    what: dict[str, Any]
+
+
+class StepGuard:
+    """Decides whether a step counts, and counts those that did not.
+
+    committed, skipped (dropped for any reason), spiked (dropped as spikes): 0-d int64 tensors on the device.
+    """
+
+    def __init__(self, arena: ScalingArena, parameter_names: list[str], config: RecoveryConfig):
+        self._arena = arena
+        device = arena.amax.device
+        forward = [i for i, name in enumerate(arena.names) if not name.endswith(GRAD_SUFFIX)]
+        backward = [i for i, name in reversed(list(enumerate(arena.names))) if name.endswith(GRAD_SUFFIX)]
+        self._forward = torch.tensor(forward, dtype=torch.long, device=device)
+        self._backward = torch.tensor(backward, dtype=torch.long, device=device)
+        self.places = [
+            *(f"{arena.names[i]} (forward)" for i in forward),
+            "loss (forward)",
+            *(f"{arena.names[i].removesuffix(GRAD_SUFFIX)} (backward)" for i in backward),
+            *(f"{name.removesuffix('.weight')} (weight gradient)" for name in parameter_names),
+            "loss (spike)",
+            "gradient norm (spike)",
+        ]
+        self.committed, self.skipped, self.spiked = (torch.zeros((), dtype=torch.long, device=device) for _ in range(3))
+        self._spikes = SpikeWatch(config.spikes, device) if config.spikes.enabled else None
+
+    def judge(self, step: int, losses: Tensor, grad_norms: Tensor) -> Verdict:
+        """losses [n], the total first, grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step ->
+        the verdict."""
+        reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
+        spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
+        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), ~spiked])
+        return Verdict(step, ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any(), reading)
+
+    def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
+        """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
+        host."""
+        bad = ~torch.cat(self._finite(amax.to(self._forward.device), losses.to(self._forward.device)))
+        return int(bad.int().argmax()) if bad.any() else None
+
+    def _finite(self, amax: Tensor, losses: Tensor) -> list[Tensor]:
+        """Whether they are, place by place in the order of `places`."""
+        finite = torch.isfinite(amax)
+        return [finite[self._forward], torch.isfinite(losses).all()[None], finite[self._backward]]
+
+    def spike(self, verdict: Verdict) -> Spike | None:
+        """What to say of a step that was dropped as a spike; None: it was dropped for something else. Synchronises."""
+        if verdict.reading is None or not bool(verdict.spike):
+            return None
+        values, limits, spiked = (tensor.tolist() for tensor in verdict.reading)
+        above = [
+            (name, value, limit)
+            for name, value, limit, is_spike in zip(("loss", "gradient norm"), values, limits, spiked, strict=True)
+            if is_spike
+        ]
+        told = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
+        name, value, limit = above[0]
+        what = {"module": name, "value": value, "threshold": limit}
+        return Spike(f"step {verdict.step} is a spike: {told}; nothing of it was kept", what)
+
+    def count(self, verdict: Verdict) -> None:
+        """Add the step to the counters, and to what is usual."""
+        self.committed += verdict.ok
+        self.skipped += ~verdict.ok
+        self.spiked += verdict.spike
+        if self._spikes is not None and verdict.reading is not None:
+            self._spikes.commit(verdict.reading, verdict.ok)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and what is usual, for the checkpoint."""
+        counters = {key: int(getattr(self, key)) for key in COUNTERS}
+        return {**counters, "spikes": None if self._spikes is None else self._spikes.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them. A run that did not watch for spikes begins to from nothing."""
+        for key in COUNTERS:
+            getattr(self, key).fill_(state.get(key, 0))
+        if self._spikes is not None and state.get("spikes") is not None:
+            self._spikes.load_state_dict(state["spikes"])

@@ -1,0 +1,50 @@
+"""Microbatches of a model whose weights FSDP shards: when gradients are reduced and gathered weights are freed."""
+
+from typing import cast
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from models import DeepSeek, Losses
+from trainer.parallel.gather import Agreed
+from trainer.parallel.large import LargeGradients
+from trainer.parallel.mesh import Sharing
+from trainer.step.microbatch import Microbatch
+
+
+class Shared:
+    """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
+
+    Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
+    else the step's last one does, and until then they are added up where they were made. Weights that are kept (always:
+    embedding and head) stay for the next microbatch, too: masters change between steps only.
+    """
+
+    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
+        self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
+        self._agreed = cast(Agreed | None, model.agreed)
+        self._large = LargeGradients(model)
+
+    def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
+        """See `Microbatch`; index and count are of this rank's own."""
+        if self._agreed is not None and index == 0:
+            self._agreed.forget()
+        if count > 1:
+            last, shared = index == count - 1, cast(FSDPModule, self._model)
+            if not self._sharing.each:
+                shared.set_requires_gradient_sync(last)
+                shared.set_is_last_backward(last)
+            shared.set_reshard_after_backward(last, recurse=self._sharing.keeps)
+        losses = self._run(tokens, index, count * self._world_size)
+        self._large.finish(tokens.device)
+        if self._agreed is not None and index == count - 1:
+            self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
+        return losses
+
+    def release(self) -> None:
+        """Free gathered weights: an evaluation has no backward pass that would."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        if self._agreed is not None:
+            self._agreed.forget()

@@ -1,0 +1,56 @@
+"""One training step: forward, backward, verdict, commit or drop."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models import Losses
+from precision import begin_step
+from trainer.parallel.collectives import added_up, averaged, largest, share_of
+from trainer.step.engine import Engine
+from trainer.step.guard import Verdict
+from trainer.step.metrics import load_metrics
+
+LOSSES = ("total", "lm", "mtp", "balance")
+
+
+@dataclass
+class StepResult:
+    """Outcome of one step, all on the device: the verdict, metrics as 0-d tensors by key, and the tokens that each
+    expert got [blocks with experts, E]."""
+
+    verdict: Verdict
+    metrics: dict[str, Tensor]
+    load: Tensor
+
+
+def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
+    """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
+    begin_step(e.model, e.arena)
+    e.model.expect(tokens, len(tokens) // microbatch_size)
+    microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
+    seen: list[Losses] = []
+    e.evidence.begin(len(microbatches))
+    for i, microbatch in enumerate(microbatches):
+        if e.injector is not None:
+            e.injector.before(step, i)
+        seen.append(e.microbatch(microbatch, i, len(microbatches)))
+        e.evidence.note(i, seen[-1].total)
+
+    means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
+    load = torch.stack([losses.load for losses in seen]).sum(0)
+    means, load = averaged(means, e.world), added_up([load], e.world)[0]
+    largest(e.arena.amax, e.world)
+    norms = e.optimizer.grad_norms()
+    norm = norms.norm()
+    verdict = e.guard.judge(step, means, norms)
+    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
+    e.model.update_router_bias(load, verdict.ok)
+    e.evidence.keep(verdict.ok, e.guard.committed)
+    e.arena.commit(verdict.ok)
+    e.guard.count(verdict)
+    e.optimizer.zero_grad()
+
+    metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
+    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}, load)
