@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from trainer.launch.command_line import compose, guarded
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 
 
-def run(crew: Crew) -> None:
+def run(rank_group: RankGroup) -> None:
     """Everything the command line asks for. All of it is checked before the first run starts."""
-    launch = crew.board(os.environ)
+    launch = rank_group.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
     from trainer.forecast.preflight import check, fitted, report
@@ -40,16 +40,16 @@ def run(crew: Crew) -> None:
         from trainer.launch.world import init
         from trainer.trainer import Trainer
 
-        world = init(pick_device(config.trainer.device), crew, config.parallel.timeout)
+        world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
         agree(world, config, plan.to_text())
         Trainer(config, job.overrides, world).train()
-    crew.leave()
+    rank_group.leave()
 
 
 def main() -> int:
     """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
-    crew = Crew()
-    return guarded(lambda: run(crew), crew)
+    rank_group = RankGroup()
+    return guarded(lambda: run(rank_group), rank_group)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python scripts/replay_step.py runs/NAME 1234 precision.scaling.margin=1 trainer.device=cpu
 
 It begins with the nearest checkpoint before the step and trains the steps between again, on one process however many
-the run had (see `trainer.offline.replay`). Then the step's tokens go through two models with the same weights. Printed: loss
-and gradient norm of the step in both; where it went bad first, and the text that it happened with; and of one
-microbatch a table of all tensors in the order of the forward and then the backward pass:
+the run had (see `trainer.offline.replay`). Then the step's tokens go through two models with the same weights.
+Printed: loss and gradient norm of the step in both; where it went bad first, and the text that it happened with; and
+of one microbatch a table of all tensors in the order of the forward and then the backward pass:
 
     amax          largest absolute value in the run's precision, and in the other
     of range      amax times scale, in percent of what the FP8 format holds: above 100 it was clipped
@@ -30,7 +30,7 @@ from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
     from trainer.offline.replay import Replay
-    from trainer.recovery.nonfinite_probe import Sighting
+    from trainer.recovery.nonfinite_probe import TensorReading
 
 PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 AGAINST = "bf16", "fp32"
@@ -92,7 +92,7 @@ def data(done: "Replay") -> list[str]:
     """Which windows were looked at, and the text of the sequence that went bad, or of the first."""
     from trainer.recovery.diagnosis import text_of, tokens_of
 
-    bad = done.ours.sightings.bad_sequences
+    bad = done.ours.probe.bad_sequences
     number = int(done.windows[bad[0] if bad else 0])
     ((first, last),) = tokens_of(done.loader, done.windows[[bad[0] if bad else 0]])
     lines = [
@@ -109,11 +109,11 @@ def data(done: "Replay") -> list[str]:
 
 def table(done: "Replay", only: str | None = None) -> list[str]:
     """Every tensor, or those whose names match, a row each."""
-    ours, theirs = done.ours.sightings.rows, done.theirs.sightings.rows
+    ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     names = in_order(list(ours) + [name for name in theirs if name not in ours])
     if only is not None and not (names := fnmatch.filter(names, only)):
         return [f"no tensor is called {only}"]
-    first = done.ours.sightings.first_bad
+    first = done.ours.probe.first_bad
     titles = "", "tensor", "shape", "amax", "of range", "clipped", "lost", "not finite", done.theirs.name, "difference"
     rows: list[tuple[str, ...]] = [titles]
     for name in names:
@@ -150,7 +150,7 @@ def in_order(names: list[str]) -> list[str]:
     return [*out, *weights.values(), *(name for name in names if name.endswith((":grad", ":weight gradient")))]
 
 
-def of_range(done: "Replay", row: "Sighting") -> str:
+def of_range(done: "Replay", row: "TensorReading") -> str:
     """How much of its format's range a tensor takes, where one scale is known beforehand."""
     arena = done.engine.arena
     if row.saturated is None or row.not_finite or row.name not in arena.names:
@@ -159,7 +159,7 @@ def of_range(done: "Replay", row: "Sighting") -> str:
     return f"{100 * row.amax * done.scales[at] / float(arena.limit[at]):.3g} %" if done.scales[at] else ""
 
 
-def difference(x: "Sighting | None", y: "Sighting | None") -> str:
+def difference(x: "TensorReading | None", y: "TensorReading | None") -> str:
     """Relative difference of the tensors, in percent; empty where they cannot be compared."""
     if x is None or y is None or x.kept is None or y.kept is None or x.shape != y.shape:
         return ""

@@ -32,7 +32,7 @@ import measure
 import torch
 
 from trainer.launch.command_line import Parser, compose, guarded
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -42,8 +42,8 @@ GIB = 2**30
 def main() -> int:
     """Exit code, as train.py's."""
     if os.environ.get("SCALING_RESULT"):
-        crew = Crew()
-        return guarded(lambda: rank(crew), crew)
+        rank_group = RankGroup()
+        return guarded(lambda: rank(rank_group), rank_group)
     return guarded(run)
 
 
@@ -110,10 +110,10 @@ def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def rank(crew: Crew) -> None:
+def rank(rank_group: RankGroup) -> None:
     """One of the processes: build, time, and on rank 0 write down what the slowest took."""
     from trainer.config import load
-    from trainer.forecast.memory import forecast_memory, pick_sharing, total_memory
+    from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, total_memory
     from trainer.forecast.preflight import check
     from trainer.launch.device import pick_device
     from trainer.launch.world import init
@@ -121,7 +121,7 @@ def rank(crew: Crew) -> None:
     from trainer.step.engine import build_engine
     from trainer.step.train_step import train_step
 
-    launch = crew.board(os.environ)
+    launch = rank_group.board(os.environ)
     options, words = arguments()
     sys.argv[1:] = words
     (job,) = compose(CONFIGS, launch)
@@ -130,7 +130,7 @@ def rank(crew: Crew) -> None:
     job.tree.trainer.global_batch_size *= launch.size
     config = load(job.tree)
     check(config, launch.size)
-    world = init(pick_device(config.trainer.device), crew, config.parallel.timeout)
+    world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
     engine = build_engine(config, world.device, world=world)
     degrees = resolve(config.parallel, world.size)
     t = config.trainer
@@ -149,7 +149,7 @@ def rank(crew: Crew) -> None:
     if world.device.type == "cuda":
         peak, retries = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["num_alloc_retries"]
     silent = silent_seconds(engine.model, steps, options, world)
-    sharing = pick_sharing(config, engine.plan, degrees, total_memory(world.device))
+    policy = pick_fsdp_policy(config, engine.plan, degrees, total_memory(world.device))
     peaks, retries = world.gather(peak), world.gather(retries)
     if world.is_first:
         result = {
@@ -161,11 +161,11 @@ def rank(crew: Crew) -> None:
             "silent_seconds": silent,
             "peak": max(peaks),
             "retries": max(retries),
-            "forecast": sum(forecast_memory(config, engine.plan, degrees, sharing).values()),
+            "forecast": sum(forecast_memory(config, engine.plan, degrees, policy).values()),
         }
         Path(os.environ["SCALING_RESULT"]).write_text(json.dumps(result))
     world.barrier()
-    crew.leave()
+    rank_group.leave()
 
 
 def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float:

@@ -36,6 +36,7 @@ import torch
 from measure import Timing, both, show
 
 from trainer.launch.command_line import Parser, compose, guarded
+from trainer.step.microbatch import GraphedMicrobatch
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
@@ -160,7 +161,6 @@ class Contestant:
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
         """One step; its time and peak memory count if `timed`."""
-        from trainer.step.microbatch import Graphed
 
         cuda = self.engine.device.type == "cuda"
         if cuda:
@@ -173,7 +173,9 @@ class Contestant:
             torch.cuda.synchronize()
         if timed:
             self.seconds.append(time.perf_counter() - began)
-        if timed or isinstance(self.engine.microbatch, Graphed):  # a graph takes its memory while it is recorded
+        if timed or isinstance(
+            self.engine.microbatch, GraphedMicrobatch
+        ):  # a graph takes its memory while it is recorded
             after = torch.cuda.max_memory_allocated() if cuda else peak_resident()
             self.peak = max(self.peak, after - before)
 

@@ -56,7 +56,7 @@ class Embedding(nn.Module):
         self.is_sharded = False
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def gather_dtype(self) -> torch.dtype:
         """What a shared table travels in."""
         return self.dtype
 

@@ -9,7 +9,7 @@ BF16 (never from FP32: 1.7 % of E4M3 values would differ, and every layout of de
 is made once after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
 
 Where ranks share a weight, each holds a shard of the master. The whole compute weight comes to a rank for as long as it
-is used: in `wire_dtype`, and `receive` makes the operand of it; or in FP8 that each rank made of its part by
+is used: in `gather_dtype`, and `receive` makes the operand of it; or in FP8 that each rank made of its part by
 `quantize_part`, and `receive_quantized` takes it as it is. The layer's `weight` is an autograd edge meanwhile: a tensor
 of the master's shape and dtype that takes gradients and holds nothing.
 
@@ -123,13 +123,13 @@ class _GemmLayer(nn.Module):
         return [slot for slot in (input_slot, self.weight_slot, self.grad_slot) if slot is not None]
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def gather_dtype(self) -> torch.dtype:
         """What a shared weight travels in: the compute weight's format, BF16 for what will be quantised."""
         return torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype
 
     @torch.no_grad()
     def receive(self, weight: Tensor) -> list[Tensor]:
-        """Make the operand from the whole compute weight [(G,) N, K] in `wire_dtype`, and record its amax.
+        """Make the operand from the whole compute weight [(G,) N, K] in `gather_dtype`, and record its amax.
 
         Returns what was made beside `weight`, whose memory may be freed until the next call: that one fills it again.
         Empty if the operand is `weight` itself.

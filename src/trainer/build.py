@@ -18,7 +18,7 @@ import torch
 from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, read_values
 from trainer.config import Config
 from trainer.data import Loader, Prepared, prepare
-from trainer.data.document_masking import tell_documents
+from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import prepare_with_bars
 from trainer.forecast.preflight import without_effect
@@ -30,23 +30,23 @@ from trainer.health.rules import training_rules
 from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
-from trainer.run.resume_source import check_goes_on, identity, init_from
-from trainer.run.run_folder import METRICS, TENSORS, Note, RunDir, check_place, goes_on, saved_backends
+from trainer.run.resume_source import check_resumable, identity, init_from
+from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, check_place, saved_backends, will_resume
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
 from trainer.step.profiler import Profiler
 
 
 @dataclass
-class Parts:
-    """The parts of a run."""
+class Run:
+    """A run, assembled: everything that the loop uses."""
 
     config: Config
     world: World
     engine: Engine
     data: Prepared
     loader: Loader
-    run: RunDir
+    folder: RunFolder
     checkpointer: Checkpointer
     sinks: Sinks
     profiler: Profiler
@@ -59,10 +59,10 @@ class Parts:
     def close(self, error: BaseException | None) -> None:
         """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
         with ExitStack() as last:
-            last.callback(self.run.close)
+            last.callback(self.folder.close)
             last.callback(self.sinks.close, error)
             if self.config.health.dashboard and self.world.is_first:
-                last.callback(write_at_end, self.run.path, error)
+                last.callback(write_at_end, self.folder.path, error)
             last.enter_context(suppress(CheckpointError))  # it has been told, and what ended the run comes first
             last.callback(self.checkpointer.close)
             last.callback(self.power.close)
@@ -84,8 +84,8 @@ class Parts:
     def save(self, step: int) -> None:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
-        self.run.heal(step, self.sinks.event)
-        self.checkpointer.save(step, self.state(), identity(self.config), began, self.ladder.row_begins)
+        self.folder.heal(step, self.sinks.event)
+        self.checkpointer.save(step, self.state(), identity(self.config), began, self.ladder.streak_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
         """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""
@@ -102,21 +102,21 @@ class Parts:
         return None
 
     def restore(self, path: Path) -> None:
-        """Take over a checkpoint of this run, which `RunDir` has verified: each rank reads its own part."""
+        """Take over a checkpoint of this run, which `RunFolder` has verified: each rank reads its own part."""
         rewinds = self.world.on_first(self.ladder.read)
         state, meta, fresh = self._take_over(path)
-        self.ladder.load_state_dict(state.get("ladder", {"row": []}), rewinds)
+        self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
         self._heed()
         self.sinks.load_state_dict(state["sinks"])
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
             message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
-        self.sinks.event("resume", self.run.first_step, message)
-        self.checkpointer.announce(self.run.first_step, self.ladder.row_begins)
+        self.sinks.event("resume", self.folder.first_step, message)
+        self.checkpointer.announce(self.folder.first_step, self.ladder.streak_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
             changed = f"the text of {self.data.validation.path} is another one than before: loss/validation too"
-            self.sinks.event("data", self.run.first_step, changed, path=str(self.data.validation.path))
+            self.sinks.event("data", self.folder.first_step, changed, path=str(self.data.validation.path))
 
     def rewind(self, step: int) -> int:
         """Too many steps in a row were dropped, up to `step`: go back to a checkpoint, in place, and leave out what
@@ -144,7 +144,7 @@ class Parts:
     def _take_over(self, path: Path) -> tuple[dict, dict, list[str]]:
         """The state of training from a whole checkpoint. Returns state and meta as `read` does, and the arena rows that
         begin without a history."""
-        state, meta = read(path, self.engine.in_place(), verified=True)
+        state, meta = read(path, self.engine.restorable_tensors(), verified=True)
         fresh = self.engine.load_state(state)
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"]["cpu"])
@@ -156,9 +156,9 @@ class Parts:
         self.engine.optimizer.schedule.lower(*self.ladder.lowered)
 
 
-def build(config: Config, overrides: list[str], world: World) -> Parts:
+def build(config: Config, overrides: list[str], world: World) -> Run:
     """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
-    saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), goes_on(config.run)))
+    saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     t, notes = config.trainer, []
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
@@ -166,23 +166,23 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         why = "without effect: the run goes on from a checkpoint of its own"
         notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
     elif config.run.init_from is not None:
-        init_from(engine.in_place()["model"], Path(config.run.init_from), world, notes)
+        init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
     prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
         if not world.is_first:
             warnings.simplefilter("ignore")  # of the same data: rank 0 says it
         data = prepare_data(config.data, config.model.vocab_size)
-    tell_documents(engine.model, t, data)
+    set_document_masking(engine.model, t, data)
     batch, device = t.global_batch_size, world.device
     loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)
     data.validation.check_length(t.sequence_length)  # or the end of the training would be where this comes out
 
     def check(meta: dict[str, Any], path: Path) -> None:
-        check_goes_on(config, meta, path)
+        check_resumable(config, meta, path)
         loader.check(read_values(path, "loader"))
 
     with ExitStack() as on_error:
-        run = RunDir.open(
+        folder = RunFolder.open(
             config,
             overrides,
             engine.plan.to_text(),
@@ -190,22 +190,22 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             world,
             check,
         )
-        on_error.callback(run.close)
-        run.keep(data.tokenizer_path)
-        run.notes.extend([*notes, *(Note("alert", run.first_step, note) for note in engine.plan.notes)])
+        on_error.callback(folder.close)
+        folder.keep(data.tokenizer_path)
+        folder.notes.extend([*notes, *(Note("alert", folder.first_step, note) for note in engine.plan.notes)])
         to, alone = config.health.alerts, world.size == 1
-        run.notes.extend(_left_out(data, run.first_step))
-        run.notes.extend(Note("config", run.first_step, line) for line in without_effect(config, world.size))
-        sinks = Sinks(config.logging, run, t.max_steps, None, world.rank, to.webhook, to.command, alone)
+        folder.notes.extend(_left_out(data, folder.first_step))
+        folder.notes.extend(Note("config", folder.first_step, line) for line in without_effect(config, world.size))
+        sinks = Sinks(config.logging, folder, t.max_steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
-        alerts = _alerts(config, run, world)
-        world.crew.on_end.append(sinks.ended)
+        alerts = _alerts(config, folder, world)
+        world.rank_group.on_end.append(sinks.ended)
         if config.health.dashboard:
-            world.crew.on_end.append(lambda news: write_at_end(run.path, news.message, SHORT_PATIENCE))
-        checkpointer = Checkpointer(run.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
-        profiler = Profiler(config.profile, run.path, engine.device, sinks.event, world.rank if world.many else None)
-        diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, run.path)
-        ladder = Ladder(config.recovery, run.path, t.global_batch_size)
+            world.rank_group.on_end.append(lambda news: write_at_end(folder.path, news.message, SHORT_PATIENCE))
+        checkpointer = Checkpointer(folder.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
+        profiler = Profiler(config.profile, folder.path, engine.device, sinks.event, world.rank if world.many else None)
+        diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path)
+        ladder = Ladder(config.recovery, folder.path, t.global_batch_size)
 
         def inside(entry: Mapping[str, Any]) -> None:
             sinks.tensors(entry)
@@ -214,14 +214,14 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
         power = PowerMeter(gpus, config.health.power, world, sinks.event)
         health = Health(config.health, engine, inside, t.global_batch_size, t.microbatch_size)
         if health.note is not None:
-            sinks.event("alert", run.first_step, health.note)
-        parts = Parts(
+            sinks.event("alert", folder.first_step, health.note)
+        run = Run(
             config,
             world,
             engine,
             data,
             loader,
-            run,
+            folder,
             checkpointer,
             sinks,
             profiler,
@@ -231,22 +231,22 @@ def build(config: Config, overrides: list[str], world: World) -> Parts:
             health,
             alerts,
         )
-        if run.resumed_from is not None:
-            parts.restore(run.resumed_from)
+        if folder.resumed_from is not None:
+            run.restore(folder.resumed_from)
         if config.checkpoint.every:
-            checkpointer.reserve(parts.state())
+            checkpointer.reserve(run.state())
         on_error.pop_all()
-    return parts
+    return run
 
 
-def _alerts(config: Config, run: RunDir, world: World) -> Alerts:
+def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
     """Rules about what rank 0 logs. They know the lines before a resume."""
     if not (config.health.alerts.enabled and world.is_first):
         return Alerts()
     gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
     alerts = Alerts(training_rules(config.health.alerts, gpu and gpu.total_memory / 2**30), config.health.alerts.repeat)
-    if not run.is_new:
-        alerts.replay(run.path / METRICS, run.path / TENSORS)
+    if not folder.is_new:
+        alerts.replay(folder.path / METRICS, folder.path / TENSORS)
     return alerts
 
 

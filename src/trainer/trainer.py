@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from models.flops import flops_per_token
-from trainer.build import Parts, build
+from trainer.build import Run, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
-from trainer.forecast.memory import forecast_memory, pick_sharing, what_grew
+from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, what_grew
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
 from trainer.launch.world import World
 from trainer.parallel.mesh import resolve
-from trainer.recovery.ladder import Dropped
+from trainer.recovery.ladder import SkippedStep
 from trainer.step.evaluation import mean_loss
 from trainer.step.guard import TrainingStopped, Verdict
 from trainer.step.metrics import Throughput, copy_to_host, memory_metrics, peak_memory_gib
@@ -55,45 +55,45 @@ class Trainer:
 
     def __init__(self, config: Config, overrides: list[str] | None = None, world: World | None = None):
         self.config = config
-        self.parts: Parts = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
-        self.step = self.parts.run.first_step
+        self.run: Run = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
+        self.ster = self.run.folder.first_step
         self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
         self._latest: StepResult | None = None
         per_token = flops_per_token(config.model, config.trainer.sequence_length)
-        world = self.parts.world
+        world = self.run.world
         self._throughput = Throughput(per_token / world.size, world.device)
         self._tokens_per_step = config.trainer.global_batch_size * config.trainer.sequence_length
 
     def train(self) -> Summary:
         """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns what came of it."""
-        config, parts, error = self.config, self.parts, None
+        config, run, error = self.config, self.run, None
         validation_loss, max_steps = None, config.trainer.max_steps
         try:
-            parts.power.start(self.step, lambda: self._throughput.is_paused)
-            with StopSignals(parts.world) as stop:
+            run.power.start(self.step, lambda: self._throughput.is_paused)
+            with StopSignals(run.world) as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
-                    parts.world.crew.step = self.step
-                    parts.profiler.begin(self.step)
-                    self._step(parts.loader.next())
+                    run.world.rank_group.step = self.step
+                    run.profiler.begin(self.step)
+                    self._step(run.loader.next())
                     stop.agree()
                     self._throughput.step(self._tokens_per_step)
-                    parts.sinks.progress(self.step)
+                    run.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None
                     if last or self._is_logged(self.step):
                         self._log()
                     saves = last or _due(self.step, config.checkpoint.every)
                     with self._throughput.paused():
-                        parts.profiler.end(self.step)
+                        run.profiler.end(self.step)
                         if saves:
                             self._review()
-                        if parts.ladder.exhausted:
-                            self.step = parts.rewind(self.step)
+                        if run.ladder.exhausted:
+                            self.step = run.rewind(self.step)
                             continue
                         if self.step < max_steps and _due(self.step, config.eval.every):
                             self.evaluate(whole=False)
-                        if last or (saves and not parts.ladder.row):  # in a row nothing has changed
-                            parts.save(self.step)
+                        if last or (saves and not run.ladder.streak):  # in a row nothing has changed
+                            run.save(self.step)
                         if self.step == max_steps and not stop.received:  # long: what was trained is safe by then
                             validation_loss = self.evaluate(whole=True, stop=stop)
                 return self._finish(stop, validation_loss)
@@ -104,18 +104,18 @@ class Trainer:
             error = raised
             raise
         finally:
-            parts.close(error)
+            run.close(error)
 
     def _step(self, tokens: Tensor) -> None:
-        engine = self.parts.engine
+        engine = self.run.engine
         if engine.injector is not None:
-            engine.injector.data(self.parts.loader.served)
-        if (trouble := self.parts.health.before(self.step, tokens)) is not None:
-            self.parts.sinks.event("alert", self.step, trouble, rule="memory_full")
-        with self.parts.health.inside(self.step, self._is_logged(self.step)):
+            engine.injector.data(self.run.loader.served)
+        if (trouble := self.run.health.before(self.step, tokens)) is not None:
+            self.run.sinks.event("alert", self.step, trouble, rule="memory_full")
+        with self.run.health.inside(self.step, self._is_logged(self.step)):
             result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
         self._latest = result
-        self._verdicts.append((result.verdict, self.parts.loader.served))
+        self._verdicts.append((result.verdict, self.run.loader.served))
         if (
             engine.device.type == "cpu"
         ):  # nothing to wait for: say at once what the host would otherwise learn at the next log
@@ -124,7 +124,7 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         """Whether a step is logged, as far as is known before it: the one after which a signal ends the run is, too."""
         at_an_end = step in (1, self.config.trainer.max_steps)
-        return at_an_end or _due(step, self.config.logging.every) or self.parts.health.due(step)
+        return at_an_end or _due(step, self.config.logging.every) or self.run.health.due(step)
 
     @torch.no_grad()
     def evaluate(self, whole: bool, stop: StopSignals | None = None) -> float:
@@ -133,21 +133,21 @@ class Trainer:
         whole: over all of them, else over `eval.batches` microbatches spread evenly over the files. stop: of the end of
         a run, where no step comes that could heed a signal: it is told, so that nobody waits in vain.
         """
-        p, e, t = self.parts, self.parts.engine, self.config.trainer
+        r, e, t = self.run, self.run.engine, self.config.trainer
         size, most = t.microbatch_size, None if whole else self.config.eval.batches or None
-        windows = p.data.validation.num_windows(t.sequence_length)
+        windows = r.data.validation.num_windows(t.sequence_length)
         count = windows if most is None else min(windows, most * size)
 
         def seen(done: int) -> None:
-            p.sinks.doing(f"evaluating {done:,}/{count:,}")
+            r.sinks.doing(f"evaluating {done:,}/{count:,}")
             if stop is not None and (name := stop.heard()) is not None:
                 goes_on = "all steps are trained, and the last evaluation goes on; a second signal ends it"
-                p.sinks.event("signal", self.step, f"{name}: {goes_on}")
+                r.sinks.event("signal", self.step, f"{name}: {goes_on}")
 
-        batches = validation_batches(p.data.validation, t.sequence_length, size, most)
+        batches = validation_batches(r.data.validation, t.sequence_length, size, most)
         loss = mean_loss(e.model, batches, size, e.world, seen)
         e.microbatch.release()
-        p.sinks.metrics({"step": self.step, "loss/validation": loss})
+        r.sinks.metrics({"step": self.step, "loss/validation": loss})
         return loss
 
     def _review(self) -> None:
@@ -155,71 +155,71 @@ class Trainer:
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        told = iter(self.parts.diagnosis.tell(dropped) if dropped else [])
+        told = iter(self.run.diagnosis.tell(dropped) if dropped else [])
         for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
             if not is_bad:
-                self.parts.ladder.note(None)
+                self.run.ladder.note(None)
                 continue
-            bad, spike = next(told), self.parts.engine.guard.spike(verdict)
-            self.parts.ladder.note(Dropped(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
+            bad, spike = next(told), self.run.engine.guard.spike(verdict)
+            self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
             if spike is None:
-                self.parts.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
+                self.run.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
             else:
                 line = "; ".join([spike.line, *bad.details])
-                self.parts.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
+                self.run.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
 
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
-        p, e = self.parts, self.parts.engine
+        r, e = self.run, self.run.engine
         latest = self._latest
         assert latest is not None
-        device = latest.metrics | p.health.collect(latest.load, latest.verdict.ok)
+        device = latest.metrics | r.health.collect(latest.load, latest.verdict.ok)
         dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
-        values = p.health.tell(self.step, copy_to_host(device | dropped))
-        values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(p.ladder.rewinds)}
+        values = r.health.tell(self.step, copy_to_host(device | dropped))
+        values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
-        tokens["data/skipped_shards"] = len(p.data.left_out)
+        tokens["data/skipped_shards"] = len(r.data.left_out)
         rates = self._throughput.read()
-        rates |= p.power.read(self.step, *self._throughput.latest)
+        rates |= r.power.read(self.step, *self._throughput.latest)
         line = tokens | values | rates | memory_metrics(e.device)
-        p.sinks.metrics(line)
-        for alert in p.alerts.see(line):
-            p.sinks.event("alert", self.step, alert.message, **alert.what())
+        r.sinks.metrics(line)
+        for alert in r.alerts.see(line):
+            r.sinks.event("alert", self.step, alert.message, **alert.what())
 
     def _out_of_memory(self) -> TrainingStopped:
         """What to say when a GPU is full: what fills it, against the forecast."""
-        e = self.parts.engine
-        degrees = resolve(self.config.parallel, self.parts.world.size)
+        e = self.run.engine
+        degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
-        forecast = forecast_memory(self.config, e.plan, degrees, pick_sharing(self.config, e.plan, degrees, total))
+        forecast = forecast_memory(self.config, e.plan, degrees, pick_fsdp_policy(self.config, e.plan, degrees, total))
         return TrainingStopped(what_grew(forecast, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""
-        p = self.parts
-        lost = p.finish_saving(self.step)
+        r = self.run
+        lost = r.finish_saving(self.step)
         if stop.received:
             ending = f"stopped by {stop.received} after step {self.step}"
-            p.sinks.event("signal", self.step, f"{ending}; {'not ' if lost else ''}saved")
+            r.sinks.event("signal", self.step, f"{ending}; {'not ' if lost else ''}saved")
             if lost:
                 raise TrainingStopped(f"{ending}, not saved: {lost}")
             raise TrainingStopped(
-                f"{ending}, saved; go on with the same command and run.name={p.run.path.name} run.resume=auto",
+                f"{ending}, saved; go on with the same command and run.name={r.folder.path.name} run.resume=auto",
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed
             validation_loss = self.evaluate(whole=True, stop=stop)
         summary = Summary(
-            folder=p.run.path,
+            folder=r.folder.path,
             step=self.step,
             validation_loss=validation_loss,
-            bigram_loss=p.world.on_first(lambda: bigram_loss(p.data.train, p.data.validation), "bigrams"),
+            bigram_loss=r.world.on_first(lambda: bigram_loss(r.data.train, r.data.validation), "bigrams"),
             tokens_per_second=self._throughput.median,
-            peak_memory_gib=peak_memory_gib(p.engine.device),
-            skipped_steps=int(p.engine.guard.skipped),
+            peak_memory_gib=peak_memory_gib(r.engine.device),
+            skipped_steps=int(r.engine.guard.skipped),
         )
-        p.sinks.summary(summary)
+        r.sinks.summary(summary)
         if lost:
             raise TrainingStopped(f"trained to the end, and the end is not saved: {lost}")
         return summary

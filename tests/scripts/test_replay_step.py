@@ -59,13 +59,13 @@ def test_a_dropped_step(run: Path) -> None:
     assert contents(run) == before, "the run's folder is only read"
     for each in (done.ours, done.theirs):  # the fault is in the step, whatever the precision
         assert each.place == "layers.1.attn (backward)"
-        first = each.sightings.first_bad
+        first = each.probe.first_bad
         assert first is not None and (first.name, first.not_finite) == ("layers.1.attn:grad", 1)
-        assert each.sightings.bad_sequences == [0]
+        assert each.probe.bad_sequences == [0]
     assert done.ours.loss == logged(run, 4)["loss/total"], "the same bits"
     assert course.event is not None and course.event["windows"][0] == done.windows[0] and done.microbatch == 0
     healthy = again(course, faults=False)
-    assert healthy.ours.place is None and healthy.ours.sightings.first_bad is None
+    assert healthy.ours.place is None and healthy.ours.probe.first_bad is None
     assert healthy.ours.loss == done.ours.loss
 
 
@@ -75,7 +75,7 @@ def test_a_good_step_after_a_dropped_one(run: Path) -> None:
     assert (done.ours.loss, done.ours.grad_norm) == (line["loss/total"], line["optim/grad_norm"]), "the same bits"
     assert done.ours.place is None and done.theirs.name == "fp32"
     assert 0 < abs(done.ours.loss - done.theirs.loss) < 0.02
-    ours, theirs = done.ours.sightings.rows, done.theirs.sightings.rows
+    ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     for name in ("embed", "layers.0.attn.q", "layers.0.attn", "layers.1.moe", "layers.1", "norm", "layers.0.ffn:grad"):
         x, y = ours[name], theirs[name]
         assert x.shape == y.shape and x.kept is not None and y.kept is not None

@@ -18,10 +18,10 @@ import torch
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.launch.command_line import guarded
 from trainer.launch.liveness import heartbeat
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.signals import StopSignals
 from trainer.launch.world import World, init
-from trainer.run.run_folder import RunDir
+from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks
 from trainer.step.guard import TrainingStopped
 
@@ -53,20 +53,20 @@ def fail(fault: str, rank: int) -> None:
 
 def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
     """Steps that do nothing but wait for all."""
-    resume = "auto" if world.crew.launch.attempt else "never"
+    resume = "auto" if world.rank_group.launch.attempt else "never"
     if world.is_first:
-        run = RunDir(Path(folder), name, resume, "x", {"config.yaml": ""}, patience=60)
+        run = RunFolder(Path(folder), name, resume, "x", {"config.yaml": ""}, patience=60)
         world.share(str(run.path))
     else:
-        run = RunDir._opened_by_another(world.share(""), None, 0)
+        run = RunFolder._opened_by_another(world.share(""), None, 0)
     error = None
     sinks = Sinks(LOGGING, run, steps, rank=world.rank)
-    world.crew.on_end.append(sinks.ended)
+    world.rank_group.on_end.append(sinks.ended)
     try:
         with StopSignals(world) as stop:
             for step in range(1, steps + 1):
-                world.crew.step = step
-                if step == 3 and not world.crew.launch.attempt:
+                world.rank_group.step = step
+                if step == 3 and not world.rank_group.launch.attempt:
                     fail(fault, world.rank)
                 time.sleep(0.05)
                 if fault != "lag":
@@ -89,25 +89,25 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
 
 def main() -> int:
     """Exit code, as of train.py."""
-    crew = Crew()
+    rank_group = RankGroup()
     folder, name, fault, *numbers = sys.argv[1:]
     steps, timeout = [*map(int, numbers), *[6, 8][len(numbers) :]]
     heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
 
     def run() -> None:
-        crew.board(os.environ)
-        if fault in ("absent", "wrong") and crew.launch.rank == 1:
+        rank_group.board(os.environ)
+        if fault in ("absent", "wrong") and rank_group.launch.rank == 1:
             time.sleep(5)
             fail({"absent": "kill", "wrong": "mistake"}[fault], 1)
-        world = init(torch.device("cpu"), crew, timeout)
+        world = init(torch.device("cpu"), rank_group, timeout)
         if fault == "waits":
             (Path(folder) / f"rank{world.rank}").mkdir(parents=True)
             time.sleep(1000 * world.rank)
             world.barrier()
         loop(world, folder, name, fault, steps)
-        crew.leave()
+        rank_group.leave()
 
-    return guarded(run, crew)
+    return guarded(run, rank_group)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 import trainer.trainer
 from trainer.config import Config
 from trainer.launch.command_line import guarded
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
 from trainer.step.guard import TrainingStopped
 
@@ -249,17 +249,17 @@ def test_what_is_raised_on_purpose_is_one_line(
 
 def test_what_an_interrupt_comes_out_as_is_no_bug(capsys: pytest.CaptureFixture[str]):
     """Within an import of a library, say. Without a signal it is one."""
-    crew = Crew()
+    rank_group = RankGroup()
 
     def main() -> None:
         [][0]
 
-    crew.told = signal.SIGINT
-    assert guarded(main, crew) == 130
+    rank_group.told = signal.SIGINT
+    assert guarded(main, rank_group) == 130
     assert capsys.readouterr().err == "octet: interrupted\n"
-    crew.told = 0
+    rank_group.told = 0
     with pytest.raises(IndexError):
-        guarded(main, crew)
+        guarded(main, rank_group)
 
 
 def test_a_warning_of_ours_is_one_line_without_a_place_in_the_code(capsys: pytest.CaptureFixture[str]):

@@ -29,9 +29,9 @@ def test_a_run_stays_within_documents_and_goes_on_so(
     keys += ["trainer.max_steps=4", "checkpoint.every=2", "model.num_mtp_layers=2", "health.every=3"]
     masked = [*keys, "trainer.document_masking=true"]
     trainer = Trainer(config(*masked, "run.name=masked"))
-    end = trainer.parts.data.train.sidecar.end_of_text
-    assert trainer.parts.engine.model.end_of_text == end
-    tokens = torch.from_numpy(trainer.parts.data.train.tokens.astype("int64"))
+    end = trainer.run.data.train.sidecar.end_of_text
+    assert trainer.run.engine.model.end_of_text == end
+    tokens = torch.from_numpy(trainer.run.data.train.tokens.astype("int64"))
     assert int((tokens == end).sum()) > 100
     whole = losses(trainer.train().folder)
     half = Trainer(config(*masked, "run.name=resumed", "trainer.max_steps=2")).train().folder

@@ -110,7 +110,7 @@ def test_a_world_of_one_asks_nobody():
     with world.first_of_node_goes_ahead():
         assert (world.share(3), world.gather(3), world.on_first(lambda: 4)) == (3, [3], 4)
     world.barrier()
-    assert not torch.distributed.is_initialized() and not world.crew.connected
+    assert not torch.distributed.is_initialized() and not world.rank_group.connected
 
 
 # ------------------------------------------------------------------------------ processes that end in all kinds of ways

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.data import DamagedShard
 from trainer.data.corpus import scan, split
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
@@ -72,8 +72,8 @@ def at(trainer: Trainer, step: int, do: Callable[[], object]) -> None:
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(config: Configs, disk: Callable[[bool], None]) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=1", "checkpoint.keep=0"))
-    at(trainer, 3, lambda: (trainer.parts.checkpointer.settle(), disk(True)))
-    at(trainer, 5, lambda: (trainer.parts.checkpointer.settle(), disk(False)))
+    at(trainer, 3, lambda: (trainer.run.checkpointer.settle(), disk(True)))
+    at(trainer, 5, lambda: (trainer.run.checkpointer.settle(), disk(False)))
     run = trainer.train().folder
     assert checkpoints(run) == [f"step_{step:08d}" for step in (1, 2, 5, 6)]
     alerts = events(run, "alert")
@@ -86,13 +86,13 @@ def test_a_run_whose_end_cannot_be_saved_says_so_after_its_summary(
     config: Configs, disk: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    at(trainer, 6, lambda: (trainer.parts.checkpointer.settle(), disk(True)))
+    at(trainer, 6, lambda: (trainer.run.checkpointer.settle(), disk(True)))
     with pytest.raises(
         TrainingStopped, match=r"trained to the end, .* not saved: .*step 6 .*File too large.* earlier"
     ) as end:
         trainer.train()
     assert end.value.exit_code == 1 and "validation loss" in capsys.readouterr().out
-    run = trainer.parts.run.path
+    run = trainer.run.folder.path
     assert len(events(run, "alert")) == 1  # tried twice, told once
     assert checkpoints(run)[-1] == "step_00000004"
     disk(False)
@@ -108,16 +108,16 @@ def test_told_to_stop_and_unable_to_save_is_not_called_saved(config: Configs, di
     ) as end:
         trainer.train()
     assert end.value.exit_code == 1
-    assert [event["message"] for event in events(trainer.parts.run.path, "signal")] == [
+    assert [event["message"] for event in events(trainer.run.folder.path, "signal")] == [
         "stopped by SIGTERM after step 2; not saved"
     ]
 
 
 def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config: Configs) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    run = trainer.parts.run.path
+    run = trainer.run.folder.path
     before = {name: (run / name).read_bytes() for name in ("config.yaml", "precision_plan.txt", "backends.json")}
-    at(trainer, 4, lambda: (trainer.parts.checkpointer.settle(), shutil.rmtree(run)))
+    at(trainer, 4, lambda: (trainer.run.checkpointer.settle(), shutil.rmtree(run)))
     trainer.train()
     assert {name: (run / name).read_bytes() for name in before} == before
     assert checkpoints(run) == ["step_00000004", "step_00000006"]
@@ -134,7 +134,7 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_can_be_resumed(config:
 
 def test_data_cut_off_under_a_run_end_it_in_one_line(config: Configs, tmp_path: Path) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=1", f"data.cache_dir={tmp_path / 'cache'}"))
-    path = trainer.parts.data.train.path
+    path = trainer.run.data.train.path
     at(trainer, 3, lambda: os.truncate(path, 100))
     with pytest.raises(DamagedShard, match=r"train\.bin: ends at byte 100; .*: delete .* run\.resume=auto") as end:
         trainer.train()
@@ -189,8 +189,8 @@ def test_told_to_stop_while_it_prepares_data_a_process_says_so_and_leaves_nothin
 
 
 def test_an_interrupt_that_a_library_has_swallowed_stops_the_run_after_its_first_step(config: Configs) -> None:
-    crew = Crew()
-    crew.board({})
+    rank_group = RankGroup()
+    rank_group.board({})
     try:
         with contextlib.suppress(BaseException):  # as a library may do while the run is put together
             signal.raise_signal(signal.SIGINT)
@@ -199,7 +199,7 @@ def test_an_interrupt_that_a_library_has_swallowed_stops_the_run_after_its_first
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with pytest.raises(TrainingStopped, match=r"stopped by SIGINT after step 1, saved"):
-        Trainer(config("run.name=a"), world=World(torch.device("cpu"), crew=crew)).train()
+        Trainer(config("run.name=a"), world=World(torch.device("cpu"), rank_group=rank_group)).train()
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -240,7 +240,7 @@ def test_a_second_signal_does_not_wait_for_the_end_of_the_step(config: Configs) 
     at(trainer, 4, lambda: [(signal.raise_signal(signal.SIGINT), time.sleep(pause)) for pause in (0.6, 0)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    run = trainer.parts.run.path
+    run = trainer.run.folder.path
     assert checkpoints(run) == ["step_00000002"] and lines(run / "metrics.jsonl")[-1]["step"] == 3
 
 
@@ -250,7 +250,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(config: Configs) -> None:
     at(trainer, 4, lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)])
     with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 4, saved"):
         trainer.train()
-    assert checkpoints(trainer.parts.run.path)[-1] == "step_00000004"
+    assert checkpoints(trainer.run.folder.path)[-1] == "step_00000004"
 
 
 def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config: Configs) -> None:
@@ -258,7 +258,7 @@ def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config:
         "evaluates": Trainer(config("run.name=evaluates", "eval.every=2", "checkpoint.every=2")),
         "saves": Trainer(config("run.name=saves", "checkpoint.every=2")),
     }.items():
-        original = trainer.evaluate if name == "evaluates" else trainer.parts.save
+        original = trainer.evaluate if name == "evaluates" else trainer.run.save
 
         def told(*arguments: Any, original: Any = original, **named: Any) -> Any:
             if trainer.step == 2:  # noqa: B023
@@ -268,16 +268,16 @@ def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config:
         if name == "evaluates":
             trainer.evaluate = told  # type: ignore[method-assign]
         else:
-            trainer.parts.save = told  # type: ignore[method-assign]
+            trainer.run.save = told  # type: ignore[method-assign]
         with pytest.raises(TrainingStopped, match=r"stopped by SIGTERM after step 3, saved") as end:
             trainer.train()
         assert end.value.exit_code == 143
-        assert checkpoints(trainer.parts.run.path) == ["step_00000002", "step_00000003"]
+        assert checkpoints(trainer.run.folder.path) == ["step_00000002", "step_00000003"]
 
 
 def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: Configs) -> None:
     trainer = Trainer(config("run.name=a"))
-    doing, told = trainer.parts.sinks.doing, []
+    doing, told = trainer.run.sinks.doing, []
 
     def interrupted(what: str) -> None:
         doing(what)
@@ -285,11 +285,11 @@ def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: C
             signal.raise_signal(signal.SIGINT)
         told.append(what)
 
-    trainer.parts.sinks.doing = interrupted  # type: ignore[method-assign]
+    trainer.run.sinks.doing = interrupted  # type: ignore[method-assign]
     assert trainer.train().step == 6
     count = int(told[-1].rpartition("/")[2].replace(",", ""))
     assert len(told) > 1 and told[-1] == f"evaluating {count}/{count}"
-    (event,) = events(trainer.parts.run.path, "signal")
+    (event,) = events(trainer.run.folder.path, "signal")
     assert event["message"].startswith("SIGINT: all steps are trained, and the last evaluation goes on; a second")
 
 
@@ -298,6 +298,6 @@ def test_told_to_stop_in_the_last_step_it_does_not_begin_the_last_evaluation(con
     at(trainer, 6, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 6, saved"):
         trainer.train()
-    run = trainer.parts.run.path
+    run = trainer.run.folder.path
     assert not [line for line in lines(run / "metrics.jsonl") if "loss/validation" in line]
     assert Trainer(config("run.name=a", "eval.every=0", "run.resume=auto")).train().validation_loss > 0

@@ -13,9 +13,9 @@ from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config, load
 from trainer.forecast import preflight
-from trainer.forecast.memory import ROOM, forecast_memory, pick_sharing, what_grew
+from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy, what_grew
 from trainer.forecast.preflight import check, fitted, report, without_effect
-from trainer.parallel.mesh import Degrees, Sharing, resolve
+from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer
 
@@ -185,7 +185,7 @@ def test_activations_go_as_gradients_come(config: Make):
 def test_gradients_that_wait_to_be_reduced_are_whole(config: Make):
     made = config("parallel.shard=2", "trainer.microbatch_size=1", "trainer.global_batch_size=8")
     plan, degrees = check(made), resolve(made.parallel, 2)
-    each, once = (forecast_memory(made, plan, degrees, Sharing(each))["gradients"] for each in (True, False))
+    each, once = (forecast_memory(made, plan, degrees, FsdpPolicy(each))["gradients"] for each in (True, False))
     whole = 2 * forecast_memory(made, plan, degrees)["parameters"]
     assert each < 0.95 * once
     assert once == pytest.approx(1.5 * whole, rel=0.01)
@@ -198,7 +198,7 @@ def test_weights_of_experts_that_no_other_rank_has_stay(config: Make):
     plan = check(made)
 
     def forecast(degrees: Degrees, keeps: bool) -> dict[str, float]:
-        return forecast_memory(made, plan, degrees, Sharing(False, keeps))
+        return forecast_memory(made, plan, degrees, FsdpPolicy(False, keeps))
 
     rows = [row for row in plan.gemms.values() if row.op == "moe.experts"]
     experts = sum(row.in_features * row.out_features * row.groups for row in rows) / 2
@@ -217,16 +217,16 @@ def test_what_ranks_keep_follows_the_room_that_there_is(config: Make):
     batch = "trainer.microbatch_size=1", "trainer.global_batch_size=8", "trainer.sequence_length=8"
     made = config("parallel.shard=2", "model.num_layers=6", "precision=fp32", *batch)
     plan, degrees = check(made), resolve(made.parallel, 2)
-    order = [Sharing(False, True), Sharing(False, False), Sharing(True, True), Sharing(True, False)]
+    order = [FsdpPolicy(False, True), FsdpPolicy(False, False), FsdpPolicy(True, True), FsdpPolicy(True, False)]
     needs = [sum(forecast_memory(made, plan, degrees, way).values()) / ROOM for way in order]
-    assert pick_sharing(made, plan, degrees, None) == order[1], "a CPU"
+    assert pick_fsdp_policy(made, plan, degrees, None) == order[1], "a CPU"
     for room in (*needs, 0.0, 1e12):
         fits = [way for way, need in zip(order, needs, strict=True) if need <= room]
-        assert pick_sharing(made, plan, degrees, room) == (fits or order[3:])[0]
+        assert pick_fsdp_policy(made, plan, degrees, room) == (fits or order[3:])[0]
     asked = config("parallel.shard=2", "parallel.reshard_after_forward=true", *batch)
-    assert pick_sharing(asked, plan, degrees, 1e12) == Sharing(False, False)
+    assert pick_fsdp_policy(asked, plan, degrees, 1e12) == FsdpPolicy(False, False)
     asked = config("parallel.shard=2", "parallel.reshard_after_forward=false", *batch)
-    assert pick_sharing(asked, plan, degrees, 0.0) == Sharing(True, True)
+    assert pick_fsdp_policy(asked, plan, degrees, 0.0) == FsdpPolicy(True, True)
 
 
 def test_a_dry_run_of_more_ranks_gives_each_its_share_of_the_batch(config: Make):

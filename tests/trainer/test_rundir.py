@@ -22,7 +22,7 @@ from trainer.config import load
 from trainer.config.paths import anchored
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunDir, find_checkpoint, saved_backends
+from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,10 +42,10 @@ def runs(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened() -> Iterator[Any]:
     """Opens run folders and closes them at the end."""
-    made: list[RunDir] = []
+    made: list[RunFolder] = []
 
-    def open_run(runs: Path, name: str | None = "a", resume: str = "never", **more: Any) -> RunDir:
-        run = RunDir(runs, name, resume, "fp8_delayed", more.pop("texts", TEXTS), **more)
+    def open_run(runs: Path, name: str | None = "a", resume: str = "never", **more: Any) -> RunFolder:
+        run = RunFolder(runs, name, resume, "fp8_delayed", more.pop("texts", TEXTS), **more)
         made.append(run)
         return run
 
@@ -76,7 +76,7 @@ def make_run(
     runs: Path, *, checkpoints: tuple[int, ...], lines: tuple[int, ...] = (0, 100, 150, 200, 250, 300)
 ) -> Path:
     """A run that was killed after it had logged `lines` and saved `checkpoints`."""
-    run = RunDir(runs, "a", "never", "bf16", TEXTS)
+    run = RunFolder(runs, "a", "never", "bf16", TEXTS)
     log(run.path, *lines)
     save(run.path, *checkpoints)
     run.close()
@@ -101,7 +101,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     with initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
         overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
         config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
-    run = RunDir.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}}, World(torch.device("cpu")))
+    run = RunFolder.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}}, World(torch.device("cpu")))
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")
     written = OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml"))
@@ -398,8 +398,8 @@ def test_two_processes_cannot_train_in_one_folder(runs: Path, opened: Any, resum
 
 def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from trainer.run.run_folder import RunDir\n"
-        "run = RunDir(Path(sys.argv[1]), 'a', 'never', 'x', {'config.yaml': ''}); print('open', flush=True)\n"
+        "import sys, time; from pathlib import Path; from trainer.run.run_folder import RunFolder\n"
+        "run = RunFolder(Path(sys.argv[1]), 'a', 'never', 'x', {'config.yaml': ''}); print('open', flush=True)\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(runs)], stdout=subprocess.PIPE, text=True)

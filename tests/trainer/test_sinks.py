@@ -18,9 +18,9 @@ from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.launch.liveness.heartbeat import News
-from trainer.run.run_folder import Note, RunDir
+from trainer.run.run_folder import Note, RunFolder
 from trainer.sinks import Sinks
-from trainer.sinks.console import Outlived, open_screen
+from trainer.sinks.console import BestEffortStream, open_screen
 
 METRICS = {
     "step": 20,
@@ -55,8 +55,8 @@ def settings(*, console: bool = True) -> LoggingConfig:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
-    made = RunDir(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    made = RunFolder(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
     yield made
     made.close()
 
@@ -91,7 +91,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- who hears what
 
 
-def test_metrics_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Screen) -> None:
+def test_metrics_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
         sinks.metrics({"step": 20, "loss/validation": 4.5})
@@ -101,7 +101,7 @@ def test_metrics_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Scr
     assert shown in (run.path / "logs" / "rank0.log").read_text()
 
 
-def test_events_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Screen) -> None:
+def test_events_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("nonfinite", 60, "step 60 is not finite, first at [red]layers.3[/]", module="layers.3", value=None)
     (event,) = lines(run.path / "events.jsonl")
@@ -112,7 +112,7 @@ def test_events_go_to_the_file_the_console_and_the_log(run: RunDir, screen: Scre
     assert f"nonfinite: {message}" in (run.path / "logs" / "rank0.log").read_text()
 
 
-def test_what_happened_while_the_folder_was_opened_comes_first(run: RunDir, screen: Screen) -> None:
+def test_what_happened_while_the_folder_was_opened_comes_first(run: RunFolder, screen: Screen) -> None:
     run.notes.append(Note("checkpoint", 200, "damaged checkpoint passed over", {"path": "x"}))
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("resume", 100, "resumed")
@@ -122,7 +122,7 @@ def test_what_happened_while_the_folder_was_opened_comes_first(run: RunDir, scre
     ]
 
 
-def test_lines_are_appended_to_those_of_before(run: RunDir, screen: Screen) -> None:
+def test_lines_are_appended_to_those_of_before(run: RunFolder, screen: Screen) -> None:
     for step in (1, 2):
         with Sinks(settings(), run, 200, screen.console) as sinks:
             sinks.metrics({"step": step})
@@ -131,7 +131,7 @@ def test_lines_are_appended_to_those_of_before(run: RunDir, screen: Screen) -> N
     assert [entry["step"] for entry in lines(run.path / "events.jsonl")] == [1, 2]
 
 
-def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunDir, screen: Screen) -> None:
+def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(console=False), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
         sinks.event("checkpoint", 20, "saved")
@@ -143,7 +143,7 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunDir, screen
     assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
 
 
-def test_what_fails_on_all_ranks_alike_is_said_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_on_all_ranks_alike_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Sinks(settings(), run, 200, rank=1) as sinks:
         sinks.event("rollback", 20, "the run stops", failed=True)
         sinks.event("power", 20, "NVML has lost the GPU of rank 3", rank=3, failed=True)
@@ -152,7 +152,7 @@ def test_what_fails_on_all_ranks_alike_is_said_once(run: RunDir, capsys: pytest.
     assert "rollback: the run stops" in (run.path / "logs" / "rank1.log").read_text()
 
 
-def test_the_summary_names_losses_speed_memory_and_folder(run: RunDir, screen: Screen) -> None:
+def test_the_summary_names_losses_speed_memory_and_folder(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.summary(Summary(run.path))
     log = (run.path / "logs" / "rank0.log").read_text()
@@ -160,7 +160,7 @@ def test_the_summary_names_losses_speed_memory_and_folder(run: RunDir, screen: S
         assert value in screen.text and value in log
 
 
-def test_warnings_and_library_logs_reach_the_screen_in_one_line_and_the_log(run: RunDir, screen: Screen) -> None:
+def test_warnings_and_library_logs_reach_the_screen_in_one_line_and_the_log(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(), run, 200, screen.console):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -178,7 +178,7 @@ def test_warnings_and_library_logs_reach_the_screen_in_one_line_and_the_log(run:
     assert len(logging.getLogger().handlers) == handlers
 
 
-def test_a_crash_leaves_its_traceback_in_the_log(run: RunDir, screen: Screen) -> None:
+def test_a_crash_leaves_its_traceback_in_the_log(run: RunFolder, screen: Screen) -> None:
     with pytest.raises(ZeroDivisionError), Sinks(settings(), run, 200, screen.console):
         _ = 1 / 0
     log = (run.path / "logs" / "rank0.log").read_text()
@@ -186,7 +186,7 @@ def test_a_crash_leaves_its_traceback_in_the_log(run: RunDir, screen: Screen) ->
     assert screen.text == ""  # train.py says it there
 
 
-def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunDir, screen: Screen) -> None:
+def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunFolder, screen: Screen) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Sinks(settings(), run, 200, screen.console) as sinks:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -203,7 +203,7 @@ def test_a_log_file_on_a_full_disk_does_not_fill_the_screen(run: RunDir, screen:
 
 
 def test_a_pipe_gets_plain_whole_lines_with_the_time_left(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -221,7 +221,7 @@ def test_a_pipe_gets_plain_whole_lines_with_the_time_left(
     assert third.startswith("alert: long") and len(third) > 300
 
 
-def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunDir) -> None:
+def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunFolder) -> None:
     screen = Screen(terminal=True)
     with Sinks(settings(), run, 200, screen.console) as sinks:
         for step in range(1, 21):
@@ -243,7 +243,7 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunDir) -> None:
     assert screen.raw.count("\x1b[?25l") == screen.raw.count("\x1b[?25h") == 1  # cursor hidden, shown
 
 
-def test_a_narrow_terminal_keeps_loss_and_speed(run: RunDir) -> None:
+def test_a_narrow_terminal_keeps_loss_and_speed(run: RunFolder) -> None:
     screen = Screen(terminal=True, width=50)
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
@@ -251,7 +251,7 @@ def test_a_narrow_terminal_keeps_loss_and_speed(run: RunDir) -> None:
     assert "lr 3.0e-04" in (run.path / "logs" / "rank0.log").read_text()
 
 
-def test_handlers_that_hold_stderr_print_above_the_live_line(run: RunDir) -> None:
+def test_handlers_that_hold_stderr_print_above_the_live_line(run: RunFolder) -> None:
     import sys
 
     logger = logging.getLogger("octet.test.holds_stderr")
@@ -266,7 +266,7 @@ def test_handlers_that_hold_stderr_print_above_the_live_line(run: RunDir) -> Non
         logger.removeHandler(handler)
 
 
-def test_a_loss_that_is_not_finite_stands_out(run: RunDir) -> None:
+def test_a_loss_that_is_not_finite_stands_out(run: RunFolder) -> None:
     screen = Screen(terminal=True)
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS | {"loss/total": float("nan"), "recovery/skipped_steps": 3})
@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_finite_stands_out(run: RunDir) -> None:
 
 
 def test_another_rank_writes_its_log_and_nothing_else(
-    run: RunDir, screen: Screen, capsys: pytest.CaptureFixture[str]
+    run: RunFolder, screen: Screen, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Sinks(settings(), run, 200, screen.console, rank=3) as sinks:
         sinks.metrics(METRICS)
@@ -290,7 +290,7 @@ def test_another_rank_writes_its_log_and_nothing_else(
 
 
 def test_news_of_the_end_is_an_event_on_whichever_rank_tells_it_even_when_its_files_are_closed(
-    run: RunDir, screen: Screen
+    run: RunFolder, screen: Screen
 ) -> None:
     news = News("error: rank 0 (a, process 1) has died, in step 7", 1, 0, 3, 7)
     for rank in (0, 3):
@@ -307,7 +307,7 @@ def test_a_run_outlives_who_reads_its_screen(caplog: pytest.LogCaptureFixture) -
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
-        screen = open_screen(True, 0, 9, Console(file=cast(TextIO, Outlived(stream))))
+        screen = open_screen(True, 0, 9, Console(file=cast(TextIO, BestEffortStream(stream))))
         for step in (1, 2):
             screen.metrics({"step": step, "loss/total": 1.0})
     assert [record.getMessage() for record in caplog.records] == [

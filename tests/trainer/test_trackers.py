@@ -15,7 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.run.run_folder import RunDir
+from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks
 from trainer.sinks import trackers as trackers_module
 from trainer.sinks import wandb_tracker as wandb_module
@@ -33,8 +33,8 @@ def settings(*, tensorboard: bool = False, mode: WandbMode | None = None) -> Log
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunDir]:
-    made = RunDir(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    made = RunFolder(tmp_path / "runs", "a", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ def scalars(folder: Path, key: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(key)]
 
 
-def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunDir, screen: Screen) -> None:
+def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunFolder, screen: Screen) -> None:
     for first, last in ((0, 5), (3, 6)):  # killed after step 5, resumed from step 3
         run.first_step = first
         with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
@@ -85,7 +85,7 @@ def test_tensorboard_files_are_readable_and_resume_purges_later_steps(run: RunDi
     ]
 
 
-def test_a_rewind_purges_what_will_be_run_again(run: RunDir, screen: Screen) -> None:
+def test_a_rewind_purges_what_will_be_run_again(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
         for course, steps in enumerate((range(1, 6), range(3, 7))):
             for step in steps:
@@ -97,7 +97,7 @@ def test_a_rewind_purges_what_will_be_run_again(run: RunDir, screen: Screen) -> 
     assert [(line["step"], line["loss/lm"]) for line in lines(run.path / "metrics.jsonl")] == expected
 
 
-def test_a_rewind_on_a_full_disk_costs_tensorboard_and_not_the_run(run: RunDir, screen: Screen) -> None:
+def test_a_rewind_on_a_full_disk_costs_tensorboard_and_not_the_run(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(tensorboard=True), run, 200, screen.console) as sinks:
         sinks.metrics(METRICS)
         assert sinks._tensorboard is not None
@@ -112,7 +112,7 @@ def test_a_rewind_on_a_full_disk_costs_tensorboard_and_not_the_run(run: RunDir, 
 
 
 def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"logging.tensorboard.enabled=true: needs tensorboard, .* pip install"):
@@ -131,13 +131,13 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def offline_runs(run: RunDir) -> list[str]:
+def offline_runs(run: RunFolder) -> list[str]:
     """The ids of the runs that wandb wrote."""
     return sorted(path.stem.removeprefix("run-") for path in run.path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunDir, screen: Screen) -> None:
+def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunFolder, screen: Screen) -> None:
     with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:
         assert sinks.state_dict() == {"wandb_id": None}
         sinks.metrics(METRICS)
@@ -157,12 +157,12 @@ def test_wandb_is_offline_without_a_key_and_a_resumed_run_keeps_its_id(run: RunD
     assert all(path.stat().st_size > 0 for path in run.path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def alerts(run: RunDir) -> list[str]:
+def alerts(run: RunFolder) -> list[str]:
     return [e["message"] for e in lines(run.path / "events.jsonl") if e["kind"] == "alert" and e["rule"] == "wandb"]
 
 
 def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
+    run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
@@ -181,7 +181,7 @@ def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_takes_steps_that_go_back(run: RunDir, screen: Screen) -> None:
+def test_wandb_takes_steps_that_go_back(run: RunFolder, screen: Screen) -> None:
     """A row for each line, whatever its step: it would drop them if `step` were its own count."""
     seen: list[Any] = []
     with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
@@ -197,7 +197,7 @@ def test_wandb_takes_steps_that_go_back(run: RunDir, screen: Screen) -> None:
 
 
 @pytest.mark.usefixtures("no_key")
-def test_alerts_go_to_wandb_and_the_address_of_the_webhook_does_not(run: RunDir, screen: Screen) -> None:
+def test_alerts_go_to_wandb_and_the_address_of_the_webhook_does_not(run: RunFolder, screen: Screen) -> None:
     (run.path / "config.yaml").write_text("health: {every: 77, alerts: {webhook: 'http://127.0.0.1:9/se-cr-et'}}\n")
     sent: list[Any] = []
     with Sinks(settings(mode=WandbMode.offline), run, 200, screen.console) as sinks:
@@ -213,7 +213,7 @@ def test_alerts_go_to_wandb_and_the_address_of_the_webhook_does_not(run: RunDir,
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunDir, screen: Screen) -> None:
+def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunFolder, screen: Screen) -> None:
     def lost(run: Any) -> None:
         run.finish()
         raise ConnectionResetError("Connection lost")
@@ -229,7 +229,7 @@ def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunDir, screen:
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_that_hangs_holds_up_nothing(run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_hangs_holds_up_nothing(run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_module, "CLOSE_SECONDS", 1.0)
     monkeypatch.setattr(wandb_module, "WAITING", 10)
     go_on = threading.Event()
@@ -253,7 +253,7 @@ def test_wandb_that_hangs_holds_up_nothing(run: RunDir, screen: Screen, monkeypa
 
 
 def test_wandb_mode_disabled_is_respected(
-    run: RunDir, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
+    run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Sinks(settings(mode=WandbMode.auto), run, 200, screen.console) as sinks:

@@ -41,7 +41,7 @@ def bitwise(run: Path) -> list[dict]:
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """All that a dropped step must leave alone."""
-    p = trainer.parts.engine
+    p = trainer.run.engine
     tensors = {f"model.{k}": v for k, v in p.model.state_dict().items()}
     tensors |= {f"optimizer.{n}.{k}": v for n, s in p.optimizer.state_dict().items() for k, v in s.items()}
     return tensors | {"history": p.arena.history, "committed": p.guard.committed}
@@ -66,7 +66,7 @@ def stopped_after(config: Config, steps: int) -> Path:
     trainer._step = counted  # type: ignore[method-assign]
     with pytest.raises(TrainingStopped, match=rf"SIGTERM after step {steps}, saved.*run\.resume=auto"):
         trainer.train()
-    return trainer.parts.run.path
+    return trainer.run.folder.path
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -95,11 +95,11 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line] == [15, 30]
     for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
         assert (run / name).stat().st_size >= 0
-    assert (run / "precision_plan.txt").read_text() == trainer.parts.engine.plan.to_text()
+    assert (run / "precision_plan.txt").read_text() == trainer.run.engine.plan.to_text()
     backends = json.loads((run / "backends.json").read_text())
     assert {row["backend"] for row in backends["rows"].values()} == {"reference"} and backends["gpu"] is None
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
-    assert int(trainer.parts.engine.guard.committed) == 30
+    assert int(trainer.run.engine.guard.committed) == 30
 
 
 def test_microbatches_make_one_gradient(config: Configs) -> None:
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) 
     file = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     file.write_bytes(file.read_bytes()[:-10])
     trainer, _ = train(config(*common))
-    assert trainer.parts.run.first_step == 4
+    assert trainer.run.folder.first_step == 4
     assert any(file.name in line["message"] for line in lines(run / "events.jsonl"))
 
 
@@ -296,10 +296,10 @@ def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, mo
 def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
     trainer, run = train(config("+recipe=bf16"))
     other = Trainer(config("+recipe=fp8_jit", f"run.init_from={run}"))
-    ours, theirs = other.parts.engine.model.state_dict(), trainer.parts.engine.model.state_dict()
+    ours, theirs = other.run.engine.model.state_dict(), trainer.run.engine.model.state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    assert other.step == 0 and int(other.parts.engine.guard.committed) == 0
-    other.parts.close(None)
+    assert other.step == 0 and int(other.run.engine.guard.committed) == 0
+    other.run.close(None)
     for change, message in (
         ("model.hidden_size=32", r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"),
         ("model.num_mtp_layers=0", r"run\.init_from=.*: mtp\.0\..* is there and not in this model"),

@@ -1,6 +1,7 @@
 """How far AdamW's last step moved each parameter, and how large the parameter is: one pass over p, m and v.
 
-With t steps made, and p, m, v as they are now, the step was (`trainer.optim.update_norms` has the derivation, and is the twin)
+With t steps made, and p, m, v as they are now, the step was (`trainer.optim.update_norms` has the derivation, and is
+the twin)
 
     lr / (1 - lr decay) * (u + decay p)        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 

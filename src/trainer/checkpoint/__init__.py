@@ -17,14 +17,14 @@ from trainer.checkpoint.folder import (
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint, verify
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
-from trainer.checkpoint.shard_view import Part
+from trainer.checkpoint.shard_view import ShardView
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DamagedCheckpoint",
     "OnEvent",
-    "Part",
+    "ShardView",
     "checkpoint_name",
     "checkpoint_step",
     "delete_leftovers",

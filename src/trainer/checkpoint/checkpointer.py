@@ -48,7 +48,7 @@ from trainer.checkpoint.folder import (
 )
 from trainer.checkpoint.manifest import FileDigest, seal, write_file
 from trainer.checkpoint.reading import STATE, cause
-from trainer.checkpoint.shard_view import Part, PartSavePlanner
+from trainer.checkpoint.shard_view import ShardSavePlanner, ShardView
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
@@ -125,7 +125,7 @@ class Checkpointer:
         began: float | None = None,
         before: int | None = None,
     ) -> None:
-        """Save `state` (a tree of tensors, `Part`s and JSON scalars, see `tree`) as the checkpoint of `step`.
+        """Save `state` (a tree of tensors, `ShardView`s and JSON scalars, see `tree`) as the checkpoint of `step`.
 
         Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
@@ -133,8 +133,8 @@ class Checkpointer:
         began: when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest
         checkpoint of a step below it stays, whatever `keep` says, until the next save.
 
-        All ranks call it for the same steps, with states of the same names; what is not a `Part`, rank 0's is saved.
-        No rank waits for another one here.
+        All ranks call it for the same steps, with states of the same names; what is not a `ShardView`, rank 0's is
+        saved. No rank waits for another one here.
 
         Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see
         `wait`.
@@ -187,13 +187,15 @@ class Checkpointer:
         self._buffers.release()
         self.wait()
 
-    def _own(self, tensors: Mapping[str, Tensor | Part]) -> tuple[dict[str, Part], dict[str, Tensor]]:
+    def _own(self, tensors: Mapping[str, Tensor | ShardView]) -> tuple[dict[str, ShardView], dict[str, Tensor]]:
         """What this rank writes: the parts, and the tensors that they are kept in."""
-        parts = {name: x if isinstance(x, Part) else Part.whole(x, self._is_first) for name, x in tensors.items()}
+        parts = {
+            name: x if isinstance(x, ShardView) else ShardView.whole(x, self._is_first) for name, x in tensors.items()
+        }
         parts = {name: part for name, part in parts.items() if part.writes and not part.is_empty}
         return parts, {name: part.data for name, part in parts.items()}
 
-    def _write(self, step: int, parts: dict[str, Part], text: str, held: float, before: int | None) -> None:
+    def _write(self, step: int, parts: dict[str, ShardView], text: str, held: float, before: int | None) -> None:
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
         temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
@@ -262,7 +264,7 @@ def _see(path: Path, digest: FileDigest) -> None:
 
 
 def save_parts(
-    writer: SafetensorsWriter, parts: Mapping[str, Part], group: "ProcessGroup | None" = None
+    writer: SafetensorsWriter, parts: Mapping[str, ShardView], group: "ProcessGroup | None" = None
 ) -> dict[str, FileDigest]:
     """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
 
@@ -273,7 +275,7 @@ def save_parts(
         dcp_save(
             dict(parts),
             storage_writer=writer,
-            planner=PartSavePlanner(),
+            planner=ShardSavePlanner(),
             process_group=group,
             no_dist=group is None,
         )

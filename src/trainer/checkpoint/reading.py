@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.shard_view import Part, PartLoadPlanner
+from trainer.checkpoint.shard_view import ShardLoadPlanner, ShardView
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import SafetensorsReader
 
@@ -44,8 +44,8 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as they were saved.
 
-    into: branches of the state, by name, whose tensors and `Part`s are filled in place; they are left out of what is
-    returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
+    into: branches of the state, by name, whose tensors and `ShardView`s are filled in place; they are left out of
+    what is returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
 
     Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file, and
     ValueError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
@@ -56,7 +56,7 @@ def read(
     into = into or {}
     reader = SafetensorsReader(path)
     saved = _tensors(reader)
-    targets = {name: x if isinstance(x, Part) else Part.whole(x) for name, x in split(into)[1].items()}
+    targets = {name: x if isinstance(x, ShardView) else ShardView.whole(x) for name, x in split(into)[1].items()}
     branches = {name: name.split("/", 1)[0] in into for name in saved}
     for name in (*targets, *(name for name, ours in branches.items() if ours)):
         if name not in targets or name not in saved or targets[name].shape != saved[name].size:
@@ -67,8 +67,8 @@ def read(
         for name, tensor in saved.items()
         if rest and not branches[name]
     }
-    wanted = {name: Part.whole(tensor) for name, tensor in fresh.items()}
-    converted: dict[str, Part] = {}
+    wanted = {name: ShardView.whole(tensor) for name, tensor in fresh.items()}
+    converted: dict[str, ShardView] = {}
     for name, part in targets.items():
         dtype = saved[name].properties.dtype
         wanted[name] = part
@@ -88,10 +88,10 @@ def _tensors(reader: SafetensorsReader) -> dict[str, TensorStorageMetadata]:
     return {name: tensor for name, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
-def _fill(reader: SafetensorsReader, parts: dict[str, Part]) -> None:
+def _fill(reader: SafetensorsReader, parts: dict[str, ShardView]) -> None:
     here = {name: part for name, part in parts.items() if not part.is_empty}
     try:
-        dcp_load(here, storage_reader=reader, planner=PartLoadPlanner(), no_dist=True)
+        dcp_load(here, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     except CheckpointException as failure:
         raise cause(failure) from failure
 

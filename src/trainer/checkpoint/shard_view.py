@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardView:
     """This rank's part of a tensor.
 
     data: the part. shape: of the whole. offsets: where the part begins in it, one number a dimension. writes: whether
@@ -53,7 +53,7 @@ class Part:
         return [self.box]
 
 
-class PartSavePlanner(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     """Plans what each rank writes of its parts."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class PartSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """The parts that this rank writes."""
-        parts: dict[str, Part] = self.state_dict
+        parts: dict[str, ShardView] = self.state_dict
         self.plan = SavePlan(
             [
                 WriteItem(
@@ -80,14 +80,14 @@ class PartSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].data
 
 
-class PartLoadPlanner(DefaultLoadPlanner):
+class ShardLoadPlanner(DefaultLoadPlanner):
     """Plans which boxes on the disk fill a rank's parts."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(
-        self, state_dict: dict[str, Part], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, ShardView], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """`state_dict`: parts by name."""
         self.state_dict = self.original_state_dict = state_dict

@@ -1,9 +1,9 @@
 """A state tree taken apart into JSON and tensors, and put together again.
 
-What must survive a restart is a tree: dicts, lists and tuples whose leaves are tensors (or a rank's `Part` of one),
-numbers, strings, booleans and None (`optimizer.state_dict()` is one). Pickle would write any of it and, on loading, run
-any code, so no pickle here: `split` moves every tensor out, under the path that leads to it, and leaves a JSON skeleton
-that refers to the tensors by path. `join` is its inverse.
+What must survive a restart is a tree: dicts, lists and tuples whose leaves are tensors (or a rank's `ShardView` of
+one), numbers, strings, booleans and None (`optimizer.state_dict()` is one). Pickle would write any of it and, on
+loading, run any code, so no pickle here: `split` moves every tensor out, under the path that leads to it, and leaves
+a JSON skeleton that refers to the tensors by path. `join` is its inverse.
 
     {"model": {"embed": T1}, "seen": (3, 0.1)}
       -> skeleton {"model": {"embed": {"$tensor": "model/embed"}}, "seen": {"$tuple": [3, 0.1]}}
@@ -18,23 +18,23 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.shard_view import Part
+from trainer.checkpoint.shard_view import ShardView
 
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def split(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor | Part]]:
+def split(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor | ShardView]]:
     """Return `state` as (JSON skeleton, tensors by path). The tensors are the caller's own, not copies.
 
     Raises TypeError, naming the path, for a leaf or key that would not come back as it was (a NumPy scalar, an Enum,
     ...), and ValueError where two tensors would get the same path (`{"a/b": T, "a": {"b": T}}`).
     """
-    tensors: dict[str, Tensor | Part] = {}
+    tensors: dict[str, Tensor | ShardView] = {}
     return _split(state, "", tensors), tensors
 
 
-def _split(node: Any, path: str, tensors: dict[str, Tensor | Part]) -> Any:
-    if isinstance(node, Tensor | Part):
+def _split(node: Any, path: str, tensors: dict[str, Tensor | ShardView]) -> Any:
+    if isinstance(node, Tensor | ShardView):
         if path in tensors:
             raise ValueError(f"checkpoint state has two tensors at {path!r}: rename one of the keys that lead there")
         tensors[path] = node
@@ -62,7 +62,7 @@ def _split(node: Any, path: str, tensors: dict[str, Tensor | Part]) -> Any:
     )
 
 
-def join(skeleton: Any, tensors: Mapping[str, Tensor | Part]) -> Any:
+def join(skeleton: Any, tensors: Mapping[str, Tensor | ShardView]) -> Any:
     """Inverse of `split`. Dicts come back as plain dicts, in the order in which they were saved."""
     if isinstance(skeleton, list):
         return [join(value, tensors) for value in skeleton]

@@ -120,7 +120,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceConfig:
     """One source, every setting filled in: an entry of `mix`, or the section itself."""
 
     name: str
@@ -151,25 +151,25 @@ class Part:
     """As in `DataConfig`."""
 
 
-def parts(data: DataConfig) -> list[Part]:
+def source_configs(data: DataConfig) -> list[SourceConfig]:
     """The sources of `data`, in order."""
     keys = ("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming")
     own = {key: getattr(data, key) for key in keys}
     exclude = tuple(data.exclude)
     if not data.mix:
-        return [Part(name=data.source.value, key="data", weight=None, exclude=exclude, **own)]
+        return [SourceConfig(name=data.source.value, key="data", weight=None, exclude=exclude, **own)]
     entries = []
     for number, entry in enumerate(data.mix):
         given = {key: value for key in keys if (value := getattr(entry, key)) is not None}
         key = f"data.mix[{number}]"
-        entries.append(Part(name=entry.name, key=key, weight=entry.weight, exclude=exclude, **(own | given)))
+        entries.append(SourceConfig(name=entry.name, key=key, weight=entry.weight, exclude=exclude, **(own | given)))
     return entries
 
 
 def check_data(data: DataConfig, vocab_size: int) -> None:
     """Raise ValueError for settings that cannot work; looks at no file but the paths and `data.tokenizer`."""
     _check_mix(data)
-    for part in parts(data):
+    for part in source_configs(data):
         _check_part(part)
     if not 0.0 < data.validation_fraction < 1.0:
         raise ValueError(
@@ -188,7 +188,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         raise ValueError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
     if not data.end_of_text:
         raise ValueError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
-    trains = data.tokenizer is None and all(part.source is not Source.bins for part in parts(data))
+    trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
     if trains and vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
             f"model.vocab_size={vocab_size}: a byte-level tokenizer has an entry for each of the 256 bytes and one for "
@@ -211,14 +211,14 @@ def _check_mix(data: DataConfig) -> None:
             raise ValueError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
         if (entry.weight is None) != (data.mix[0].weight is None):
             raise ValueError(f"{key}.weight={entry.weight}: give all sources a weight, or none")
-    kinds = {part.source is Source.bins for part in parts(data)}
+    kinds = {part.source is Source.bins for part in source_configs(data)}
     if kinds == {True, False}:
         raise ValueError("data.mix: bins are prepared already and go with bins only: prepare the others first")
     if kinds == {True} and data.mix[0].weight is not None:
         raise ValueError("data.mix[0].weight: bins are read whole; give weights when they are prepared")
 
 
-def _check_part(part: Part) -> None:
+def _check_part(part: SourceConfig) -> None:
     key, path = part.key, part.path
     if part.source is Source.stdlib:
         if path is not None:

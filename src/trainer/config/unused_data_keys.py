@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.data import DataConfig, Part, Source, Stop, parts
+from trainer.config.data import DataConfig, Source, SourceConfig, Stop, source_configs
 
 FOLDERS = {Source.stdlib, Source.text, Source.files}
 READ_BY = {
@@ -29,7 +29,7 @@ GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.
 
 def without_effect(data: DataConfig) -> list[str]:
     """A line for each: key, value, why, and what to do."""
-    sources = parts(data)
+    sources = source_configs(data)
     lines = []
     for key in READ_BY:
         value = getattr(data, key)
@@ -64,7 +64,7 @@ def _inherits(entry: Any, key: str) -> bool:
     return entry is None or getattr(entry, key, None) is None
 
 
-def _unread(part: Part, key: str) -> str:
+def _unread(part: SourceConfig, key: str) -> str:
     """Why a source does not look at a setting; nothing if it does."""
     path = Path(str(part.path))
     if part.source not in READ_BY[key]:

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
-from trainer.config.data import DataConfig, Part, Source
+from trainer.config.data import DataConfig, Source, SourceConfig
 
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
 
@@ -80,7 +80,7 @@ class Corpus:
         return digest.hexdigest()
 
 
-def scan(data: DataConfig | Part) -> Corpus:
+def scan(data: DataConfig | SourceConfig) -> Corpus:
     """List the corpus. ValueError if no file of it has text."""
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     if root.is_file():

@@ -5,6 +5,6 @@ from trainer.config import TrainerConfig
 from trainer.data import Prepared
 
 
-def tell_documents(model: DeepSeek, config: TrainerConfig, data: Prepared) -> None:
+def set_document_masking(model: DeepSeek, config: TrainerConfig, data: Prepared) -> None:
     """From now on attention stays within documents, if the config says so; data: which the model is to read."""
     model.end_of_text = data.train.sidecar.end_of_text if config.document_masking else None

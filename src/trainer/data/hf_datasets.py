@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.config.data import Part
+from trainer.config.data import SourceConfig
 from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
 
 STREAM_ROWS = 256  # read at once where nobody knows how long they are
@@ -27,7 +27,7 @@ MOST_ROWS = 16384
 class Dataset:
     """A split of a dataset. Nothing is read, or downloaded, before its blocks are asked for."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: SourceConfig) -> None:
         self.part = part
         self.num_bytes = 0
         self._builder: Any = None

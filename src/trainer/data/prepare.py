@@ -28,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from trainer.config.data import DataConfig, Source, check_data, parts
+from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT, Shard
 from trainer.data.packing import Done, Packing, Work, read_done
 from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
@@ -57,7 +57,7 @@ def prepare(
     """
     check_data(data, vocab_size)
     report = progress or _silent
-    sources = parts(data)
+    sources = source_configs(data)
     if sources[0].source is Source.bins:
         prepared = open_several(sources)
         if data.tokenizer is not None and file_hash(Path(data.tokenizer)) != prepared.tokenizer_hash:
@@ -234,10 +234,10 @@ def _tokenizer(
 def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
     """A byte-level BPE of `vocab_size` entries that has learned from a sample of the training text of `data`."""
     check_data(data, vocab_size)
-    for part in parts(data):
+    for part in source_configs(data):
         if part.source is Source.bins:
             raise ValueError(f"{part.key}.source=bins: has no text to learn from: name what it was prepared from")
-    readers = [open_source(part, data.validation_fraction) for part in parts(data)]
+    readers = [open_source(part, data.validation_fraction) for part in source_configs(data)]
     return _train(readers, data, vocab_size, progress or _silent)
 
 

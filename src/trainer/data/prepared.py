@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.data import Part
+from trainer.config.data import SourceConfig
 from trainer.data.bins import Bins
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
@@ -72,7 +72,7 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
     )
 
 
-def open_several(sources: Sequence[Part]) -> Prepared:
+def open_several(sources: Sequence[SourceConfig]) -> Prepared:
     """Folders that were prepared before, as one."""
     for part in sources:
         if not (Path(str(part.path)) / SUMMARY).is_file():
@@ -91,7 +91,7 @@ def open_several(sources: Sequence[Part]) -> Prepared:
                 f"{found[0].tokenizer_path}"
             )
 
-    def named(part: Part, name: str, alone: bool) -> str:
+    def named(part: SourceConfig, name: str, alone: bool) -> str:
         return part.name if alone else f"{part.name}-{name}"
 
     both = list(zip(sources, found, strict=True))

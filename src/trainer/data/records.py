@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trainer.config.data import Part
+from trainer.config.data import SourceConfig
 from trainer.data.corpus import read_pieces, whats_wrong
 
 BLOCK_BYTES = 1 << 20
@@ -228,7 +228,7 @@ class RowGroup:
             log.add(self.label, "the row group cannot be read", f"row {row}", lost)
 
 
-def check_column(part: Part, label: str, names: Sequence[str], schema) -> None:
+def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -> None:
     """ValueError if the column of the text is not there, or no text."""
     column, key = part.text_column, f"{part.key}.text_column"
     if column not in names:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trainer.config.data import Format, Part, Source, Stop
+from trainer.config.data import Format, Source, SourceConfig, Stop
 from trainer.data.corpus import Document, scan, split
 from trainer.data.records import (
     BLOCK_BYTES,
@@ -45,7 +45,7 @@ PACKED = (".gz", ".zst")
 class Reader(Protocol):
     """An open source."""
 
-    part: Part
+    part: SourceConfig
     fingerprint: str
     """Another one for another state of the source."""
     num_bytes: int
@@ -65,7 +65,7 @@ class Reader(Protocol):
         ...
 
 
-def open_source(part: Part, validation_fraction: float) -> Reader:
+def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
     """ValueError, one line, if there is nothing to read."""
     if part.source is Source.hf:
         from trainer.data.hf_datasets import Dataset
@@ -77,7 +77,7 @@ def open_source(part: Part, validation_fraction: float) -> Reader:
 class Files:
     """The files of a folder."""
 
-    def __init__(self, part: Part, validation_fraction: float) -> None:
+    def __init__(self, part: SourceConfig, validation_fraction: float) -> None:
         self.part = part
         self._corpus = corpus = scan(part)
         self.fingerprint = corpus.fingerprint
@@ -186,7 +186,7 @@ def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterat
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
 
 
-def row_groups(path: Path, label: str, part: Part, log: SkipLog) -> Iterator[Block]:
+def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
     """Where to read a parquet file."""
     import pyarrow
     from pyarrow import parquet

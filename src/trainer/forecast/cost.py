@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
-from trainer.forecast.memory import forecast_memory, pick_sharing, travels_in_fp8
-from trainer.parallel.mesh import Degrees, Sharing
+from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, travels_in_fp8
+from trainer.parallel.mesh import Degrees, FsdpPolicy
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
@@ -92,9 +92,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
     others = count_parameters(m).total - experts * d.expert
-    sharing = pick_sharing(config, plan, d, machine.memory)
-    gathers = 1 if sharing.keeps else 2 * microbatches
-    reduces = microbatches if sharing.each else 1
+    policy = pick_fsdp_policy(config, plan, d, machine.memory)
+    gathers = 1 if policy.keep_gathered else 2 * microbatches
+    reduces = microbatches if policy.reduce_each_microbatch else 1
     hidden = 0.0
     halved, halved_experts = _in_fp8(config, plan, d)
     for parameters, in_fp8, ranks, stride in (
@@ -113,7 +113,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
     sent = 2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks
     waiting = TRAVEL * machine.seconds(sent, d.expert)
-    memory = sum(forecast_memory(config, plan, d, sharing).values())
+    memory = sum(forecast_memory(config, plan, d, policy).values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
 
@@ -147,7 +147,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
         for degrees in _degrees(gpus, config.model.num_experts):
             if degrees.replicate == 1:
-                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, Sharing(True, False))
+                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
                     return gpus
     return None

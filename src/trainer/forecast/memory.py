@@ -35,7 +35,7 @@ from precision import Plan
 from precision.config import Granularity
 from precision.plan import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
-from trainer.parallel.mesh import Degrees, Sharing, is_large
+from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
 ALONE = Degrees()
@@ -57,15 +57,15 @@ def _once(compute: Callable[..., dict[str, float]]) -> Callable[..., dict[str, f
     return ask
 
 
-def pick_sharing(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> Sharing:
+def pick_fsdp_policy(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> FsdpPolicy:
     """`parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`; auto: the fewest messages that `total`
     bytes of GPU memory have room for. total: None on a CPU; then once a step, and freed."""
     reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
     each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
     keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
     if total is None:
-        return Sharing(each[0], keeps[-1])
-    ways = [Sharing(e, k) for e in each for k in keeps]
+        return FsdpPolicy(each[0], keeps[-1])
+    ways = [FsdpPolicy(e, k) for e in each for k in keeps]
     fits = (way for way in ways if sum(forecast_memory(config, plan, degrees, way).values()) <= ROOM * total)
     return next(fits, ways[-1])
 
@@ -76,13 +76,14 @@ def total_memory(device: torch.device) -> float | None:
 
 
 def forecast_memory(
-    config: Config, plan: Plan, degrees: Degrees = ALONE, sharing: Sharing | None = None, graphs: bool = False
+    config: Config, plan: Plan, degrees: Degrees = ALONE, policy: FsdpPolicy | None = None, graphs: bool = False
 ) -> dict[str, float]:
     """Bytes that a rank holds, by category; see the module docstring.
 
-    plan: the model's. sharing: as `pick_sharing` finds it; None: as on a CPU. graphs: whether CUDA graphs are recorded.
+    plan: the model's. policy: as `pick_fsdp_policy` finds it; None: as on a CPU. graphs: whether CUDA graphs are
+    recorded.
     """
-    sharing = sharing or pick_sharing(config, plan, degrees, None)
+    policy = policy or pick_fsdp_policy(config, plan, degrees, None)
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length
     shared, experts = _parameters(config)
@@ -100,13 +101,13 @@ def forecast_memory(
     if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
     if config.health.shadow_every:
-        memory["BF16 shadow"] = _shadow(plan, degrees, sharing.keeps)
+        memory["BF16 shadow"] = _shadow(plan, degrees, policy.keep_gathered)
     if degrees.world == 1:
         return memory
     wholes = _wholes(plan, degrees, config=config.model)  # bytes in FP32 of what a rank gathers, by part
     largest = max(size for name, size in wholes.items() if name)
-    memory["compute weights"] = _gathered(config, plan, degrees, sharing.keeps)
-    if not sharing.each and not one_microbatch:
+    memory["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
+    if not policy.reduce_each_microbatch and not one_microbatch:
         memory["gradients"] += sum(wholes.values())
     else:
         memory["gradients"] += largest

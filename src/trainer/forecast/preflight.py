@@ -21,9 +21,9 @@ from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
-from trainer.forecast.memory import GIB, forecast_memory, pick_sharing, total_memory, travels_in_fp8
+from trainer.forecast.memory import GIB, forecast_memory, pick_fsdp_policy, total_memory, travels_in_fp8
 from trainer.launch.device import pick_device
-from trainer.parallel.mesh import Degrees, Sharing, fits_expert, resolve
+from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 
 _TE_SHARED = "its modules hold whole weights, which ranks share here"
@@ -36,7 +36,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_sizes(config)
     _check_batch(config)
     if world_size is not None:
-        check_sharing(config, resolve(config.parallel, world_size))
+        check_fsdp_policy(config, resolve(config.parallel, world_size))
     _check_recovery(config.recovery)
     _check_debug(config)
     _check_profile(config)
@@ -141,7 +141,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
     return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
 
 
-def check_sharing(config: Config, degrees: Degrees) -> None:
+def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
     """ValueError if this config cannot be trained by the ranks of `degrees`."""
     if degrees.world == 1:
         return
@@ -289,13 +289,13 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     degrees = _imagined(config.parallel, processes)
     config = fitted(config, degrees)
     t = config.trainer
-    check_sharing(config, degrees)
+    check_fsdp_policy(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
     device = pick_device(t.device)
-    sharing = pick_sharing(config, plan, degrees, total_memory(device))
+    policy = pick_fsdp_policy(config, plan, degrees, total_memory(device))
     graphs = device.type == "cuda" and records_graphs(config, plan, degrees, device)
-    memory = forecast_memory(config, plan, degrees, sharing, graphs)
+    memory = forecast_memory(config, plan, degrees, policy, graphs)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -307,7 +307,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
-            *([_stays(sharing, config, degrees)] if degrees.world > 1 else ()),
+            *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
@@ -321,10 +321,10 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
-def _stays(sharing: Sharing, config: Config, degrees: Degrees) -> str:
+def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
     t = config.trainer
-    again = "once a step" if sharing.keeps else "again for each forward and backward pass"
-    reduced = "each microbatch" if sharing.each else "once a step"
+    again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
+    reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
     several = t.global_batch_size > t.microbatch_size * degrees.world
     return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from precision import Kurtosis
-from trainer.parallel.collectives import added_up
+from trainer.parallel.collectives import all_sum
 
 if TYPE_CHECKING:
     from models.block import Block
@@ -60,5 +60,5 @@ class BlockKurtosis:
 
     def means(self, world: World) -> dict[str, Tensor]:
         """[blocks] FP64 by place, over all ranks; NaN where nothing was seen. A collective."""
-        sums = added_up([self.sums], world)[0]
+        sums = all_sum([self.sums], world)[0]
         return dict(zip(PLACES, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor
 from precision import ScalingArena
 from precision.formats import Format, fp8_values
 from trainer.launch.world import World
-from trainer.parallel.collectives import added_up
+from trainer.parallel.collectives import all_sum
 
 _AT_ONCE = 1 << 23  # numbers that are looked at together
 _BLOCK = 128
@@ -82,7 +82,7 @@ class Casts:
 
     def shares(self, world: World) -> dict[str, Tensor]:
         """saturated, underflown, error: [rows] FP64, over all ranks; NaN where nothing was cast. A collective."""
-        sums = added_up([self._parts.sum(1)], world)[0]
+        sums = all_sum([self._parts.sum(1)], world)[0]
         return {
             "saturated": sums[:, SATURATED] / sums[:, ELEMENTS],
             "underflown": sums[:, UNDERFLOWN] / sums[:, ELEMENTS],

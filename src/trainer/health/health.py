@@ -37,7 +37,7 @@ from trainer.config.health import HealthConfig
 from trainer.health import shadow
 from trainer.health.activations import PLACES, BlockKurtosis
 from trainer.health.casts import Casts, Rows
-from trainer.parallel.collectives import share_of
+from trainer.parallel.collectives import local_share
 from trainer.step.metrics import fp8_metrics
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Health:
         self._seen, self._looked = {}, False
         if not _due(step, self._shadows):
             return None
-        own = share_of(tokens, self._engine.world)
+        own = local_share(tokens, self._engine.world)
         try:
             found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
         except torch.OutOfMemoryError:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.plain import in_bf16
-from trainer.parallel.collectives import added_up, averaged
+from trainer.parallel.collectives import all_mean, all_sum
 from trainer.parallel.shard_views import copies, local
 from trainer.step import second_pass
 
@@ -72,6 +72,6 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
         meanwhile.enter_context(in_bf16(engine.model))
         loss_in_bf16 = second_pass.run(engine, tokens, batch, meet).lm
         engine.microbatch.release()
-    squares, theirs, products = added_up([sums], engine.world)[0].unbind(1)
-    gap = averaged(loss.double() - loss_in_bf16.double(), engine.world)
+    squares, theirs, products = all_sum([sums], engine.world)[0].unbind(1)
+    gap = all_mean(loss.double() - loss_in_bf16.double(), engine.world)
     return Shadow(gap, products / (squares * theirs).sqrt(), (theirs / theirs.sum()).sqrt())

@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.files import FULL
 from trainer.launch.launcher import Launch
-from trainer.launch.liveness.rank_group import Crew, Terminated
+from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 ALONE = Launch()
@@ -169,34 +169,40 @@ def _check_resumed(jobs: list[Job]) -> None:
             )
 
 
-def guarded(main: Callable[[], None], crew: Crew | None = None) -> int:
+def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
     """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
-    crew: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
+    rank_group: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
     """
-    crew = crew or Crew()
+    rank_group = rank_group or RankGroup()
     try:
         with _own_warnings_in_one_line():
             main()
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, BrokenPipeError) and not crew.connected and _nobody_reads(sys.stdout):  # `--help | head`
+        if (
+            isinstance(error, BrokenPipeError) and not rank_group.connected and _nobody_reads(sys.stdout)
+        ):  # `--help | head`
             return CUT_OFF
-        crew.decided()
-        end = _judge(error, main, crew.told)
-        if crew.connected and end.by_signal:
-            crew.stopped(end.message or "", end.code)
-        if crew.connected and not end.orderly:
-            crew.failed(error, end.code, end.message, of_all=end.code == REFUSED)
-        first = crew.launch.is_first if crew.connected else crew.first_to_say(end.message or repr(error), end.code)
+        rank_group.decided()
+        end = _judge(error, main, rank_group.told)
+        if rank_group.connected and end.by_signal:
+            rank_group.stopped(end.message or "", end.code)
+        if rank_group.connected and not end.orderly:
+            rank_group.failed(error, end.code, end.message, of_all=end.code == REFUSED)
+        first = (
+            rank_group.launch.is_first
+            if rank_group.connected
+            else rank_group.first_to_say(end.message or repr(error), end.code)
+        )
         if end.message is None and first:
-            if crew.launch.size > 1:
-                error.add_note(f"on rank {crew.launch.rank}")
+            if rank_group.launch.size > 1:
+                error.add_note(f"on rank {rank_group.launch.rank}")
             raise
         if end.message is not None and first:
             with contextlib.suppress(OSError):  # its terminal may have gone
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
-        crew.leave()
-        return crew.exit(end.code)
+        rank_group.leave()
+        return rank_group.exit(end.code)
     return OK
 
 

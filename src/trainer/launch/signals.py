@@ -41,7 +41,9 @@ class StopSignals:
         self.received: str | None = None
         self._heard = 0
         self._world = world if world is not None and world.many else None
-        self._noted = world.crew.told if world is not None else 0  # before training, and something has swallowed it
+        self._noted = (
+            world.rank_group.told if world is not None else 0
+        )  # before training, and something has swallowed it
         self._since: dict[int, float] = {}  # when each was noted first
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
@@ -62,7 +64,7 @@ class StopSignals:
             self._question = number, work
             timeout = self._world.timeout
             deadline = time.monotonic() + timeout
-            self._world.crew.overdue = lambda: (
+            self._world.rank_group.overdue = lambda: (
                 time.monotonic() > deadline and (not work.is_completed() or pending_operation(timeout) is not None)
             )
 

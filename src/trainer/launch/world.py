@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -39,7 +39,7 @@ class World:
     local_rank: int = 0
     size: int = 1
     local_size: int = 1
-    crew: Crew = field(default_factory=Crew)
+    rank_group: RankGroup = field(default_factory=RankGroup)
     """Who watches over the others."""
     control: "ProcessGroup | None" = None
     """A group of its own for what hosts tell each other while the model's collectives are under way; gloo."""
@@ -99,7 +99,7 @@ class World:
         """
         value = ask() if self.is_first else cast(T, None)
         if named:
-            key = f"{named}/{self.crew.launch.attempt}"
+            key = f"{named}/{self.rank_group.launch.attempt}"
             if self.is_first:
                 self._say(key)
             self._await(key, [0])
@@ -111,7 +111,7 @@ class World:
 
         Unlike in a collective, there is no time limit: preparing a corpus takes as long as it takes.
         """
-        key = f"ahead/{self.crew.launch.attempt}"  # torchrun's store outlives a restart
+        key = f"ahead/{self.rank_group.launch.attempt}"  # torchrun's store outlives a restart
         if self.local_rank == 0:
             yield
             self._say(key)
@@ -129,21 +129,22 @@ class World:
             time.sleep(0.2)
 
 
-def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
-    """Join the other processes of `crew.launch`; call it once. device: its type chooses GPUs or CPUs.
+def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) -> World:
+    """Join the other processes of `rank_group.launch`; call it once. device: its type chooses GPUs or CPUs.
 
-    `crew.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK, made the
-    current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than processes.
+    `rank_group.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK,
+    made the current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than
+    processes.
     """
-    launch = crew.launch
+    launch = rank_group.launch
     if device.type == "cuda" and (launch.under_torchrun or launch.size > 1):
         device = _own_gpu(launch.local_rank)
     if launch.size == 1:
-        return World(device, crew=crew)
+        return World(device, rank_group=rank_group)
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    store = crew.connect()
+    store = rank_group.connect()
     # NCCL's own watchdog aborts a process, with a long dump, and knows no names: it comes last
     limit, late = timedelta(seconds=timeout), timedelta(seconds=2 * timeout)
     gpu = device.type == "cuda"
@@ -155,10 +156,14 @@ def init(device: torch.device, crew: Crew, timeout: float = TIMEOUT) -> World:
         timeout=late if gpu else limit,
         device_id=device if gpu else None,
     )
-    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # its time is the crew's to watch
-    crew.all_met()
-    crew.on_leave.append(dist.destroy_process_group)
-    return World(device, launch.rank, launch.local_rank, launch.size, launch.local_size, crew, control, store, timeout)
+    control = cast(
+        "ProcessGroup", dist.new_group(backend="gloo", timeout=late)
+    )  # its time is the rank_group's to watch
+    rank_group.all_met()
+    rank_group.on_leave.append(dist.destroy_process_group)
+    return World(
+        device, launch.rank, launch.local_rank, launch.size, launch.local_size, rank_group, control, store, timeout
+    )
 
 
 def _own_gpu(local_rank: int) -> torch.device:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from precision.plain import in_bf16
 from trainer.data import Bins, Prepared, validation_batches
-from trainer.data.document_masking import tell_documents
+from trainer.data.document_masking import set_document_masking
 from trainer.launch.world import World
 from trainer.offline.saved_model import TOKENIZER, Saved
 from trainer.step.evaluation import mean_loss
@@ -54,7 +54,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
         )
     t, world = saved.config.trainer, World(saved.device)
     data.validation.check_length(t.sequence_length)
-    tell_documents(saved.model, t, data)
+    set_document_masking(saved.model, t, data)
     has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
     scores = []
     for source, bins in held_out(data):

@@ -5,7 +5,8 @@
     restore   weights, moments, scales and data cursor from the checkpoint; the steps up to the one asked for are
               trained again, on one process, bit for bit on a CPU if the run had one too
     compare   the step's tokens through both models, from the same weights: loss and gradient norm of the step, and
-              every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if one did
+              every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if one
+              did
 
 Nothing is written into the run's folder, and it need not stand still: a run may go on meanwhile.
 """
@@ -24,12 +25,12 @@ from torch import Tensor
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify
 from trainer.config import Config, load
 from trainer.data import Loader, Prepared, prepare
-from trainer.data.document_masking import tell_documents
+from trainer.data.document_masking import set_document_masking
 from trainer.forecast.preflight import check
 from trainer.launch.device import pick_device
 from trainer.offline.saved_model import ALONE, config_at, with_overrides
 from trainer.recovery.ladder import Ladder
-from trainer.recovery.nonfinite_probe import Sightings, run_again
+from trainer.recovery.nonfinite_probe import NonfiniteProbe, probe_microbatch
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_backends
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
@@ -62,7 +63,7 @@ class Pass:
     loss: float
     grad_norm: float
     place: str | None
-    sightings: Sightings
+    probe: NonfiniteProbe
 
 
 @dataclass
@@ -145,30 +146,30 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     data = prepare(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     engine = build_engine(config, device, saved_backends(course.run))
-    tell_documents(engine.model, t, data)
+    set_document_masking(engine.model, t, data)
     _restore(course, config, engine, loader)
     for step in range(course.first + 1, course.step):
         _train(engine, step, loader, loader.next(), t.microbatch_size)
-    engine.evidence.take()
+    engine.snapshot.take()
     tokens = loader.next()
     twin = build_engine(other, device)
-    tell_documents(twin.model, t, data)
+    set_document_masking(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
 
-    def look(index: int) -> tuple[Sightings, Sightings]:
+    def look(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
         part = tokens.split(t.microbatch_size)[index]
         passes = []
         for e in (engine, twin):
             if e.injector is not None:
                 e.injector.data(loader.served)
-            passes.append(run_again(e, course.step, index, part, len(tokens), keep=True))
+            passes.append(probe_microbatch(e, course.step, index, part, len(tokens), keep=True))
         return passes[0], passes[1]
 
     scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
     index = _likely(course, loader.served, t.microbatch_size) if microbatch is None else microbatch
     seen = look(index)
     results = [_train(e, course.step, loader, tokens, t.microbatch_size) for e in (engine, twin)]
-    evidence = engine.evidence.take()
+    evidence = engine.snapshot.take()
     if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
         index = evidence[0].microbatch  # nothing was committed: the weights are still those
         seen = look(index)
@@ -178,9 +179,9 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     return Replay(config, course, ours, theirs, engine, loader, data, index, count, windows, scales)
 
 
-def _pass(name: str, engine: Engine, result: StepResult, sightings: Sightings) -> Pass:
+def _pass(name: str, engine: Engine, result: StepResult, probe: NonfiniteProbe) -> Pass:
     place = None if bool(result.verdict.ok) else engine.guard.places[int(result.verdict.place)]
-    return Pass(name, float(result.metrics["loss/total"]), float(result.metrics["optim/grad_norm"]), place, sightings)
+    return Pass(name, float(result.metrics["loss/total"]), float(result.metrics["optim/grad_norm"]), place, probe)
 
 
 def _train(engine: Engine, step: int, loader: Loader, tokens: Tensor, microbatch_size: int) -> StepResult:
@@ -191,7 +192,7 @@ def _train(engine: Engine, step: int, loader: Loader, tokens: Tensor, microbatch
 
 def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> None:
     if course.checkpoint is not None:
-        state, _ = read(course.checkpoint, engine.in_place(), verified=True)
+        state, _ = read(course.checkpoint, engine.restorable_tensors(), verified=True)
         engine.load_state(state)
         loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"]["cpu"])

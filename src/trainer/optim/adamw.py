@@ -24,7 +24,7 @@ from precision.formats import BY_NAME
 from trainer.config import OptimConfig, Schedule
 from trainer.launch.world import World
 from trainer.optim.update_norms import update_norms
-from trainer.parallel.collectives import added_up
+from trainer.parallel.collectives import all_sum
 from trainer.parallel.shard_views import copies, local, shared_like
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Optimizer:
         if not self._world.many:
             return norms
         squares = norms.double().square() / self._copies
-        return added_up([squares], self._world)[0].sqrt().to(norms.dtype)
+        return all_sum([squares], self._world)[0].sqrt().to(norms.dtype)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
         """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.

@@ -16,12 +16,12 @@ from trainer.launch.world import World
 T = TypeVar("T")
 
 
-def share_of(tokens: Tensor, world: World) -> Tensor:
+def local_share(tokens: Tensor, world: World) -> Tensor:
     """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them."""
     return tokens.chunk(world.size)[world.rank] if world.many else tokens
 
 
-def largest(amax: Tensor, world: World) -> None:
+def all_max(amax: Tensor, world: World) -> None:
     """Raise amaxes [N] to the largest of all ranks, in place. Not a number counts as infinite."""
     if not world.many or amax.numel() == 0:
         return
@@ -31,7 +31,7 @@ def largest(amax: Tensor, world: World) -> None:
     dist.all_reduce(amax, dist.ReduceOp.MAX)
 
 
-def added_up(tensors: list[Tensor], world: World) -> list[Tensor]:
+def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
     """Sums over all ranks of tensors of any shape and format, FP64 inside, in one message."""
     if not world.many:
         return tensors
@@ -43,9 +43,9 @@ def added_up(tensors: list[Tensor], world: World) -> list[Tensor]:
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
 
 
-def averaged(tensor: Tensor, world: World) -> Tensor:
+def all_mean(tensor: Tensor, world: World) -> Tensor:
     """Mean over all ranks."""
-    return added_up([tensor], world)[0] / world.size if world.many else tensor
+    return all_sum([tensor], world)[0] / world.size if world.many else tensor
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

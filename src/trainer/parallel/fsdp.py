@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from models import DeepSeek
 from models.block import Block, MoEBlock
-from trainer.parallel.gather import Agreed, Fp8Wire, Receiver, wire
+from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
 from trainer.parallel.large import LargeWeights, Sending, groups
 from trainer.parallel.mesh import Mesh
 
@@ -50,8 +50,8 @@ def materialise(
     keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
     needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
     """
-    agreed, sending = Agreed() if fp8 else None, Sending()
-    model.agreed = agreed  # type: ignore[assignment]
+    sync, sending = WeightAmaxSync() if fp8 else None, Sending()
+    model.weight_amax_sync = sync  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = [block for _, block in model.iter_blocks()]
     for part in model.parts():
@@ -62,11 +62,11 @@ def materialise(
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 if mesh.degrees.shares_experts:
-                    _shard(part.moe.experts, mesh.experts, frees, agreed, sending)
+                    _shard(part.moe.experts, mesh.experts, frees, sync, sending)
                 for parameter in part.moe.experts.parameters():
                     parameter.spread = mesh.expert  # type: ignore[attr-defined]
-            _shard(part, mesh.weights, frees, agreed, sending)
-    _shard(model, mesh.weights, False, agreed, sending)
+            _shard(part, mesh.weights, frees, sync, sending)
+    _shard(model, mesh.weights, False, sync, sending)
     _prefetch(blocks)
     for method in ("hidden", "logits"):
         register_fsdp_forward_method(model, method)
@@ -90,7 +90,7 @@ def _prefetch(blocks: list[Block]) -> None:
         itself.set_modules_to_backward_prefetch(before)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | None, sending: Sending) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxSync | None, sending: Sending) -> None:
     """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to."""
     spread = {p for p in module.parameters() if hasattr(p, "spread")}
     whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
@@ -102,7 +102,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, agreed: Agreed | 
     for m in module.modules():
         # Dynamo would skip guards of "FSDP-managed" modules, by which it tells a block in FP8 from one in BF16
         m._is_fsdp_managed_module = False  # type: ignore[assignment]
-    wires = [wire(cast(Receiver, m), mesh, agreed, reshard) for m in own if hasattr(m, "receive")]
+    wires = [gather_format(cast(Receiver, m), mesh, sync, reshard) for m in own if hasattr(m, "receive")]
     for way in wires:
         way.attach()
     if wholes := [way.whole for way in wires if way.whole is not None]:
@@ -122,7 +122,7 @@ def unquantised(model: DeepSeek) -> Iterator[None]:
         for _, group in groups(model):
             for shared in group.fsdp_params:
                 send = getattr(shared._sharded_local_tensor, "fsdp_pre_all_gather", None)
-                if isinstance(getattr(send, "__self__", None), Fp8Wire):
+                if isinstance(getattr(send, "__self__", None), Fp8GatherFormat):
                     after.callback(setattr, shared, "all_gather_outputs", shared.all_gather_outputs)
                     shared.all_gather_outputs = []
         yield

@@ -4,14 +4,14 @@ PyTorch's FSDP2 asks a shard two things: what to send, and what parameter the ga
 it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. What computes is the
 layer's operand (`precision.linear`).
 
-    Wire         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
-    Fp8Wire      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the operand.
-                 Where a weight is gathered for each pass, its quantised part stays until the masters change
+    GatherFormat         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
+    Fp8GatherFormat      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the
+    operand. Where a weight is gathered for each pass, its quantised part stays until the masters change
 
 Both end in the same numbers, bit for bit, where a part can be quantised by itself:
 
-    one scale a tensor (or expert)    follows from the amax of the whole, which `Agreed` finds for all weights with one
-                                      message a step; it is the one known beforehand where there is a history
+    one scale a tensor (or expert)    follows from the amax of the whole, which `WeightAmaxSync` finds for all weights
+    with one message a step; it is the one known beforehand where there is a history
     128 x 128 blocks                  the blocks' own; the scales travel too. A part has to be made of whole blocks, as
                                       parts of a stack of experts are; a weight that is cut otherwise travels in BF16
     row scales                        never: the second copy has scales of its own, one a column of the whole
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from precision import GroupedLinear, Linear
 from precision.scaling import step_scale
-from trainer.parallel.large import Whole
+from trainer.parallel.large import GatherBuffer
 from trainer.parallel.mesh import is_large
 from trainer.parallel.shard_views import local
 
@@ -49,7 +49,7 @@ class Receiver(Protocol):
     is_sharded: bool
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def gather_dtype(self) -> torch.dtype:
         """What its weight travels in."""
         ...
 
@@ -58,7 +58,7 @@ class Receiver(Protocol):
         ...
 
 
-class Wire:
+class GatherFormat:
     """What FSDP asks a shard: what to send, and what the gathered whole becomes.
 
     whole: of a large weight. FSDP's message then has what travels beside the numbers, or what nobody reads.
@@ -66,7 +66,7 @@ class Wire:
 
     def __init__(self, layer: Receiver, ranks: int):
         self._layer, self._shape = layer, layer.weight.shape
-        self.whole = Whole(self._shape) if is_large(self._shape, ranks) else None
+        self.whole = GatherBuffer(self._shape) if is_large(self._shape, ranks) else None
 
     def attach(self) -> None:
         """Let FSDP find its two functions at the layer's shard."""
@@ -94,7 +94,7 @@ class Wire:
     def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
         """What this rank sends: numbers of `shape`, and what travels with them."""
         shard = local(self._layer.weight)
-        sent = shard.new_empty(shape, dtype=self._layer.wire_dtype)
+        sent = shard.new_empty(shape, dtype=self._layer.gather_dtype)
         sent[: shard.shape[0]].copy_(shard)  # what is left of an uneven cut is never read
         return (sent,)
 
@@ -118,16 +118,16 @@ class Wire:
         return self.whole.numbers, [self.whole.numbers]
 
 
-class Fp8Wire(Wire):
+class Fp8GatherFormat(GatherFormat):
     """The same for a weight that is quantised before it is sent.
 
     freed: between forward and backward pass. What the first one makes of it then lacks what the second one reads.
     """
 
-    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, agreed: Agreed, freed: bool):
+    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, sync: WeightAmaxSync, freed: bool):
         super().__init__(layer, mesh.size(mesh.ndim - 1))
-        self._fp8_layer, self._agreed, self._freed = layer, agreed, freed
-        self._row = agreed.add(layer, mesh)
+        self._fp8_layer, self._agreed, self._freed = layer, sync, freed
+        self._row = sync.add(layer, mesh)
 
     @property
     def _straight(self) -> bool:
@@ -169,17 +169,17 @@ class Fp8Wire(Wire):
         return (_Edge.of(self._shape, dtype, numbers.device), made + freed) if out is None else None
 
 
-def wire(layer: Receiver, mesh: DeviceMesh, agreed: Agreed | None, freed: bool) -> Wire:
-    """How the weight of a layer travels, which `mesh` (its last axis) has cut. agreed: None keeps FP8 off the wire.
+def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None, freed: bool) -> GatherFormat:
+    """How the weight of a layer travels, which `mesh` (its last axis) has cut. sync: None keeps FP8 off the wire.
     freed: whether it is gathered anew for the backward pass."""
     ranks = mesh.size(mesh.ndim - 1)
-    if agreed is not None and isinstance(layer, Linear | GroupedLinear):
+    if sync is not None and isinstance(layer, Linear | GroupedLinear):
         count = layer.weight.shape[0]
         # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
         if ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
-            return Fp8Wire(layer, mesh, agreed, freed)
-    return Wire(layer, ranks)
+            return Fp8GatherFormat(layer, mesh, sync, freed)
+    return GatherFormat(layer, ranks)
 
 
 class _Row(NamedTuple):
@@ -200,7 +200,7 @@ class _Own(NamedTuple):
     amax: Tensor
 
 
-class Agreed:
+class WeightAmaxSync:
     """The amaxes of whole weights of which each rank holds a part, and the scales that follow, the same on all ranks.
 
     They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one

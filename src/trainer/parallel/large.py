@@ -34,7 +34,7 @@ def groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, group
 
 
-class Whole:
+class GatherBuffer:
     """A large weight of `shape`: its memory on this rank, which FSDP frees with its own, and this rank's part while it
     waits to be sent."""
 
@@ -75,7 +75,7 @@ class LargeWeights(AllGather):
     the event of their arrival.
     """
 
-    def __init__(self, comm: AllGather, wholes: list[Whole], sending: Sending, device: torch.device):
+    def __init__(self, comm: AllGather, wholes: list[GatherBuffer], sending: Sending, device: torch.device):
         self.comm = comm
         self._wholes, self._sending, self._device = wholes, sending, torch.get_device_module(device)
         self._steps = self._made = self._device.current_stream()

@@ -63,12 +63,13 @@ def is_large(shape: Sequence[int], ranks: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """What ranks that share weights do at each microbatch. each: reduce gradients, else once a step. keeps: leave what
-    they have gathered in place until the step's last backward pass, else free it and gather it again."""
+class FsdpPolicy:
+    """What FSDP does at each microbatch."""
 
-    each: bool = True
-    keeps: bool = False
+    reduce_each_microbatch: bool = True
+    """Reduce gradients after each microbatch; else once a step."""
+    keep_gathered: bool = False
+    """Keep gathered weights until the step's last backward pass; else free and gather them again."""
 
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint import Part
+from trainer.checkpoint import ShardView
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,8 +47,9 @@ def shared_like(part: Tensor, like: Tensor) -> Tensor:
     return shared
 
 
-def as_parts(tree: Mapping) -> dict:
-    """A nested dict with its shared tensors as this rank's `Part`s of the whole, in the same memory, for checkpoints.
+def shard_views(tree: Mapping) -> dict:
+    """A nested dict with its shared tensors as this rank's `ShardView`s of the whole, in the same memory, for
+    checkpoints.
 
     Those that have copies take turns in writing: with HSDP each group of ranks writes its share.
     """
@@ -57,12 +58,12 @@ def as_parts(tree: Mapping) -> dict:
     def part(value: object) -> object:
         if isinstance(value, Mapping):
             return {key: part(inner) for key, inner in value.items()}
-        return part_of(value, next(count)) if isinstance(value, Tensor) else value
+        return shard_view(value, next(count)) if isinstance(value, Tensor) else value
 
     return {key: part(value) for key, value in tree.items()}
 
 
-def part_of(tensor: Tensor, turn: int = 0) -> Tensor | Part:
+def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
     """This rank's part of a shared or spread tensor; of another one: itself. turn: which of its copies is written,
     modulo their number."""
     spread = getattr(tensor, "spread", None)
@@ -79,7 +80,7 @@ def part_of(tensor: Tensor, turn: int = 0) -> Tensor | Part:
     if spread is not None:
         offsets[0] += spread.get_local_rank() * tensor.shape[0]
     writes = copy == turn % copies(tensor)
-    return Part(local(tensor).detach(), whole_shape(tensor), tuple(offsets), writes)
+    return ShardView(local(tensor).detach(), whole_shape(tensor), tuple(offsets), writes)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from trainer.data import Loader, load_tokenizer
-from trainer.recovery.nonfinite_probe import run_again
+from trainer.recovery.nonfinite_probe import probe_microbatch
 from trainer.step.guard import GRAD_SUFFIX, Verdict
-from trainer.step.step_snapshot import Evidence
+from trainer.step.step_snapshot import StepSnapshot
 
 if TYPE_CHECKING:
     from trainer.step.engine import Engine
@@ -88,7 +88,7 @@ class Diagnosis:
 
     def tell(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
         """dropped: all verdicts since the last call that are not ok, each with the windows that its step was given."""
-        kept = self._engine.evidence.take()
+        kept = self._engine.snapshot.take()
         assert len(kept) == len(dropped)
         committed, told, looked = int(self._guard.committed), [], False
         for (verdict, served), evidence in zip(dropped, kept, strict=True):
@@ -100,7 +100,7 @@ class Diagnosis:
             told.append(self._tell(verdict.step, place, origin, served, evidence, again))
         return told
 
-    def _where(self, verdict: Verdict, evidence: Evidence | None) -> tuple[int, Origin | None]:
+    def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
         """The place where it began, and on which rank, in which of its microbatches, if one of them shows it."""
         mine = None
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
@@ -119,7 +119,7 @@ class Diagnosis:
         place: int,
         origin: Origin | None,
         served: np.ndarray,
-        evidence: Evidence | None,
+        evidence: StepSnapshot | None,
         again: Again | None,
     ) -> BadStep:
         text, row = self._guard.places[place], self._row(place)
@@ -142,7 +142,7 @@ class Diagnosis:
         name, _, direction = self._guard.places[place].rpartition(" (")
         return self._rows.get(name + GRAD_SUFFIX if direction == "backward)" else name)
 
-    def _how(self, bad: BadStep, row: int | None, evidence: Evidence) -> None:
+    def _how(self, bad: BadStep, row: int | None, evidence: StepSnapshot) -> None:
         """amax and scale."""
         if row is not None:
             bad.what["amax"] = _word(float(evidence.amax[row]))
@@ -222,7 +222,7 @@ class Diagnosis:
         if self._engine.injector is not None:
             self._engine.injector.data(served)
         try:
-            seen = run_again(self._engine, step, origin.microbatch, tokens, len(served))
+            seen = probe_microbatch(self._engine, step, origin.microbatch, tokens, len(served))
         except torch.OutOfMemoryError:
             if self._world.many:
                 raise

@@ -6,10 +6,10 @@
     3  the same trouble again, before a checkpoint was saved beyond it: from an older checkpoint, if there is one
     4  after `rewind.max` rewinds for the same trouble, or without a checkpoint: stop, and say what happened
 
-Dropped steps change nothing, so that weights and moments at the end of a row are those from before it. But something
-led up to the row: data that pushed the weights to where these batches break them, moments that are too small for what
-comes. PaLM (arXiv 2204.02311, 5.1) went back some 100 steps before a spike and left out 200 to 500 batches; the same
-data from another checkpoint did no harm.
+SkippedStep steps change nothing, so that weights and moments at the end of a row are those from before it. But
+something led up to the row: data that pushed the weights to where these batches break them, moments that are too
+small for what comes. PaLM (arXiv 2204.02311, 5.1) went back some 100 steps before a spike and left out 200 to 500
+batches; the same data from another checkpoint did no harm.
 
 `recovery.json` in the run folder holds all rewinds of a run, written before anything else changes, so that a crash
 right after a rewind forgets neither what is left out nor how often the run went back. Checkpoints hold the row, for a
@@ -32,7 +32,7 @@ from trainer.step.guard import TrainingStopped
 
 
 @dataclass
-class Dropped:
+class SkippedStep:
     """A step of a row of dropped ones: its number, the windows of the run's stream that it read, and where it went bad
     first."""
 
@@ -62,26 +62,26 @@ class Ladder:
 
     def __init__(self, config: RecoveryConfig, folder: Path, batch: int):
         self._config, self._folder, self._batch = config, folder, batch
-        self.row: list[Dropped] = []
+        self.streak: list[SkippedStep] = []
         self.rewinds: list[Rewind] = []
 
-    def note(self, dropped: Dropped | None) -> None:
+    def note(self, dropped: SkippedStep | None) -> None:
         """A step was reviewed, in the order of steps: dropped, or (None) committed."""
-        self.row = [*self.row, dropped] if dropped is not None else []
+        self.streak = [*self.streak, dropped] if dropped is not None else []
 
     @property
     def exhausted(self) -> bool:
         """Whether too many steps in a row were dropped."""
-        return len(self.row) > self._config.max_consecutive_skips
+        return len(self.streak) > self._config.max_consecutive_skips
 
     @property
-    def row_begins(self) -> int | None:
+    def streak_begins(self) -> int | None:
         """First step of a row that goes on: a checkpoint from before it may be needed. None: there is no row."""
-        return self.row[0].step if self.row else None
+        return self.streak[0].step if self.streak else None
 
     def choose(self, committed: int, checkpoints: Path, on_event: OnEvent) -> Rewind | str:
         """The rewind that the row calls for, or why there can be none. committed: steps up to the row."""
-        first, last = self.row[0].step, self.row[-1].step
+        first, last = self.streak[0].step, self.streak[-1].step
         if not self._config.rewind.max:
             return "recovery.rewind.max=0"
         target = _step(newest_checkpoint(checkpoints, on_event, before=first))
@@ -102,12 +102,12 @@ class Ladder:
 
     def _left_out(self) -> list[list[int]]:
         margin = self._config.rewind.margin * self._batch
-        return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.row)
+        return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
         """Accept what rank 0 chose after `step`. Returns what to tell; TrainingStopped, with the diagnosis, if the run
         is to end here."""
-        row, limit = self.row, self._config.max_consecutive_skips
+        row, limit = self.streak, self._config.max_consecutive_skips
         count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"
         where = f"from step {row[0].step} on, first at {row[0].place}"
         if len(row) > 1:
@@ -117,13 +117,13 @@ class Ladder:
             on_event("rollback", step, f"{what}; {choice}: the run stops", failed=True)
             raise TrainingStopped(f"{what}; {choice}. {self._advice(choice)}")
         self.rewinds.append(choice)
-        self.row = []
+        self.streak = []
         windows = ", ".join(f"{begin:,} to {end - 1:,}" for begin, end in choice.windows)
         lower = f", learning rate times {choice.lr_factor:g} for a while" if choice.lr_until else ""
         return f"{what}; back to {checkpoint_name(choice.to)}, without windows {windows} of the run from now on{lower}"
 
     def _advice(self, why: str) -> str:
-        spikes = any("(spike)" in step.place for step in self.row)
+        spikes = any("(spike)" in step.place for step in self.streak)
         hints = [
             "a lower optim.lr",
             "+recipe=bf16",
@@ -169,11 +169,11 @@ class Ladder:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: the row."""
-        return {"row": [asdict(step) for step in self.row]}
+        return {"streak": [asdict(step) for step in self.streak]}
 
     def load_state_dict(self, state: Mapping[str, Any], rewinds: Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint. rewinds: as rank 0 has read them."""
-        self.row = [Dropped(**step) for step in state["row"]]
+        self.streak = [SkippedStep(**step) for step in state["streak"]]
         self.rewinds = [_rewind(entry) for entry in rewinds]
 
 

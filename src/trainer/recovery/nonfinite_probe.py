@@ -1,7 +1,8 @@
-"""Sightings: every tensor of one forward and backward pass, in the order in which it came, looked at on the way.
+"""NonfiniteProbe: every tensor of one forward and backward pass, in the order in which it came, looked at on the way.
 
-What the arena keeps of a tensor is its amax. Here a pass is made again, off the record (`trainer.step.second_pass`), and of
-each tensor is told how many of its numbers are not finite, in which sequences, and what the cast into FP8 did to it:
+What the arena keeps of a tensor is its amax. Here a pass is made again, off the record (`trainer.step.second_pass`),
+and of each tensor is told how many of its numbers are not finite, in which sequences, and what the cast into FP8 did
+to it:
 
     NAME           what a GEMM, a sublayer (its watch), a block, the embedding or the final norm gives
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sighting:
+class TensorReading:
     """A tensor. sequences: those of the microbatch that hold a number that is not finite, as far as its shape tells.
 
     saturated, underflown: shares of the numbers, None if it was not cast. kept: the tensor.
@@ -56,17 +57,17 @@ class Sighting:
     kept: Tensor | None = None
 
 
-class Sightings:
+class NonfiniteProbe:
     """What was seen of a microbatch of `batch` sequences; rows by name. An `observe.Observer`, too."""
 
     def __init__(self, engine: Engine, batch: int, keep: bool = False):
-        self.rows: dict[str, Sighting] = {}
+        self.rows: dict[str, TensorReading] = {}
         self.losses: Losses | None = None
         self._engine, self._batch, self._length, self._keep = engine, batch, 0, keep
         self._casts = Rows(engine.arena)
 
     @property
-    def first_bad(self) -> Sighting | None:
+    def first_bad(self) -> TensorReading | None:
         """The first tensor with a number that is not finite. (Weights are made before all else.)"""
         return next((row for row in self.rows.values() if row.not_finite), None)
 
@@ -96,14 +97,14 @@ class Sightings:
         self._see(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
         parameter.grad = None
 
-    def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> Sighting:
+    def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> TensorReading:
         """Look at a tensor, the first time that the name comes: recomputation shows it again. of_tokens: it may have a
         row for each token."""
         if name in self.rows:
             return self.rows[name]
         x = x.detach()
         bad = ~torch.isfinite(x)
-        row = Sighting(name, tuple(x.shape), x.numel(), int(bad.sum()), float(absolute_max(x)))
+        row = TensorReading(name, tuple(x.shape), x.numel(), int(bad.sum()), float(absolute_max(x)))
         lines = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
         tokens = self._batch * self._length
         if of_tokens and row.not_finite and lines == tokens:
@@ -142,25 +143,25 @@ class Sightings:
         return seen
 
 
-def run_again(
+def probe_microbatch(
     engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False, faults: bool = True
-) -> Sightings:
+) -> NonfiniteProbe:
     """Forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], once more: off the record,
     from the weights and scales that there are. batch: sequences of a step, of all ranks. A collective where there are
     ranks.
 
     keep: the tensors, too. faults: with the one of `debug.inject` if that is its step.
     """
-    sightings = Sightings(engine, len(tokens), keep)
+    probe = NonfiniteProbe(engine, len(tokens), keep)
     injector = engine.injector
     with off_record(engine):
         if injector is not None and faults:
             injector.before(step, microbatch)
         try:
-            with sightings.watching(tokens.shape[1] - 1):
-                sightings.losses = run(engine, tokens, batch, sightings.gradient)
+            with probe.watching(tokens.shape[1] - 1):
+                probe.losses = run(engine, tokens, batch, probe.gradient)
         finally:
             if injector is not None:
                 injector.before(0, 0)
                 refresh_weights(engine.model, force=True)  # it may have spoilt one of them
-    return sightings
+    return probe

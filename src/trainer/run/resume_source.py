@@ -14,7 +14,7 @@ from precision import Plan
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config
 from trainer.launch.world import World
-from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, goes_on
+from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, will_resume
 
 
 def identity(config: Config) -> dict:
@@ -32,7 +32,7 @@ def identity(config: Config) -> dict:
     }
 
 
-def check_goes_on(config: Config, meta: dict, checkpoint: Path) -> None:
+def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     """ValueError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
     _check_same(meta, identity(config), checkpoint)
     step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
@@ -73,7 +73,7 @@ def check_origin(config: Config) -> None:
 
     run = config.run
     check_name(run.name)
-    if run.init_from is not None and not goes_on(run):
+    if run.init_from is not None and not will_resume(run):
         path = Path(run.init_from)
         checkpoint = find_checkpoint(path, "run.init_from", quiet)
         with torch.device("meta"):
@@ -87,7 +87,7 @@ def check_origin(config: Config) -> None:
     else:
         newest = None if folder is None else newest_checkpoint(folder / CHECKPOINTS, quiet)
     if newest is not None:
-        check_goes_on(config, read_meta(newest), newest)
+        check_resumable(config, read_meta(newest), newest)
 
 
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:

@@ -76,7 +76,7 @@ class Note:
     what: dict[str, Any] = field(default_factory=dict)
 
 
-class RunDir:
+class RunFolder:
     """A run's folder, locked for this process until `close()`.
 
     path: the folder. resumed_from: the checkpoint to go on from, None for a start. first_step: its step, or 0.
@@ -133,10 +133,10 @@ class RunDir:
         backends: Mapping[str, Any],
         world: "World",
         check: Check | None = None,
-    ) -> "RunDir":
+    ) -> "RunFolder":
         """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
 
-        A collective: rank 0 opens it, the others get a `RunDir` that says the same and holds no lock.
+        A collective: rank 0 opens it, the others get a `RunFolder` that says the same and holds no lock.
         """
         run, opened = config.run, []
         with ExitStack() as on_error:
@@ -149,7 +149,7 @@ class RunDir:
                     "precision_plan.txt": plan_text,
                     BACKENDS: json.dumps(backends, indent=1) + "\n",
                 }
-                patience = LOCK_SECONDS if world.crew.launch.attempt else 0.0
+                patience = LOCK_SECONDS if world.rank_group.launch.attempt else 0.0
                 ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
                 on_error.callback(ours.close)
                 opened.append(ours)
@@ -160,7 +160,7 @@ class RunDir:
         return opened[0] if opened else cls._opened_by_another(*told)
 
     @classmethod
-    def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunDir":
+    def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
         run = cls.__new__(cls)
         run.notes, run.path, run.first_step, run._lock = [], Path(path), first_step, None
         run.resumed_from = Path(resumed_from) if resumed_from is not None else None
@@ -252,7 +252,7 @@ class RunDir:
 
 
 def check_place(run: "RunConfig") -> Path | None:
-    """What `RunDir.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
+    """What `RunFolder.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
 
     Returns the folder, which need not exist; None for an unnamed new run, which gets one that nobody has.
     """
@@ -270,8 +270,8 @@ def check_name(name: str | None) -> None:
         )
 
 
-def goes_on(run: "RunConfig") -> bool:
-    """Whether `RunDir.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
+def will_resume(run: "RunConfig") -> bool:
+    """Whether `RunFolder.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
     if run.resume == "never":
         return False
     folder = check_place(run)

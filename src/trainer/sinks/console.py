@@ -62,7 +62,7 @@ class Screen(Protocol):
 
 def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console | None = None) -> Screen:
     """The live screen on a terminal, plain lines elsewhere; if not `enabled`, only warnings and the summary."""
-    console = console or Console(file=cast(TextIO, Outlived(sys.stdout)), highlight=False)
+    console = console or Console(file=cast(TextIO, BestEffortStream(sys.stdout)), highlight=False)
     if enabled and console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(console, first_step, max_steps)
     return PlainScreen(console, max_steps, enabled)
@@ -96,7 +96,7 @@ def _line(values: Mapping[str, Any], max_steps: int, columns: Sequence[tuple[str
     return line
 
 
-class Outlived:
+class BestEffortStream:
     """A stream that a run may outlive: when its reader, terminal or disk has gone, the rest goes nowhere. (rich would
     end the process, on one rank of many.)"""
 

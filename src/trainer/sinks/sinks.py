@@ -26,7 +26,7 @@ from rich.text import Text
 
 from trainer.config import LoggingConfig
 from trainer.launch.liveness.heartbeat import News
-from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunDir
+from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunFolder
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
@@ -69,7 +69,7 @@ class Sinks:
     def __init__(
         self,
         logging: LoggingConfig,
-        run: RunDir,
+        run: RunFolder,
         max_steps: int,
         console: Console | None = None,
         rank: int = 0,

@@ -10,18 +10,18 @@ from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
 from trainer.config import Config, Switch
-from trainer.forecast.memory import pick_sharing, total_memory, travels_in_fp8
-from trainer.forecast.preflight import check_sharing, records_graphs
+from trainer.forecast.memory import pick_fsdp_policy, total_memory, travels_in_fp8
+from trainer.forecast.preflight import check_fsdp_policy, records_graphs
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.parallel.blocks import parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
-from trainer.parallel.shard_views import as_parts, model_state
+from trainer.parallel.shard_views import model_state, shard_views
 from trainer.step.guard import StepGuard
 from trainer.step.injection import Injector
-from trainer.step.microbatch import Eager, Graphed, Microbatch
-from trainer.step.step_snapshot import EvidenceKeeper
+from trainer.step.microbatch import EagerMicrobatch, GraphedMicrobatch, Microbatch
+from trainer.step.step_snapshot import SnapshotKeeper
 
 
 @dataclass
@@ -35,19 +35,19 @@ class Engine:
     arena: ScalingArena
     optimizer: Optimizer
     guard: StepGuard
-    evidence: EvidenceKeeper
+    snapshot: SnapshotKeeper
     injector: Injector | None
     microbatch: Microbatch
 
     def state(self) -> dict:
         """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
-        return {**self.in_place(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
+        return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
 
-    def in_place(self) -> dict:
+    def restorable_tensors(self) -> dict:
         """Weights and moments, the part of `state` that a checkpoint is read into: what is named there is the memory
         that the step works on."""
         weights = model_state(self.model) if self.world.many else self.model.state_dict()
-        return as_parts({"model": weights, "optimizer": self.optimizer.state_dict()})
+        return shard_views({"model": weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state(self, state: dict) -> list[str]:
         """Take over the rest of a saved state. Returns the arena rows that begin without a history."""
@@ -64,7 +64,7 @@ def build_engine(
         raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
     degrees = resolve(config.parallel, world.size)
-    check_sharing(config, degrees)
+    check_fsdp_policy(config, degrees)
     torch.manual_seed(config.trainer.seed)
     total = total_memory(device)
     if world.many and total is not None:
@@ -79,15 +79,15 @@ def build_engine(
     )
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
-    microbatch: Microbatch = Eager(model, spoil)
+    microbatch: Microbatch = EagerMicrobatch(model, spoil)
     if records_graphs(config, plan, degrees, device):
-        microbatch = Graphed(model, must=config.cuda_graph is Switch.true)
+        microbatch = GraphedMicrobatch(model, must=config.cuda_graph is Switch.true)
     if world.many:
-        from trainer.step.sharded_microbatch import Shared
+        from trainer.step.sharded_microbatch import ShardedMicrobatch
 
-        microbatch = Shared(model, microbatch, world.size, pick_sharing(config, plan, degrees, total))
+        microbatch = ShardedMicrobatch(model, microbatch, world.size, pick_fsdp_policy(config, plan, degrees, total))
     tune_host(device)
-    return Engine(device, world, plan, model, arena, optimizer, guard, EvidenceKeeper(arena), injector, microbatch)
+    return Engine(device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch)
 
 
 def build_model(
@@ -110,7 +110,7 @@ def build_model(
         from trainer.parallel.fsdp import materialise
 
         fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
-        keeps = pick_sharing(config, plan, degrees, total).keeps
+        keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
         materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keeps, fp8)
     else:
         model.to_empty(device=device)

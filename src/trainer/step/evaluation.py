@@ -8,7 +8,7 @@ from torch import Tensor
 from models import DeepSeek
 from precision import IGNORED
 from trainer.launch.world import World
-from trainer.parallel.collectives import added_up, in_groups
+from trainer.parallel.collectives import all_sum, in_groups
 
 
 @torch.no_grad()
@@ -34,5 +34,5 @@ def mean_loss(
         sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
         seen(done := done + sum(map(len, group)))
     model.train()
-    total, weight = added_up([sums], world)[0].tolist()
+    total, weight = all_sum([sums], world)[0].tolist()
     return total / weight

@@ -51,7 +51,7 @@ class Microbatch(Protocol):
         ...
 
 
-class Eager:
+class EagerMicrobatch:
     """The plain way. spoil: what happens to the loss before its backward pass (`debug.inject`)."""
 
     def __init__(self, model: DeepSeek, spoil: Callable[[Tensor], Tensor] | None = None):
@@ -72,14 +72,14 @@ class _Unrecordable(Exception):
     """What stood in the way of a recording."""
 
 
-class Graphed:
+class GraphedMicrobatch:
     """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count.
 
     must: where recording fails, raise ValueError; else warn and go on the plain way.
     """
 
     def __init__(self, model: DeepSeek, must: bool = True):
-        self._run = Eager(model)
+        self._run = EagerMicrobatch(model)
         self._must = must
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._stream = torch.cuda.Stream()

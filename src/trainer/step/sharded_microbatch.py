@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from models import DeepSeek, Losses
-from trainer.parallel.gather import Agreed
+from trainer.parallel.gather import WeightAmaxSync
 from trainer.parallel.large import LargeGradients
-from trainer.parallel.mesh import Sharing
+from trainer.parallel.mesh import FsdpPolicy
 from trainer.step.microbatch import Microbatch
 
 
-class Shared:
+class ShardedMicrobatch:
     """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
 
     Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
@@ -20,9 +20,9 @@ class Shared:
     embedding and head) stay for the next microbatch, too: masters change between steps only.
     """
 
-    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, sharing: Sharing):
-        self._model, self._run, self._world_size, self._sharing = model, run, world_size, sharing
-        self._agreed = cast(Agreed | None, model.agreed)
+    def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, policy: FsdpPolicy):
+        self._model, self._run, self._world_size, self._policy = model, run, world_size, policy
+        self._agreed = cast(WeightAmaxSync | None, model.weight_amax_sync)
         self._large = LargeGradients(model)
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
@@ -31,10 +31,10 @@ class Shared:
             self._agreed.forget()
         if count > 1:
             last, shared = index == count - 1, cast(FSDPModule, self._model)
-            if not self._sharing.each:
+            if not self._policy.reduce_each_microbatch:
                 shared.set_requires_gradient_sync(last)
                 shared.set_is_last_backward(last)
-            shared.set_reshard_after_backward(last, recurse=self._sharing.keeps)
+            shared.set_reshard_after_backward(last, recurse=self._policy.keep_gathered)
         losses = self._run(tokens, index, count * self._world_size)
         self._large.finish(tokens.device)
         if self._agreed is not None and index == count - 1:

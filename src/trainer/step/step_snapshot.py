@@ -1,4 +1,4 @@
-"""Evidence: what is kept of a bad step on the device until the host looks, and what it says.
+"""StepSnapshot: what is kept of a bad step on the device until the host looks, and what it says.
 
 A good step must not wait for the host, so nobody asks in the step whether it was bad. Each step copies its numbers into
 a small buffer on the device, a good one into a slot that nobody reads, a bad one into the next free slot:
@@ -23,7 +23,7 @@ KEPT = 4
 
 
 @dataclass
-class Evidence:
+class StepSnapshot:
     """Of one bad step, on the host. N arena rows, M microbatches of this rank.
 
     own [M, N]: this rank's amaxes after each microbatch; loss [M]: of each; amax [N]: of the step, over all ranks;
@@ -43,7 +43,7 @@ class Evidence:
         return int(bad.int().argmax()) if bad.any() else None
 
 
-class EvidenceKeeper:
+class SnapshotKeeper:
     """Keeps the evidence of bad steps of an arena. See the module docstring."""
 
     def __init__(self, arena: ScalingArena):
@@ -76,15 +76,15 @@ class EvidenceKeeper:
         self._committed.index_copy_(0, slot, committed[None])
         self._count += ~ok
 
-    def take(self) -> list[Evidence | None]:
+    def take(self) -> list[StepSnapshot | None]:
         """Of each bad step since the last call, in order; None where others stood in its place. Synchronises."""
         count = int(self._count)
         self._count.zero_()
         kept, rows, committed = self._kept.cpu(), self._rows.cpu(), self._committed.tolist()
-        found: list[Evidence | None] = [None] * count
+        found: list[StepSnapshot | None] = [None] * count
         for slot in range(min(count, KEPT)):
             step = count - 1 if slot == KEPT - 1 else slot
             own, loss = kept[slot, :, :-1].clone(), kept[slot, :, -1].clone()
             amax, scale = rows[slot].clone()
-            found[step] = Evidence(own, loss, amax, scale, committed[slot])
+            found[step] = StepSnapshot(own, loss, amax, scale, committed[slot])
         return found

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models import Losses
 from precision import begin_step
-from trainer.parallel.collectives import added_up, averaged, largest, share_of
+from trainer.parallel.collectives import all_max, all_mean, all_sum, local_share
 from trainer.step.engine import Engine
 from trainer.step.guard import Verdict
 from trainer.step.metrics import load_metrics
@@ -29,25 +29,25 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
     e.model.expect(tokens, len(tokens) // microbatch_size)
-    microbatches = share_of(tokens, e.world).to(e.device).split(microbatch_size)
+    microbatches = local_share(tokens, e.world).to(e.device).split(microbatch_size)
     seen: list[Losses] = []
-    e.evidence.begin(len(microbatches))
+    e.snapshot.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
         seen.append(e.microbatch(microbatch, i, len(microbatches)))
-        e.evidence.note(i, seen[-1].total)
+        e.snapshot.note(i, seen[-1].total)
 
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
-    means, load = averaged(means, e.world), added_up([load], e.world)[0]
-    largest(e.arena.amax, e.world)
+    means, load = all_mean(means, e.world), all_sum([load], e.world)[0]
+    all_max(e.arena.amax, e.world)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
     verdict = e.guard.judge(step, means, norms)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
     e.model.update_router_bias(load, verdict.ok)
-    e.evidence.keep(verdict.ok, e.guard.committed)
+    e.snapshot.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)
     e.guard.count(verdict)
     e.optimizer.zero_grad()

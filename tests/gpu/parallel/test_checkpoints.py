@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import Checkpointer, Part, read
+from trainer.checkpoint import Checkpointer, ShardView, read
 
 ROOT = Path(__file__).parents[3]
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cuda")
@@ -30,7 +30,7 @@ def test_training_waits_for_less_than_a_twentieth_of_a_save(tmp_path: Path) -> N
 
     weight = torch.ones(1 << 15, 1 << 15, device=DEVICE)
     checkpointer = Checkpointer(tmp_path, 1, note)
-    state = {"weight": Part(weight, weight.shape, (0, 0)), "step": torch.ones((), device=DEVICE)}
+    state = {"weight": ShardView(weight, weight.shape, (0, 0)), "step": torch.ones((), device=DEVICE)}
     checkpointer.reserve(state)
     for step in (1, 2):
         checkpointer.save(step, state, {})

@@ -13,28 +13,28 @@ import os, sys, time
 import torch, torch.distributed as dist
 from trainer.launch.liveness import heartbeat
 from trainer.launch.command_line import guarded
-from trainer.launch.liveness.rank_group import Crew
+from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import init
 from trainer.launch.signals import StopSignals
 
 heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
-crew = Crew()
+rank_group = RankGroup()
 
 def run():
-    crew.board(os.environ)
-    world = init(torch.device("cuda"), crew, 8)
+    rank_group.board(os.environ)
+    world = init(torch.device("cuda"), rank_group, 8)
     with StopSignals(world) as stop:
         for step in range(1, 6):
-            crew.step = step
+            rank_group.step = step
             if step == 3 and world.rank == 1:
                 time.sleep(1000)
             x = torch.ones(16, 64, device=world.device)
             dist.all_reduce(x)
             print(float(x.sum()))
             stop.agree()
-    crew.leave()
+    rank_group.leave()
 
-sys.exit(guarded(run, crew))
+sys.exit(guarded(run, rank_group))
 """
 
 

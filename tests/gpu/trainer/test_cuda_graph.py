@@ -13,7 +13,7 @@ from torch import Tensor
 
 from precision import gemm_layers
 from trainer.step.engine import Engine
-from trainer.step.microbatch import Eager, Graphed
+from trainer.step.microbatch import EagerMicrobatch, GraphedMicrobatch
 from trainer.step.train_step import train_step
 
 Engines = Callable[..., Engine]
@@ -137,13 +137,13 @@ def test_steps_wait_for_nothing_and_launch_the_same_addresses(engine: Engines) -
 def test_auto(engine: Engines, keys: list[str], graphed: bool) -> None:
     """By itself where the pass can be recorded and takes little memory."""
     e = engine("+recipe=fp8_delayed", "cuda_graph=auto", *keys)
-    assert isinstance(e.microbatch, Graphed if graphed else Eager)
+    assert isinstance(e.microbatch, GraphedMicrobatch if graphed else EagerMicrobatch)
 
 
 def test_what_cannot_be_recorded_runs_the_plain_way(engine: Engines) -> None:
     """With auto, after a warning: here experts that are multiplied group by group, which waits for their offsets."""
     plain, graphed = (engine("precision=fp32", *FAST) for _ in range(2))
-    graphed.microbatch = Graphed(graphed.model, must=False)
+    graphed.microbatch = GraphedMicrobatch(graphed.model, must=False)
     tokens = batches(plain)
     with pytest.warns(UserWarning, match="cuda_graph=auto: .* cannot be recorded .*; this run goes on without"):
         train_step(graphed, 1, tokens[0], 4)

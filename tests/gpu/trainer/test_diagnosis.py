@@ -32,7 +32,7 @@ def test_keeping_the_evidence_waits_for_nothing(engine: Callable[..., Engine], c
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [bool(verdict.ok) for verdict in verdicts] == [True] * 4 + [False, True]
-    (kept,) = e.evidence.take()
+    (kept,) = e.snapshot.take()
     assert kept is not None and kept.microbatch == 0 and kept.committed == 4
     assert e.guard.places[e.guard.first_place(kept.own[0], kept.loss[:1]) or 0].endswith("attn (forward)")
 
@@ -54,6 +54,6 @@ def test_a_bad_step_is_told_at_the_log_and_replayed(config: Configs, tmp_path: P
         assert event["windows"] == [first, first + 3] and f"replay_step.py {run} {step}" in event["message"]
     course = find(run, step, 10)
     done = replay(course, config_of(course, [], True), ROOT / "configs" / "precision" / "bf16.yaml", None)
-    bad = done.ours.sightings.first_bad
+    bad = done.ours.probe.first_bad
     assert bad is not None and (bad.name, bad.not_finite) == (event["tensor"], 1)
-    assert done.ours.sightings.bad_sequences == [0] and done.ours.place == f"{event['tensor']} (forward)"
+    assert done.ours.probe.bad_sequences == [0] and done.ours.place == f"{event['tensor']} (forward)"

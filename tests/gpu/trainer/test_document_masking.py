@@ -69,7 +69,7 @@ def test_a_run_with_evaluation_looks_and_a_shadow(config: Callable[..., Config],
     keys += ["health.every=2", "health.shadow_every=3", "logging.every=1", "logging.console.enabled=false"]
     keys += [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
     trainer = Trainer(config(*keys, "run.name=masked"))
-    assert trainer.parts.engine.model.end_of_text == trainer.parts.data.train.sidecar.end_of_text
+    assert trainer.run.engine.model.end_of_text == trainer.run.data.train.sidecar.end_of_text
     assert np.isfinite(trainer.train().validation_loss)
 
 

@@ -18,7 +18,7 @@ from trainer.health.health import Health
 from trainer.step import second_pass
 from trainer.step.engine import Engine
 from trainer.step.metrics import copy_to_host
-from trainer.step.microbatch import Graphed
+from trainer.step.microbatch import GraphedMicrobatch
 from trainer.step.train_step import train_step
 
 Engines = Callable[..., Engine]
@@ -111,7 +111,7 @@ def test_a_sampled_step_is_a_graph_from_the_second_one_on(engine: Engines, recip
         with sampling(casts):
             found.append(passes(e, tokens))
         seen.append((casts._parts.sum(1), kurtosis.sums.clone()))
-    assert isinstance(e.microbatch, Graphed) and set(e.microbatch._graphs) == {"first", "sampled"}
+    assert isinstance(e.microbatch, GraphedMicrobatch) and set(e.microbatch._graphs) == {"first", "sampled"}
     found.append(passes(e, tokens))
     assert torch.equal(casts._parts.sum(1), seen[-1][0]), "a pass that is not sampled shows nothing"
     for each in found:

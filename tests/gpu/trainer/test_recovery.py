@@ -29,7 +29,7 @@ def test_a_rewind_ends_where_a_run_without_the_data_does(
 ) -> None:
     keys = [*RUN, f"+recipe={recipe}", f"cuda_graph={graph}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
     trainer = Trainer(config(*keys, "run.name=rewound"))
-    guard, loader = trainer.parts.engine.guard, trainer.parts.loader
+    guard, loader = trainer.run.engine.guard, trainer.run.loader
     judge = guard.judge
 
     def told_otherwise(*step: object) -> Verdict:
@@ -37,15 +37,15 @@ def test_a_rewind_ends_where_a_run_without_the_data_does(
         return replace(verdict, ok=torch.zeros_like(verdict.ok)) if loader.served[0] in BAD else verdict
 
     guard.judge = told_otherwise  # type: ignore[method-assign]  # a graph cannot have a fault in one step
-    pointers = [p.data_ptr() for p in trainer.parts.engine.model.parameters()]
+    pointers = [p.data_ptr() for p in trainer.run.engine.model.parameters()]
     run = trainer.train().folder
-    assert [p.data_ptr() for p in trainer.parts.engine.model.parameters()] == pointers
+    assert [p.data_ptr() for p in trainer.run.engine.model.parameters()] == pointers
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (rollback,) = [event for event in events if event["kind"] == "rollback"]
     assert (rollback["step"], rollback["first"], rollback["to"]) == (10, 8, 6)
     assert loader.state_dict()["left_out"] == [[BAD.start, BAD.stop]]
     plain = Trainer(config(*keys, "run.name=plain"))
-    plain.parts.loader.leave_out([[BAD.start, BAD.stop]])
+    plain.run.loader.leave_out([[BAD.start, BAD.stop]])
     plain.train()
     ours, theirs = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

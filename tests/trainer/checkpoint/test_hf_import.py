@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.hf import shapes
-from trainer.checkpoint import Part, read
+from trainer.checkpoint import ShardView, read
 from trainer.checkpoint.manifest import seal, write_file
-from trainer.checkpoint.shard_view import PartSavePlanner
+from trainer.checkpoint.shard_view import ShardSavePlanner
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
@@ -60,8 +60,8 @@ def saved(path: Path, model: ModelConfig, state: dict[str, Tensor], ranks: int =
         for name, tensor in state.items():
             edges = [tensor.shape[0] * r // ranks for r in (rank, rank + 1)]
             offsets = (edges[0], *(0 for _ in tensor.shape[1:]))
-            parts[f"model/{name}"] = Part(tensor[edges[0] : edges[1]], tensor.shape, offsets)
-        planner = PartSavePlanner()
+            parts[f"model/{name}"] = ShardView(tensor[edges[0] : edges[1]], tensor.shape, offsets)
+        planner = ShardSavePlanner()
         planner.set_up_planner(parts)
         writer = SafetensorsWriter(path)
         writer.set_up_storage_writer(rank == 0, rank=rank)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import (
     Checkpointer,
-    Part,
+    ShardView,
     list_checkpoints,
     read,
     read_meta,
@@ -178,7 +178,7 @@ def test_host_buffers_are_reused(checkpointer: Checkpointer, monkeypatch: pytest
     seen: list[int] = []
     write = checkpointer._write
 
-    def spy(step: int, parts: dict[str, Part], *more: Any) -> None:
+    def spy(step: int, parts: dict[str, ShardView], *more: Any) -> None:
         seen.append(parts["weight"].data.data_ptr())
         write(step, parts, *more)
 

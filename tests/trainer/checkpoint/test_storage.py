@@ -47,7 +47,7 @@ def test_shards_are_read_and_written_on_another_world_size(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from trainer.checkpoint.checkpointer import save_parts
-    from trainer.checkpoint.shard_view import Part
+    from trainer.checkpoint.shard_view import ShardView
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
     source, target = tmp_path / "source", tmp_path / "target"
@@ -58,7 +58,7 @@ def test_shards_are_read_and_written_on_another_world_size(
         for layer, n in ((0, 5), (1, 3))
         for kind, tensor in (("weight", torch.randn(n, 8 if n == 5 else 5)), ("bias", torch.randn(n)))
     }  # 5 and 3 rows: uneven shards
-    save_parts(SafetensorsWriter(source), {name: Part.whole(tensor) for name, tensor in state.items()})
+    save_parts(SafetensorsWriter(source), {name: ShardView.whole(tensor) for name, tensor in state.items()})
     start_ranks(__file__, 2, source, target)
     back = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     load(back, storage_reader=SafetensorsReader(target), planner=DefaultLoadPlanner(False, False), no_dist=True)
@@ -71,10 +71,10 @@ def test_reading_into_another_dtype_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from trainer.checkpoint.checkpointer import save_parts
-    from trainer.checkpoint.shard_view import Part
+    from trainer.checkpoint.shard_view import ShardView
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
-    save_parts(SafetensorsWriter(tmp_path), {"t": Part.whole(torch.ones(3))})
+    save_parts(SafetensorsWriter(tmp_path), {"t": ShardView.whole(torch.ones(3))})
     into = {"t": torch.ones(3, dtype=torch.bfloat16)}
     with pytest.raises(CheckpointException, match=r"t was saved as torch.float32"):
         load(into, storage_reader=SafetensorsReader(tmp_path), planner=DefaultLoadPlanner(False, False), no_dist=True)

@@ -90,7 +90,7 @@ def main(folder: Path, attempt: str, last_step: int, microbatch: int, millisecon
     trainer = Trainer(
         SHARED["config_of"]([*RUN, *places, *share]), [], World(torch.device("cpu"), rank, rank, size, size)
     )
-    engine, run = trainer.parts.engine, trainer.parts.engine.microbatch
+    engine, run = trainer.run.engine, trainer.run.engine.microbatch
     log = (folder / f"seen-{attempt}-{rank}").open("w")
     log.write(f"{trainer.step}\n")
 
@@ -111,7 +111,7 @@ def main(folder: Path, attempt: str, last_step: int, microbatch: int, millisecon
     trainer.train()
     log.close()
     if rank == 0:
-        truth = trainer.parts.data.train
+        truth = trainer.run.data.train
         windows = truth.gather(np.arange(truth.num_windows(S)), S)
         (folder / "truth").write_text(json.dumps(windows.tolist()))
 

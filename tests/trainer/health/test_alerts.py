@@ -138,7 +138,7 @@ def test_alerts_can_be_off(config: Configs) -> None:
     try:
         run = trainer.train().folder
     except TrainingStopped:
-        run = trainer.parts.run.path
+        run = trainer.run.folder.path
     assert '"rule"' not in (run / "events.jsonl").read_text()
 
 

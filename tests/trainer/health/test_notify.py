@@ -13,7 +13,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.launch.liveness.heartbeat import News
-from trainer.run.run_folder import RunDir
+from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks, notify
 from trainer.sinks.notify import Notifier, is_told
 from trainer.step.guard import TrainingStopped
@@ -179,7 +179,7 @@ def test_a_run_tells_of_its_alerts_and_of_its_end(
 
 def test_a_run_that_is_told_to_stop_needs_no_word(server: Server, config: Callable[..., Config]) -> None:
     trainer = Trainer(config(f"health.alerts.webhook={server.url}", "trainer.max_steps=2"))
-    trainer.parts.close(TrainingStopped("stopped by SIGTERM", exit_code=143))
+    trainer.run.close(TrainingStopped("stopped by SIGTERM", exit_code=143))
     assert server.got == []
 
 
@@ -188,7 +188,7 @@ def test_the_end_of_a_job_of_many_ranks_is_told_once(
 ) -> None:
     """By whichever rank tells the news; not by what the failure of others makes of each rank's own end."""
     logging = config("run.name=many").logging
-    run = RunDir(tmp_path, "many", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
+    run = RunFolder(tmp_path, "many", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
     for rank in (0, 1):
         sinks = Sinks(logging, run, 10, None, rank, server.url, None, alone=False)
         if rank == 1:

@@ -24,7 +24,7 @@ import torch
 from trainer.checkpoint import (
     Checkpointer,
     CheckpointError,
-    Part,
+    ShardView,
     checkpoint_name,
     list_checkpoints,
     read,
@@ -95,7 +95,7 @@ def overrides(folder: Path, scene: Scene) -> list[str]:
 
 def train(scene: Scene, world: World, folder: Path) -> None:
     trainer = Trainer(config_of(overrides(folder, scene)), [], world)
-    loader, streams = trainer.parts.loader, folder / "streams"
+    loader, streams = trainer.run.loader, folder / "streams"
     streams.mkdir(exist_ok=True)
     following = loader.next
 
@@ -114,16 +114,16 @@ def copy(scene: Scene, world: World, folder: Path) -> None:
     """Resume, and save at once: bit for bit what was there."""
     trainer = Trainer(config_of(overrides(folder, scene)), [], world)
     copies = Checkpointer(folder / "copies", 0, quiet, world)
-    copies.save(trainer.step, trainer.parts.state(), {"size": world.size})
+    copies.save(trainer.step, trainer.run.state(), {"size": world.size})
     copies.close()
-    trainer.parts.close(None)
+    trainer.run.close(None)
 
 
 def held(world: World, folder: Path) -> None:
     """Time what saves cost: 128 MiB a rank."""
     rows = 1 << 13
     weight = torch.ones(rows, 1 << 12)
-    state = {"weight": Part(weight, torch.Size([rows * world.size, 1 << 12]), (rows * world.rank, 0))}
+    state = {"weight": ShardView(weight, torch.Size([rows * world.size, 1 << 12]), (rows * world.rank, 0))}
     costs: list[dict[str, Any]] = []
 
     def note(kind: str, step: int, message: str, **what: Any) -> None:
@@ -142,7 +142,7 @@ def held(world: World, folder: Path) -> None:
 def full(world: World, folder: Path) -> None:
     """The second save finds no room for rank 1's file."""
     weight = torch.ones(1 << 10, 1 << 10)
-    state = {"weight": Part(weight, torch.Size([2 << 10, 1 << 10]), (world.rank << 10, 0))}
+    state = {"weight": ShardView(weight, torch.Size([2 << 10, 1 << 10]), (world.rank << 10, 0))}
     heard: list[str] = []
 
     def note(kind: str, step: int, message: str, **what: Any) -> None:
@@ -166,7 +166,7 @@ def full(world: World, folder: Path) -> None:
 def broken(world: World, folder: Path) -> None:
     """Rank 1 meets with a bug as it saves."""
     dtype = torch.complex64 if world.rank == 1 else torch.float32
-    state = {"weight": Part(torch.ones(8, 8, dtype=dtype), torch.Size([16, 8]), (8 * world.rank, 0))}
+    state = {"weight": ShardView(torch.ones(8, 8, dtype=dtype), torch.Size([16, 8]), (8 * world.rank, 0))}
     checkpointer = Checkpointer(folder / "broken", 0, quiet, world)
     checkpointer.save(1, state, {})
     try:
@@ -323,10 +323,10 @@ def test_a_rank_reads_only_what_it_holds(played: Path, tmp_path: Path) -> None:
     for file in {piece["file"] for piece in pieces} - {pieces[0]["file"]}:
         (copy / file).unlink()
     offsets, shape = pieces[0]["offsets"], pieces[0]["shape"]
-    part = Part(torch.empty(shape), torch.Size(index[name]["shape"]), tuple(offsets))
+    part = ShardView(torch.empty(shape), torch.Size(index[name]["shape"]), tuple(offsets))
     box = tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
     nothing = {
-        other.removeprefix("model/"): Part(torch.empty(0), shape, (0,) * len(shape))
+        other.removeprefix("model/"): ShardView(torch.empty(0), shape, (0,) * len(shape))
         for other, shape in saved_shapes(source).items()
         if other.startswith("model/") and other != name
     }
@@ -357,7 +357,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoints_before(played: Path
     assert visible == [checkpoint_name(8), checkpoint_name(9)]
     assert any(path.name.startswith(".writing_") for path in (run / "checkpoints").iterdir())
     trainer = Trainer(config_of(overrides(played, Scene("killed", 1, (), 10))))
-    assert trainer.parts.run.first_step == 9
+    assert trainer.run.folder.first_step == 9
     trainer.train()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [checkpoint_name(9), checkpoint_name(10)]
 

@@ -128,8 +128,8 @@ def test_quantising_before_the_gather_is_quantising_after_it(seen: dict[int, dic
         for key in ("operands", "loss", "norm", "amax", "scale", "validation"):
             assert mine[key] == theirs[key], key
         stay = {"stays"} if name == "delayed spread" else set()  # experts that no other rank has
-        assert set(theirs["wires"]) == {"Wire"} | stay
-        travels = mine["wires"].count("Fp8Wire")
+        assert set(theirs["wires"]) == {"GatherFormat"} | stay
+        travels = mine["wires"].count("Fp8GatherFormat")
         some = "block" in name or "spread" in name
         assert travels > 0 if some else travels == len(mine["wires"])
 

@@ -71,13 +71,13 @@ def main(out: Path) -> None:
         return cast(master, *args, transposed=transposed)
 
     cuda.transpose_weight, cuda.cast_weight = count, count_experts
-    quantise = gather.Fp8Wire._quantised
+    quantise = gather.Fp8GatherFormat._quantised
 
-    def count_part(self: gather.Fp8Wire, shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    def count_part(self: gather.Fp8GatherFormat, shape: torch.Size) -> tuple[torch.Tensor, ...]:
         made["quantised"] += 1
         return quantise(self, shape)
 
-    gather.Fp8Wire._quantised = count_part
+    gather.Fp8GatherFormat._quantised = count_part
     seen = {name: train(keys, world, made) for name, keys in CASES.items()}
     if rank == 0:
         out.write_text(json.dumps(seen))

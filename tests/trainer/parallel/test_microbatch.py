@@ -10,7 +10,7 @@ import torch
 from trainer.config import Config
 from trainer.forecast.preflight import check
 from trainer.step.engine import build_engine
-from trainer.step.microbatch import Eager
+from trainer.step.microbatch import EagerMicrobatch
 
 Configs = Callable[..., Config]
 
@@ -38,4 +38,4 @@ def test_a_machine_without_a_gpu_is_refused_before_memory_is_taken(config: Confi
 def test_auto_is_the_plain_way_without_a_gpu(config: Configs) -> None:
     made = config("cuda_graph=auto", "trainer.device=cpu")
     check(made)
-    assert isinstance(build_engine(made, torch.device("cpu")).microbatch, Eager)
+    assert isinstance(build_engine(made, torch.device("cpu")).microbatch, EagerMicrobatch)

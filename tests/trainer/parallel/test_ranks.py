@@ -22,7 +22,7 @@ from precision.backends.reference import ReferenceBackend
 from trainer.config import Config, Recompute, load
 from trainer.launch.world import World
 from trainer.parallel.blocks import parallelize
-from trainer.parallel.gather import Fp8Wire, Wire
+from trainer.parallel.gather import Fp8GatherFormat, GatherFormat
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
@@ -108,9 +108,9 @@ counted: Counter[str] = Counter()
 
 def count() -> None:
     """How often a weight is gathered, how often one of experts, and how often one of experts is quantised."""
-    for kind in (Wire, Fp8Wire):
+    for kind in (GatherFormat, Fp8GatherFormat):
 
-        def arrive(self: Wire, *args: Any, inner: Callable = kind._arrive, **out: Any) -> Any:
+        def arrive(self: GatherFormat, *args: Any, inner: Callable = kind._arrive, **out: Any) -> Any:
             counted["arrived"] += 1
             counted["experts"] += isinstance(self._layer, GroupedLinear)
             return inner(self, *args, **out)

@@ -38,7 +38,7 @@ def main(rank: int, folder: Path) -> None:
     places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
     inject = "debug.inject={step: 1, steps: 99, where: loss, value: 1e6, windows: [16, 24]}"
     trainer = Trainer(config_of([*RUN, *places, inject]), [], World(torch.device("cpu"), rank, rank, RANKS, RANKS))
-    parts, engine = trainer.parts, trainer.parts.engine
+    parts, engine = trainer.run, trainer.run.engine
     assert engine.injector is not None
     spoilt, values = engine.injector.loss, iter([1e6, float("nan")])
 

@@ -39,9 +39,9 @@ def event_of(config: Config, steps: int = 2) -> tuple[Trainer, dict[str, Any]]:
     trainer = Trainer(config)
     for step in range(1, steps + 1):
         trainer.step = step
-        trainer._step(trainer.parts.loader.next())
-    trainer.parts.close(None)
-    lines = (trainer.parts.run.path / "events.jsonl").read_text().splitlines()
+        trainer._step(trainer.run.loader.next())
+    trainer.run.close(None)
+    lines = (trainer.run.folder.path / "events.jsonl").read_text().splitlines()
     (event,) = [entry for line in lines if (entry := json.loads(line))["kind"] == "nonfinite"]
     return trainer, event
 
@@ -51,7 +51,7 @@ def fault(where: str, value: str = "nan") -> str:
 
 
 def text_at(trainer: Trainer, tokens: list[int]) -> str:
-    data = trainer.parts.data
+    data = trainer.run.data
     return load_tokenizer(data.tokenizer_path).decode(data.train.tokens[tokens[0] : tokens[1] + 1].tolist())
 
 
@@ -77,7 +77,7 @@ def test_one_number_is_found(config: Configs, where: str, value: str) -> None:
     assert (event["rank"], event["microbatch"], event["windows"]) == (0, 0, [4, 4]), "the first sequence of step 2"
     (tokens,) = event["tokens"]
     assert tokens[1] - tokens[0] == 24
-    window = trainer.parts.loader.windows_at(np.array([4]))[0]
+    window = trainer.run.loader.windows_at(np.array([4]))[0]
     assert tokens[0] == window * 24
     assert text_at(trainer, tokens).startswith(event["text"].removesuffix("..."))
     message = event["message"]
@@ -97,16 +97,16 @@ def test_what_no_text_is_to_blame_for_names_none(config: Configs, where: str, va
 def test_a_scale_that_was_left_behind_is_named(config: Configs) -> None:
     """What goes into a projection grows out of BF16; another tensor has eight times the scale that would fit it."""
     trainer = Trainer(config(*FP8))
-    engine = trainer.parts.engine
+    engine = trainer.run.engine
     trainer.step = 1
-    trainer._step(trainer.parts.loader.next())
+    trainer._step(trainer.run.loader.next())
     engine.arena.scale[engine.arena.names.index("layers.0.ffn.down:input")] *= 8
     scale = float(engine.arena.scale[engine.arena.names.index("layers.0.attn.o:input")])
     engine.model.layers[0].attn.o.register_forward_pre_hook(lambda m, args: (args[0] * 1e39,))  # type: ignore
     trainer.step = 2
-    trainer._step(trainer.parts.loader.next())
-    trainer.parts.close(None)
-    lines = (trainer.parts.run.path / "events.jsonl").read_text().splitlines()
+    trainer._step(trainer.run.loader.next())
+    trainer.run.close(None)
+    lines = (trainer.run.folder.path / "events.jsonl").read_text().splitlines()
     event = json.loads(lines[-1])
     assert event["module"] == "layers.0.attn.o" and event["tensor"] == "layers.0.attn.o:input", event
     assert event["scale"] == pytest.approx(scale) and event["limit"] == 448.0
@@ -132,12 +132,12 @@ def poison(engine: Any, sequences: Tensor, times: int = 1 << 30) -> None:
 def test_a_later_microbatch_and_its_text(config: Configs) -> None:
     """The third sequence of four: one of the data, so that it comes again where it is read again."""
     trainer = Trainer(config(*FP8))
-    tokens = trainer.parts.loader.next()
-    poison(trainer.parts.engine, tokens[2:3])
+    tokens = trainer.run.loader.next()
+    poison(trainer.run.engine, tokens[2:3])
     trainer.step = 1
     trainer._step(tokens)
-    trainer.parts.close(None)
-    event = json.loads((trainer.parts.run.path / "events.jsonl").read_text().splitlines()[-1])
+    trainer.run.close(None)
+    event = json.loads((trainer.run.folder.path / "events.jsonl").read_text().splitlines()[-1])
     assert (event["microbatch"], event["windows"]) == (1, [2, 2])
     assert event["elements"] == 24 * 64 and event["of"] == 2 * 24 * 64
     assert text_at(trainer, event["tokens"][0]).startswith(event["text"].removesuffix("..."))
@@ -145,12 +145,12 @@ def test_a_later_microbatch_and_its_text(config: Configs) -> None:
 
 def test_what_does_not_come_again_is_said(config: Configs) -> None:
     trainer = Trainer(config(*FP8))
-    tokens = trainer.parts.loader.next()
-    poison(trainer.parts.engine, tokens[2:3], times=1)
+    tokens = trainer.run.loader.next()
+    poison(trainer.run.engine, tokens[2:3], times=1)
     trainer.step = 1
     trainer._step(tokens)
-    trainer.parts.close(None)
-    event = json.loads((trainer.parts.run.path / "events.jsonl").read_text().splitlines()[-1])
+    trainer.run.close(None)
+    event = json.loads((trainer.run.folder.path / "events.jsonl").read_text().splitlines()[-1])
     assert event["elements"] == 0 and event["windows"] == [2, 3]
     assert "finite when the same microbatch ran again" in event["message"]
 

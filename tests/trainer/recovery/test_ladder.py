@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
-from trainer.recovery.ladder import Dropped, Ladder, Rewind
+from trainer.recovery.ladder import Ladder, Rewind, SkippedStep
 
 
 def ladder(folder: Path, margin: int = 0) -> Ladder:
@@ -23,25 +23,25 @@ REWIND = Rewind(step=10, first=8, to=6, attempt=1, windows=[[28, 40]], lr_factor
 def test_the_margin_is_left_out_on_both_sides(tmp_path: Path, margin: int, windows: list[list[int]]) -> None:
     ours = ladder(tmp_path, margin)
     for step, begin in ((2, 4), (6, 20), (7, 24)):
-        ours.note(Dropped(step, begin, begin + 4, "loss (forward)"))
+        ours.note(SkippedStep(step, begin, begin + 4, "loss (forward)"))
     assert ours.exhausted and ours._left_out() == windows
 
 
 def test_a_committed_step_ends_a_row(tmp_path: Path) -> None:
     ours = ladder(tmp_path)
     for step in range(1, 10):
-        ours.note(None if step % 3 == 0 else Dropped(step, 0, 4, "loss (forward)"))
+        ours.note(None if step % 3 == 0 else SkippedStep(step, 0, 4, "loss (forward)"))
         assert not ours.exhausted
-    assert ours.row == []
+    assert ours.streak == []
 
 
 def test_rewinds_and_the_row_survive(tmp_path: Path) -> None:
     ours, events = ladder(tmp_path), []
     ours.write(REWIND, lambda *event, **what: events.append(event))
-    ours.note(Dropped(12, 48, 52, "loss (forward)"))
+    ours.note(SkippedStep(12, 48, 52, "loss (forward)"))
     other = ladder(tmp_path)
     other.load_state_dict(ours.state_dict(), other.read())
-    assert other.row == ours.row and other.rewinds == [REWIND] and not events
+    assert other.streak == ours.streak and other.rewinds == [REWIND] and not events
     assert other.left_out == [[28, 40]] and other.lowered == (0.5, 17)
     assert ladder(tmp_path / "other").read() == [] and ladder(tmp_path / "other").lowered == (1.0, 0)
 

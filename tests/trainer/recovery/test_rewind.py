@@ -39,7 +39,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 def without_the_bad_data(config: Config) -> Path:
     """The run of a loader that leaves the windows out from the start."""
     trainer = Trainer(config)
-    trainer.parts.loader.leave_out([[28, 40]])
+    trainer.run.loader.leave_out([[28, 40]])
     return trainer.train().folder
 
 
@@ -55,7 +55,7 @@ def test_a_rewind_ends_with_the_bits_of_a_run_that_never_read_the_data(config: C
     assert "back to step_00000006" in event["message"] and "(backward)" in event["message"]
     assert [line["step"] for line in events(run, "nonfinite")] == [8, 9, 10], "events stay"
     assert lines(run / "metrics.jsonl")[-2]["recovery/rewinds"] == 1
-    assert trainer.parts.loader.state_dict()["left_out"] == [[28, 40]]
+    assert trainer.run.loader.state_dict()["left_out"] == [[28, 40]]
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == [f"step_{step:08d}" for step in (3, 6, 9, 12, 13)], "step 9 is saved on the way back only"
 
@@ -68,7 +68,7 @@ def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
     original = trainer._step
 
     def dies(tokens: Tensor) -> None:
-        if trainer.parts.ladder.rewinds:
+        if trainer.run.ladder.rewinds:
             raise MemoryError
         original(tokens)
 
@@ -78,8 +78,8 @@ def test_a_crash_right_after_a_rewind_forgets_nothing(config: Configs) -> None:
     again = Trainer(config(*keys))
     assert again.step == 6
     run = again.train().folder
-    assert bitwise(run) == bitwise(through) and len(again.parts.ladder.rewinds) == 1
-    schedule = again.parts.engine.optimizer.schedule
+    assert bitwise(run) == bitwise(through) and len(again.run.ladder.rewinds) == 1
+    schedule = again.run.engine.optimizer.schedule
     schedule.lower(1.0, 0)
     rates = [
         line["optim/lr"] / float(schedule.at(torch.tensor(line["step"] - 1)))
@@ -114,11 +114,11 @@ def test_another_trouble_begins_at_the_first_rung(config: Configs) -> None:
     twice = "debug.inject={step: 1, steps: 99, where: loss, value: nan, windows: [12, 60]}"
     keys = (*RUN, "recovery.max_consecutive_skips=1", "recovery.rewind.max=1", "trainer.max_steps=14")
     trainer = Trainer(config(*keys, twice))
-    data = trainer.parts.engine.injector.data  # type: ignore[union-attr]
-    trainer.parts.engine.injector.data = lambda windows: data(windows[(windows < 20) | (windows >= 52)])  # type: ignore
+    data = trainer.run.engine.injector.data  # type: ignore[union-attr]
+    trainer.run.engine.injector.data = lambda windows: data(windows[(windows < 20) | (windows >= 52)])  # type: ignore
     run = trainer.train().folder
     assert [(line["first"], line["to"], line["attempt"]) for line in events(run, "rollback")] == [(4, 3, 1), (12, 9, 1)]
-    assert trainer.parts.loader.state_dict()["left_out"] == [[12, 20], [52, 60]]
+    assert trainer.run.loader.state_dict()["left_out"] == [[12, 20], [52, 60]]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ SPIKES = ("recovery.spikes.enabled=true", "recovery.spikes.window=8", "recovery.
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """All that a dropped step must leave alone."""
-    e = trainer.parts.engine
+    e = trainer.run.engine
     watch = e.guard._spikes
     assert watch is not None
     tensors = {f"model.{k}": v for k, v in e.model.state_dict().items()} | watch.state_dict()

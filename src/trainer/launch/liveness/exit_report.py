@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 OWN_CODE = Path(__file__).resolve().parents[1]
-_WATCHES = ("crew.py", "postmortem.py")
+_OWN_FILES = ("rank_group.py", "exit_report.py")
 
 
 def how_it_ended(process: int, descriptor: int | None) -> str:
@@ -87,14 +87,14 @@ def _first_pending(record: bytes | str, seconds: float = 0.0) -> str | None:
 
 
 def waited_in(error: BaseException) -> str:
-    """The collective operation that has run out of time: `all_reduce, at totals.py:33 in added_up`, from the traceback.
+    """The collective operation that has run out of time: `all_reduce, at totals.py:33 in all_sum`, from the traceback.
 
     The operation is the innermost function of torch.distributed, the line the innermost one of our own code.
     """
     operation, where = "", "?"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if file.is_relative_to(OWN_CODE) and file.name not in _WATCHES:
+        if file.is_relative_to(OWN_CODE) and file.name not in _OWN_FILES:
             operation, where = "", f"{file.name}:{line} in {function}"
         elif "torch/distributed/" in file.as_posix() and function not in ("wrapper", "wait"):
             operation = f"{function}, at "
@@ -105,7 +105,7 @@ def place(frame: FrameType | None) -> str:
     """The innermost line of our own code that a thread is at: `trainer.py:57 in train`."""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(OWN_CODE) and file.name not in _WATCHES:
+        if file.is_relative_to(OWN_CODE) and file.name not in _OWN_FILES:
             return f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"

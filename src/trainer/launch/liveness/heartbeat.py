@@ -1,4 +1,4 @@
-"""The watch: a thread of each process that sees to it that nobody waits for one that is gone. See `crew`."""
+"""The watch: a thread of each process that sees to it that nobody waits for one that is gone. See `rank_group`."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ class News:
 
 
 class Watched(Protocol):
-    """What the watch asks of its process: see `crew.Crew`."""
+    """What the watch asks of its process: see `rank_group.RankGroup`."""
 
     launch: Launch
     step: int
@@ -64,15 +64,15 @@ class Watch(threading.Thread):
     main, until all have met, may wait in C++ for one that never comes.
     """
 
-    def __init__(self, crew: Watched, store: "TCPStore") -> None:
+    def __init__(self, rank_group: Watched, store: "TCPStore") -> None:
         super().__init__(name="watch", daemon=True)
-        self._crew, self._store, self._stopping = crew, store, False
+        self._crew, self._store, self._stopping = rank_group, store, False
         self._poll = select.poll()
         self._wake, self.waker = os.pipe()
         os.set_blocking(self.waker, False)
         self._told: tuple[int, float] | None = None  # a signal, and when main should have ended
         self._poll.register(self._wake, select.POLLIN)
-        launch = crew.launch
+        launch = rank_group.launch
         first = launch.rank - launch.local_rank
         self._strangers = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
         self._neighbours: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process
@@ -86,7 +86,7 @@ class Watch(threading.Thread):
         os.write(self.waker, b"\0")
         self.join()
 
-    def end_the_deaf(self, rank: int) -> None:
+    def kill_unresponsive(self, rank: int) -> None:
         """End a neighbour that the news does not reach: a stopped process, for which the launcher would wait."""
         descriptor = next((key for key, (neighbour, _) in self._neighbours.items() if neighbour == rank), None)
         if descriptor is None:

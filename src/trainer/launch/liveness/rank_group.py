@@ -58,7 +58,7 @@ def stopping() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears else [])]
 
 
-class Crew:
+class RankGroup:
     """This process's part in the job.
 
     step: the last one it has begun; 0: none yet. told: number of the signal that told it to stop before it trained; 0:
@@ -293,7 +293,7 @@ class Crew:
         while not self._store.check(others) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 25)
         if self._watch is not None:
-            self._watch.end_the_deaf(news.rank)
+            self._watch.kill_unresponsive(news.rank)
 
     def _tell(self, news: News) -> None:
         for listener in self.on_end:
