@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.diff import changes, configs_before, flat
+from trainer.config_diff import changes, configs_before, flat
 from trainer.launch.command_line import Parser, guarded
 
 CONFIG, METRICS = (

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+SOURCE = Path(__file__).resolve().parents[1]
+"""The folder of Octet's own packages."""
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """What writing to a full disk raises."""
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.config.diff import changes, configs_before, flat
+from trainer.config_diff import changes, configs_before, flat
 
 
 def test_nested_mappings_become_keys_joined_by_dots() -> None:

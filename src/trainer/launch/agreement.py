@@ -8,15 +8,13 @@ import hashlib
 import platform
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from trainer.config import Config
-from trainer.config.diff import flat
+from trainer.config_diff import flat
+from trainer.files import SOURCE
 from trainer.launch.world import World
-
-OWN_CODE = Path(__file__).resolve().parents[1]
 
 
 def agree(world: World, config: Config, plan: str) -> None:
@@ -47,8 +45,8 @@ def agree(world: World, config: Config, plan: str) -> None:
 
 
 def _versions() -> dict[str, str]:
-    sources = sorted(OWN_CODE.rglob("*.py"))
-    code = _hash(b"".join(source.relative_to(OWN_CODE).as_posix().encode() + source.read_bytes() for source in sources))
+    sources = sorted(SOURCE.rglob("*.py"))
+    code = _hash(b"".join(source.relative_to(SOURCE).as_posix().encode() + source.read_bytes() for source in sources))
     return {"torch": torch.__version__, "python": platform.python_version(), "the source code of octet": code}
 
 

@@ -36,13 +36,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.files import FULL
+from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 ALONE = Launch()
-OWN_CODE = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -212,7 +211,7 @@ def _own_warnings_in_one_line() -> Iterator[None]:
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
-        ours = Path(file).is_relative_to(OWN_CODE)
+        ours = Path(file).is_relative_to(SOURCE)
         return f"octet: {message}\n" if ours else usual(message, category, file, number, line)
 
     warnings.formatwarning = plain
@@ -286,7 +285,7 @@ def _on_purpose(error: BaseException, main: Callable[[], None]) -> bool:
     """Whether an error comes from a raise statement of ours (src/, or main's file), not from a library or a bug."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     source = Path(frame.filename).resolve()
-    ours = source.is_relative_to(OWN_CODE) or source == Path(inspect.getfile(main)).resolve()
+    ours = source.is_relative_to(SOURCE) or source == Path(inspect.getfile(main)).resolve()
     return ours and linecache.getline(frame.filename, frame.lineno or 0).lstrip().startswith("raise")
 
 

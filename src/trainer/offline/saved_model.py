@@ -23,7 +23,7 @@ from precision.hardware import detect
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read
 from trainer.checkpoint.reading import STATE
 from trainer.config import RECIPE, Config, load
-from trainer.config.diff import configs_before
+from trainer.config_diff import configs_before
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id
 from trainer.forecast.preflight import check_sizes

@@ -42,8 +42,8 @@ from trainer.checkpoint import (
     set_aside_after,
     verify,
 )
-from trainer.config.diff import changes
 from trainer.config.paths import anchored
+from trainer.config_diff import changes
 from trainer.files import replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.lock import is_in_place, take_lock

@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-OWN_CODE = Path(__file__).resolve().parents[1]
+from trainer.files import SOURCE
+
 _OWN_FILES = ("rank_group.py", "exit_report.py")
 
 
@@ -94,7 +95,7 @@ def waited_in(error: BaseException) -> str:
     operation, where = "", "?"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, function = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if file.is_relative_to(OWN_CODE) and file.name not in _OWN_FILES:
+        if file.is_relative_to(SOURCE) and file.name not in _OWN_FILES:
             operation, where = "", f"{file.name}:{line} in {function}"
         elif "torch/distributed/" in file.as_posix() and function not in ("wrapper", "wait"):
             operation = f"{function}, at "
@@ -105,7 +106,7 @@ def place(frame: FrameType | None) -> str:
     """The innermost line of our own code that a thread is at: `trainer.py:57 in train`."""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(OWN_CODE) and file.name not in _OWN_FILES:
+        if file.is_relative_to(SOURCE) and file.name not in _OWN_FILES:
             return f"{file.name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
