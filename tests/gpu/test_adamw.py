@@ -152,7 +152,7 @@ def test_the_optimizer_uses_it(clip: float | None, monkeypatch: pytest.MonkeyPat
         return model, Optimizer(model, {"0.bias"}, replace(CONFIG, clip=clip, eps=1e-4), 100, torch.device("cuda"))
 
     model, optimizer = made()
-    monkeypatch.setattr("trainer.optim._has_kernel", lambda device: False)
+    monkeypatch.setattr("trainer.optim.adamw._has_kernel", lambda device: False)
     twin, plain = made()
     assert optimizer._kernel is not None and plain._kernel is None
     for step in range(6):

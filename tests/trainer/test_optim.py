@@ -133,7 +133,7 @@ def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton")
     config = replace(CONFIG, eps=1e-3)
     twin, plain = model_and_optimizer(config)
-    monkeypatch.setattr("trainer.optim._has_kernel", lambda device: True)
+    monkeypatch.setattr("trainer.optim.adamw._has_kernel", lambda device: True)
     model, optimizer = model_and_optimizer(config)
     assert optimizer._kernel is not None and plain._kernel is None
     for step in range(6):
