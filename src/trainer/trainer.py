@@ -56,7 +56,7 @@ class Trainer:
     def __init__(self, config: Config, overrides: list[str] | None = None, world: World | None = None):
         self.config = config
         self.run: Run = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
-        self.ster = self.run.folder.first_step
+        self.step = self.run.folder.first_step
         self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
         self._latest: StepResult | None = None
         per_token = flops_per_token(config.model, config.trainer.sequence_length)

@@ -1,6 +1,6 @@
 """A run without a model, for tests of what its processes owe each other: real folder, sinks, signals and groups.
 
-    torchrun --nproc_per_node=2 tests/trainer/crew_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
+    torchrun --nproc_per_node=2 tests/trainer/launch/ranks_program.py FOLDER NAME FAULT [STEPS [TIMEOUT]]
 
 FAULT happens in step 3, on rank 1 or on the one named: kill, kill:0, bug, mistake, mistake:all, exit, hang, freeze,
 memory; lag: as hang, and rank 0 waits for a device, not for rank 1. absent, wrong: rank 1 is killed, or refuses, before

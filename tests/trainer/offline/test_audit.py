@@ -16,7 +16,7 @@ from trainer.config import Moments, OptimConfig, Schedule
 from trainer.offline.audit import Finding, audit
 from trainer.optim.adamw import Optimizer
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "precision"
+CONFIGS = Path(__file__).parents[3] / "configs" / "precision"
 MODEL = ModelConfig(
     hidden_size=128, num_layers=2, num_heads=2, kv_lora_rank=64, q_lora_rank=64, intermediate_size=160,
     moe_intermediate_size=48, num_experts=4, vocab_size=64,

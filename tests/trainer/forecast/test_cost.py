@@ -15,7 +15,7 @@ from trainer.config import Config, Switch, load
 from trainer.forecast.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
 from trainer.parallel.mesh import Degrees
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 H200S = Machine(gpus=8, per_node=8, memory=139 * 2**30, flops=500e12, node_link=350e9, network=45e9)
 EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 1408

@@ -18,10 +18,10 @@ import torch
 from trainer.launch.launcher import Launch
 from trainer.launch.world import World
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 QUIET = [sys.executable, str(ROOT / "scripts" / "launch" / "torchrun.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-CREW = str(ROOT / "tests" / "trainer" / "crew_program.py")
+PROGRAM = str(ROOT / "tests" / "trainer" / "launch" / "ranks_program.py")
 TRAIN = str(ROOT / "train.py")
 Start = Callable[..., Any]
 Run = Callable[..., tuple[int, str, str]]
@@ -129,7 +129,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run: Run):
     began = time.monotonic()
-    code, out, err = run([*QUIET, *TWO, CREW, "runs", "a", fault], tmp_path)
+    code, out, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault], tmp_path)
     expected, says = FAULTS[fault]
     folder = tmp_path / "runs" / "a"
     assert code == expected and time.monotonic() - began < 60, err
@@ -160,13 +160,13 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run
 )
 def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: int, says: str, tmp_path: Path, run: Run):
     began = time.monotonic()
-    code, _, err = run([*QUIET, *TWO, CREW, "runs", "a", fault, "6", "300"], tmp_path)
+    code, _, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault, "6", "300"], tmp_path)
     assert code == expected and time.monotonic() - began < 25, "torchrun waits for 30 s"
     assert re.fullmatch(says, re.sub(r"process \d+", "process N", " ".join(said(err)))), err
 
 
 def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Path, start: Start):
-    process = start([*QUIET, *TWO, CREW, "runs", "a", "waits", "6", "300"], tmp_path)
+    process = start([*QUIET, *TWO, PROGRAM, "runs", "a", "waits", "6", "300"], tmp_path)
     for rank in range(2):
         wait_for(tmp_path / "runs" / f"rank{rank}", process)
     time.sleep(1)  # until rank 0 is there

@@ -1,6 +1,6 @@
 """Precision plans of real models, as text: a change of any row shows in a diff.
 
-To accept a change: python tests/trainer/test_golden_plans.py
+To accept a change: python tests/trainer/forecast/test_golden_plans.py
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from models import DeepSeek
 from precision import Plan
 from trainer.config import load
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
     *(("deepseek_tiny", precision) for precision in ("fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block")),

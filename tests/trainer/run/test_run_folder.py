@@ -98,7 +98,7 @@ def snapshot(path: Path) -> dict[str, bytes]:
 
 
 def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
-    with initialize_config_dir(str(Path(__file__).parents[2] / "configs"), version_base=None):
+    with initialize_config_dir(str(Path(__file__).parents[3] / "configs"), version_base=None):
         overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
         config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
     run = RunFolder.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}}, World(torch.device("cpu")))

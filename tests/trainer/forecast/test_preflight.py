@@ -21,7 +21,7 @@ from trainer.trainer import Trainer
 
 Make = Callable[..., Config]
 PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
 
 

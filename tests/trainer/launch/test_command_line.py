@@ -19,7 +19,7 @@ from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
 from trainer.step.guard import TrainingStopped
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

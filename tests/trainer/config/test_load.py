@@ -25,7 +25,7 @@ from trainer.config import Config, Schedule, Switch, Where, load
 from trainer.config.schema import keys_of, nearest
 from trainer.forecast.preflight import check
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 GROUPS = {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONFIGS.iterdir() if folder.is_dir()}
 RECIPES = GROUPS["recipe"]
 CHOICES = [f"{'+' if group == 'recipe' else ''}{group}={name}" for group, names in GROUPS.items() for name in names]
