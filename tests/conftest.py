@@ -34,6 +34,10 @@ if not torch.cuda.is_available():
 
 from precision import PrecisionConfig
 
+# ranks that run a test's file as a program import from there, too
+SUPPORT = str(Path(__file__).with_name("support"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))
+
 # A run freezes what lives long, and looks at all of it before: in a process of many runs, once in a while is enough.
 _unfreeze, _runs = gc.unfreeze, itertools.count(1)
 gc.unfreeze = lambda: _unfreeze() if next(_runs) % 25 == 0 else None
@@ -204,15 +208,15 @@ def start_ranks(programs: Programs) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def ask_ranks(
     start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, Iterable[int]], dict[int, Any]]:
-    """ask_ranks(program, sizes): what a program that runs as so many ranks writes as JSON into the file that it is
-    given, by their number."""
+) -> Callable[..., dict[int, Any]]:
+    """ask_ranks(program, sizes, *words): what a program that runs as so many ranks writes as JSON into the file that it
+    is given, by their number."""
 
-    def ask(program: str, sizes: Iterable[int]) -> dict[int, Any]:
+    def ask(program: str, sizes: Iterable[int], *words: str) -> dict[int, Any]:
         said = {}
         for size in sizes:
             out = tmp_path_factory.mktemp("ranks") / "said.json"
-            start_ranks(program, size, out)
+            start_ranks(program, size, out, *words)
             said[size] = json.loads(out.read_text())
         return said
 

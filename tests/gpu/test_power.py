@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.health.nvml import Gpu, Unavailable, find
 from trainer.health.power import Sampler
 from trainer.trainer import Trainer
@@ -99,8 +98,7 @@ def test_a_run_has_them(gpu: Gpu, tmp_path: Path) -> None:
         *("trainer.max_steps=120", "logging.every=20", "checkpoint.every=0", "compile.enabled=false"),
         *("health.power.seconds=0.1", "health.power.enabled=true", "logging.console.enabled=false"),
     ]
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        Trainer(load(compose("train", overrides=overrides))).train()
+    Trainer(config_of(overrides)).train()
     lines = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "gpu/power_watts" in line]
     print(json.dumps({key: value for key, value in lines[-1].items() if key.startswith("gpu/")}, indent=1))

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
 from precision.backends.availability import te_missing
 from trainer.checkpoint import read
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.forecast.preflight import check
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(te_missing() is not None, reason=f"needs Transformer Engine: {te_missing()}")
-CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = {
     "model.vocab_size": 320,
     "model.hidden_size": 128,
@@ -56,9 +55,8 @@ def config(tmp_path: Path) -> Make:
     places = [f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path / 'runs'}"]
 
     def build(*more: str) -> Config:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            common = [f"{key}={value}" for key, value in SMALL.items()]
-            return load(compose("train", overrides=[*common, *places, *more]))
+        common = [f"{key}={value}" for key, value in SMALL.items()]
+        return config_of([*common, *places, *more])
 
     return build
 

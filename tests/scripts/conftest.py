@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "model.vocab_size=320", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.kv_lora_rank=32",
     "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
@@ -39,8 +37,7 @@ class SmallRuns:
     def train(folder: Path, name: str, *keys: str) -> Path:
         """FOLDER/NAME, a run on FOLDER/text."""
         places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = load(compose("train", [*SMALL, *places, f"run.name={name}", *keys]))
+        config = config_of([*SMALL, *places, f"run.name={name}", *keys])
         return Trainer(config).train().folder
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fp8": ["+recipe=fp8_delayed"],
         "elsewhere": ["+recipe=bf16", f"data.path={folder / 'other'}"],
     }
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for name, overrides in wanted.items():
-            places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-            Trainer(load(compose("train", [*SMALL, *places, f"run.name={name}", *overrides]))).train()
+    for name, overrides in wanted.items():
+        places = [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+        Trainer(config_of([*SMALL, *places, f"run.name={name}", *overrides])).train()
     return folder
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from composed import config_of
 
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.config.data import MixEntry
 from trainer.config.paths import anchored
 from trainer.data import Source
@@ -58,10 +59,7 @@ def test_a_run_is_used_from_anywhere(small_runs: Any, run_python: Run, tmp_path:
 
 @pytest.fixture
 def config(small_runs: Any) -> Config:
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return load(compose("train", small_runs.words))
+    return config_of(small_runs.words)
 
 
 def test_what_is_no_path_stays(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import Config, load
+from trainer.config import Config
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = [
     "model.vocab_size=320",
     "model.hidden_size=64",
@@ -59,12 +58,6 @@ def overrides(corpus: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFac
         return [*SMALL, *places, *more]
 
     return build
-
-
-def config_of(overrides: list[str]) -> Config:
-    """The config that train.py would get."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load(compose("train", overrides=overrides))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from trainer.config import Config
 from trainer.run.resume_source import check_origin
@@ -130,9 +131,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_block"])
+@pytest.mark.parametrize(
+    ("recipe", "where", "value"), pairwise(["bf16", "fp8_delayed", "fp8_block"], [*PLACES], ["nan", "inf"])
+)
 def test_a_bad_step_changes_nothing_and_is_told(config: Configs, recipe: str, where: str, value: str) -> None:
     cfg = config(
         f"+recipe={recipe}", f"debug.inject={{step: 3, where: {where}, value: {value}}}", "trainer.max_steps=4"
@@ -185,7 +186,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(config: Configs, recipe: str) -> None
 
 def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, overrides: Small, programs: Any) -> None:
     """SIGKILL at random moments, started again until it is done."""
-    common = ["+recipe=fp8_delayed", "run.resume=auto", "trainer.max_steps=60", "checkpoint.every=3", "eval.every=7"]
+    common = ["+recipe=fp8_delayed", "run.resume=auto", "trainer.max_steps=30", "checkpoint.every=3", "eval.every=7"]
     _, whole = train(config(*common, "run.name=whole"))
     command = [ROOT / "train.py", *overrides(*common, "run.name=killed")]
     killed, run = 0, whole.parent / "killed"

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.launch.world import World
 from trainer.parallel import mesh
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cuda")
 RUN = [
     f"trainer.device={DEVICE}",
@@ -56,9 +54,8 @@ def train(keys: list[str], world: World) -> list[float]:
     """Losses of some steps."""
     share = ["parallel=fsdp"] if world.many else []
     spread = SPREAD in keys
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        own = [key for key in keys if world.many or key != SPREAD]
-        config = load(compose("train", overrides=[*RUN, *SMALL, *share, *own]))
+    own = [key for key in keys if world.many or key != SPREAD]
+    config = config_of([*RUN, *SMALL, *share, *own])
     torch._dynamo.reset()
     engine = build_engine(config, world.device, world=world)
     generator = torch.Generator().manual_seed(3)
@@ -80,8 +77,7 @@ def train(keys: list[str], world: World) -> list[float]:
 def measure(keys: list[str], world: World) -> None:
     """Print tokens a second and GPU of steps after the first ones."""
     share = ["parallel=fsdp"] if world.many else []
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *SPEED, *share, *keys]))
+    config = config_of([*RUN, *SPEED, *share, *keys])
     engine = build_engine(config, world.device, world=world)
     t = config.trainer
     tokens = torch.randint(0, config.model.vocab_size, (t.global_batch_size, t.sequence_length + 1)).to(world.device)

@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.launch.world import World
 from trainer.parallel import mesh
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 STEPS, BATCH, LENGTH = 6, 8, 4096
 RUN = ["parallel=fsdp", "model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768", "data=text"]
 RUN += [f"trainer.sequence_length={LENGTH}", "trainer.microbatch_size=2", f"trainer.global_batch_size={BATCH}"]
@@ -41,8 +39,7 @@ WAYS = {"straight": mesh.LARGE, "copied": 1 << 62, "copied again": 1 << 62}
 
 def train(keys: list[str], world: World) -> list[float]:
     """Losses of some steps. The host waits for none of them."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *keys]))
+    config = config_of([*RUN, *keys])
     engine = build_engine(config, world.device, world=world)
     generator = torch.Generator().manual_seed(3)
     shape = BATCH, LENGTH + 1

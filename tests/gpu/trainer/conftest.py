@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.forecast.preflight import check
 from trainer.step.engine import Engine, build_engine
 
@@ -20,8 +20,7 @@ def config() -> Callable[..., Config]:
     """deepseek_tiny on the GPU, with any overrides."""
 
     def build(*overrides: str) -> Config:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return load(compose("train", [f"trainer.device={DEVICE.type}", *overrides]))
+        return config_of([f"trainer.device={DEVICE.type}", *overrides])
 
     return build
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
 from models import DeepSeek
 from precision import Plan
-from trainer.config import Config, Switch, load
+from trainer.config import Config, Switch
 from trainer.forecast.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
 from trainer.parallel.mesh import Degrees
 
@@ -23,9 +23,8 @@ EXPERTS, OTHERS = 26 * 64 * 3 * 2048 * 1408, 15960108544 - 26 * 64 * 3 * 2048 * 
 
 @pytest.fixture
 def moonlight() -> tuple[Config, Plan]:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        batch = ["trainer.sequence_length=4096", "trainer.microbatch_size=2", "trainer.global_batch_size=64"]
-        config = load(compose("train", ["model=moonlight_16b", "+recipe=fp8_delayed", *batch]))
+    batch = ["trainer.sequence_length=4096", "trainer.microbatch_size=2", "trainer.global_batch_size=64"]
+    config = config_of(["model=moonlight_16b", "+recipe=fp8_delayed", *batch])
     plan = Plan(config.precision, config.model.num_layers)
     with torch.device("meta"):
         DeepSeek(config.model, plan)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
 from models import DeepSeek
 from precision import Plan
-from trainer.config import load
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
     *(("deepseek_tiny", precision) for precision in ("fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block")),
@@ -24,8 +22,7 @@ CASES = [
 
 def plan_text(model: str, precision: str) -> str:
     """The resolved plan of a model under a table."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[f"model={model}", f"precision={precision}"]))
+    config = config_of([f"model={model}", f"precision={precision}"])
     plan = Plan(config.precision, config.model.num_layers)
     with torch.device("meta"):
         DeepSeek(config.model, plan)

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
 from precision import bind
 from precision.hardware import Gpu
 from precision.linear import gemm_layers
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.forecast import preflight
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy, what_grew
 from trainer.forecast.preflight import check, fitted, report, without_effect
@@ -21,7 +20,6 @@ from trainer.trainer import Trainer
 
 Make = Callable[..., Config]
 PRECISIONS = ["bf16", "fp32", "fp8_delayed", "fp8_jit", "fp8_block"]
-CONFIGS = Path(__file__).parents[3] / "configs"
 BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
 
 
@@ -119,8 +117,7 @@ def test_recomputation_and_smaller_microbatches_take_less(config: Make):
 
 
 def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model():
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=["+recipe=fp8_delayed", "model=deepseek_v3"]))
+    config = config_of(["+recipe=fp8_delayed", "model=deepseek_v3"])
     text = report(config, check(config))
     experts = r"^layers\.3-60\.moe\.experts\.gate_up +moe\.experts +7168 -> 4096 x 256 +e4m3 +e5m2"
     assert re.search(experts, text, re.MULTILINE)
@@ -147,9 +144,8 @@ def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model(
 def test_ranks_that_share_a_model_hold_their_parts_of_it(degrees: str, part: tuple[float, float]):
     """part: of everything else, and of the experts' weights."""
     batch = "trainer.microbatch_size=8 trainer.global_batch_size=64 trainer.sequence_length=4096"
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        overrides = f"model=moonlight_16b +recipe=fp8_delayed {batch} {degrees}".split()
-        made = load(compose("train", overrides=overrides))
+    overrides = f"model=moonlight_16b +recipe=fp8_delayed {batch} {degrees}".split()
+    made = config_of(overrides)
     plan = check(made)
     alone, shared = forecast_memory(made, plan), forecast_memory(made, plan, resolve(made.parallel, 8))
     experts = 26 * 64 * 3 * 2048 * 1408 * 4

@@ -128,19 +128,23 @@ def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch
         health = Health(replace(made.health, every=1), engine, lambda entry: None, 4, 2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_blocks_are_the_same_and_show_the_same(config: Configs, backend: str) -> None:
+    """What they show differs from eager blocks by roundings, which move numbers over an edge of FP8: by less than other
+    weights do."""
     dense = ["model.num_layers=1", "model.num_mtp_layers=0", "precision.backend=reference"]
     made = config("+recipe=fp8_delayed", *dense)
     alone, watched = CompileCounterWithBackend(backend), CompileCounterWithBackend(backend)
     (left, _), (state, lines) = (train(made, counter is watched, counter) for counter in (alone, watched))
     assert 0 < alone.frame_count == watched.frame_count
     assert all(torch.equal(tensor, state[name]) for name, tensor in left.items())
-    eager = train(made, True)[1]
+    seeds = [config("+recipe=fp8_delayed", *dense, f"trainer.seed={made.trainer.seed + i}") for i in range(4)]
+    eager = [train(each, True)[1] for each in seeds]
     for group, wanted in (("fp8", ("saturated", "underflown", "error")), ("blocks", tuple(lines[-1]["blocks"]))):
         for what in wanted:
-            ours, theirs = (torch.tensor(each[-1][group][what]) for each in (lines, eager))
-            torch.testing.assert_close(ours, theirs, rtol=0.1, atol=2e-3)
+            ours, *theirs = (torch.tensor(each[-1][group][what]) for each in (lines, *eager))
+            others = torch.stack(theirs)
+            assert ((ours - theirs[0]).abs() <= (others.amax(0) - others.amin(0)).amax()).all(), (group, what)
 
 
 def test_a_shadow_compares_with_the_bf16_run_itself(config: Configs) -> None:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import composed
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.health import shadow
 from trainer.health.health import Health
 from trainer.launch.world import World
@@ -28,7 +28,6 @@ from trainer.step.engine import Engine, build_engine
 from trainer.step.metrics import copy_to_host
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 CPU = torch.device("cpu")
 RANKS, STEPS, BATCH = 2, 2, 4
 LARGE = 2**13  # numbers: stacks of experts, head and embedding travel by themselves
@@ -50,8 +49,7 @@ CASES = {
 
 
 def config_of(keys: list[str]) -> Config:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load(compose("train", overrides=[*RUN, *keys]))
+    return composed.config_of([*RUN, *keys])
 
 
 def batches() -> list[Tensor]:

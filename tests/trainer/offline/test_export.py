@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -22,7 +22,6 @@ from precision import GroupedLinear, Linear, Plan, PrecisionConfig, bind, refres
 from precision.backends import get_backend
 from precision.formats import E4M3
 from trainer.checkpoint import read, read_meta
-from trainer.config import load
 from trainer.offline.export import export_run
 from trainer.offline.hf_export import Numbers, saved_model
 from trainer.offline.hf_fp8 import dequantize
@@ -59,12 +58,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fp8_block": [*learned, "trainer.max_steps=2"],
         "fp8_delayed": ["trainer.max_steps=2", "model.q_lora_rank=128", "precision.rules.last_blocks=1"],
     }
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for name, overrides in wanted.items():
-            places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
-            Trainer(
-                load(compose("train", [*SMALL, *places, f"precision={name}", f"run.name={name}", *overrides]))
-            ).train()
+    for name, overrides in wanted.items():
+        places = [f"data.path={folder / 'text'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}"]
+        Trainer(config_of([*SMALL, *places, f"precision={name}", f"run.name={name}", *overrides])).train()
     return folder
 
 

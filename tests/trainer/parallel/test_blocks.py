@@ -45,8 +45,17 @@ def two_steps(model: DeepSeek, arena: ScalingArena) -> tuple[Tensor, list[Tensor
     return amax, [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("q_lora_rank", ["null", "32"])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
+@pytest.mark.parametrize(
+    ("recipe", "q_lora_rank"),
+    [
+        ("bf16", "null"),
+        ("fp8_delayed", "32"),
+        ("fp8_jit", "null"),
+        ("fp8_block", "32"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("bf16", "32"), ("fp8_delayed", "null"))),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("fp8_jit", "32"), ("fp8_block", "null"))),
+    ],
+)
 def test_recomputation_changes_no_bit(config: Configs, recipe: str, q_lora_rank: str) -> None:
     keys = f"+recipe={recipe}", f"model.q_lora_rank={q_lora_rank}", REFERENCE
     amax, grads = two_steps(*build(config(*keys)))
@@ -57,7 +66,10 @@ def test_recomputation_changes_no_bit(config: Configs, recipe: str, q_lora_rank:
         assert all(torch.equal(a, b) for a, b in zip(other_grads, grads, strict=True))
 
 
-@pytest.mark.parametrize(("recipe", "recompute"), [("fp8_delayed", "full"), ("fp8_jit", "selective")])
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [("fp8_delayed", "full"), pytest.param("fp8_jit", "selective", marks=pytest.mark.exhaustive)],
+)
 def test_many_compiled_blocks_are_one_graph_a_kind(config: Configs, recipe: str, recompute: str) -> None:
     keys = f"+recipe={recipe}", "model.num_layers=4", "model.num_dense_layers=2", "model.num_mtp_layers=2", REFERENCE
     amax, grads = two_steps(*build(config(*keys)))

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 from torch import Tensor
 
 from models import DeepSeek
 from precision import Plan, gemm_layers
 from precision.config import BackendChoice
 from precision.hardware import Gpu
-from trainer.config import Switch, load
+from trainer.config import Switch
 from trainer.forecast.memory import travels_in_fp8
 from trainer.forecast.preflight import check
 from trainer.launch.world import World
@@ -29,13 +29,13 @@ from trainer.parallel.mesh import Degrees
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 HOPPER = Gpu("NVIDIA H200", (9, 0))
 STEPS = 2
 LARGE = 2**15  # numbers: stacks of experts and some other weights travel by themselves, the rest together
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
-RUN += ["model.vocab_size=512", "model.hidden_size=128", "model.num_layers=2", "data=text", "data.path=."]
+RUN += ["model.vocab_size=512", "model.hidden_size=128", "model.num_layers=2", "model.num_mtp_layers=0"]
+RUN += ["data=text", "data.path=."]
 FSDP, HSDP = ["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"]
 EP = [*FSDP, "parallel.expert=2"]
 TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
@@ -65,8 +65,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 def train(keys: list[str], world: World) -> dict[str, list[str]]:
     """What each step computed with and came to, and an evaluation after each."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *keys]))
+    config = config_of([*RUN, *keys])
     engine = build_engine(config, world.device, world=world)
     operands: list[str] = []
     layers = [layer for layer in gemm_layers(engine.model) if layer.recipe.is_fp8]
@@ -146,8 +145,7 @@ def test_quantising_before_the_gather_is_quantising_after_it(seen: dict[int, dic
     ],
 )
 def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) -> None:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *FSDP, *keys, "parallel.fp8_all_gather=true"]))
+    config = config_of([*RUN, *FSDP, *keys, "parallel.fp8_all_gather=true"])
     with pytest.raises(ValueError, match=why):
         check(config, 2)
 
@@ -157,8 +155,7 @@ def test_it_is_refused_where_nothing_can_travel_so(keys: list[str], why: str) ->
     [("fp8_delayed", HOPPER, True), ("fp8_block", HOPPER, True), ("bf16", HOPPER, False), ("fp8_delayed", None, False)],
 )
 def test_by_itself_it_is_on_where_there_are_kernels(precision: str, gpu: Gpu | None, on: bool) -> None:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *FSDP, f"precision={precision}"]))
+    config = config_of([*RUN, *FSDP, f"precision={precision}"])
     config.precision.backend = BackendChoice.cuda if gpu else BackendChoice.reference
     plan = Plan(config.precision, config.model.num_layers, gpu)
     with torch.device("meta"):

@@ -15,23 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
 import trainer.step.engine
 from precision.backends import cuda
 from precision.hardware import Gpu
-from trainer.config import load
 from trainer.launch.world import World
 from trainer.parallel import gather
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 RUN = ["trainer.device=cpu", "precision=fp8_delayed", "precision.backend=cuda", "optim.warmup_steps=1"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=8", "optim.lr=5e-4"]
-RUN += ["model.vocab_size=128", "model.hidden_size=128", "model.num_layers=2", "model.num_heads=2"]
+RUN += ["model.vocab_size=128", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"]
 RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=32", "model.qk_rope_head_dim=32", "model.v_head_dim=32"]
-RUN += ["model.num_dense_layers=0", "model.moe_intermediate_size=128", "model.num_experts=2"]
+RUN += ["model.num_dense_layers=0", "model.moe_intermediate_size=64", "model.num_experts=2"]
 RUN += ["model.num_experts_per_token=1", "model.num_mtp_layers=0", "data=text", "data.path=."]
 RUN += ["parallel=fsdp", "parallel.fp8_all_gather=true", "compile.enabled=false"]
 WAYS = {way: [f"parallel.reshard_after_forward={way == 'freed'}".lower()] for way in ("kept", "freed")}
@@ -42,8 +40,7 @@ WEIGHTS, STACKS = 7, 2  # of each of two blocks; of these, of experts
 def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]:
     """Loss and norm of a step of two microbatches, how often a weight that had travelled was transposed and a part of
     one quantised, and how often one of experts was made from its master, with its transposed copy."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load(compose("train", overrides=[*RUN, *keys]))
+    config = config_of([*RUN, *keys])
     engine = build_engine(config, world.device, world=world)
     made.clear()
     tokens = torch.randint(0, 128, (4, 9), generator=torch.Generator().manual_seed(3))

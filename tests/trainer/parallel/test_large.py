@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 
-from trainer.config import load
 from trainer.launch.world import World
 from trainer.parallel import large, mesh
 from trainer.parallel.shard_views import is_shared, local
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 STEPS, MICROBATCHES = 2, 2
 RUN = ["trainer.device=cpu", "compile.enabled=false", "optim.warmup_steps=1", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=128", "model.hidden_size=64", "model.num_layers=2", "model.num_dense_layers=0"]
@@ -34,8 +32,7 @@ CASES = {
     2: {
         "each": [*FSDP, *EACH],
         "once": [*FSDP, *ONCE],
-        "kept": [*FSDP, *EACH, "parallel.reshard_after_forward=false"],
-        "full": [*FSDP, *EACH, "recompute=full"],
+        "kept and recomputed": [*FSDP, *EACH, "parallel.reshard_after_forward=false", "recompute=full"],
         "uneven": [*FSDP, *EACH, "model.num_experts=7"],
         "fp8": [*FSDP, *EACH, "precision=fp8_delayed", "parallel.fp8_all_gather=true"],
         "quantised on arrival": [*FSDP, *EACH, "precision=fp8_jit"],
@@ -46,10 +43,9 @@ CASES = {
 
 def train(keys: list[str], world: World) -> dict[str, Any]:
     """Losses and norms of some steps, and a sum of all masters."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        batch = world.size * MICROBATCHES
-        fp32 = [] if any(key.startswith("precision=") for key in keys) else ["precision=fp32"]
-        config = load(compose("train", overrides=[*RUN, f"trainer.global_batch_size={batch}", *fp32, *keys]))
+    batch = world.size * MICROBATCHES
+    fp32 = [] if any(key.startswith("precision=") for key in keys) else ["precision=fp32"]
+    config = config_of([*RUN, f"trainer.global_batch_size={batch}", *fp32, *keys])
     engine = build_engine(config, world.device, world=world)
     weights = [p for p in engine.model.parameters() if is_shared(p) and is_large(p)]
     times = STEPS * (MICROBATCHES if EACH[0] in keys else 1)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
+from composed import config_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config import Config, load
+from trainer.config import Config
 from trainer.data import Loader, load_tokenizer, prepare
 from trainer.launch.world import World
 from trainer.recovery import diagnosis
@@ -229,8 +229,7 @@ def main(keys: list[str], out: Path) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with initialize_config_dir(str(Path(__file__).parents[3] / "configs"), version_base="1.3"):
-        config = load(compose("train", overrides=keys))
+    config = config_of(keys)
     run = Run(config, World(torch.device("cpu"), rank, rank, 2, 2))
     run.step(1)
     tokens = run.loader.next()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from composed import config_of
 from omegaconf import OmegaConf
 
 from trainer.checkpoint import Checkpointer, list_checkpoints, read
@@ -98,9 +98,8 @@ def snapshot(path: Path) -> dict[str, bytes]:
 
 
 def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
-    with initialize_config_dir(str(Path(__file__).parents[3] / "configs"), version_base=None):
-        overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
-        config = load(OmegaConf.to_container(compose("train", overrides)))  # pyright: ignore[reportArgumentType]
+    overrides = ["+recipe=fp8_delayed", f"run.dir={tmp_path}", "trainer.seed=7"]
+    config = config_of(overrides)  # pyright: ignore[reportArgumentType]
     run = RunFolder.open(config, overrides, "the plan\n", {"gpu": None, "rows": {}}, World(torch.device("cpu")))
     run.close()
     assert run.path.parent == tmp_path and run.path.name.endswith("fp8_delayed")

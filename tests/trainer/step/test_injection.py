@@ -16,8 +16,15 @@ Configs = Callable[..., Config]
 ONE_KIND = "model.num_layers=3", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # of block to compile
 
 
-@pytest.mark.parametrize("where", [Where.activation, Where.gradient])
-@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+@pytest.mark.parametrize(
+    ("where", "recompute"),
+    [
+        (Where.activation, Recompute.full),
+        (Where.gradient, Recompute.none),
+        pytest.param(Where.activation, Recompute.none, marks=pytest.mark.exhaustive),
+        pytest.param(Where.gradient, Recompute.full, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Recompute) -> None:
     torch.compiler.reset()
     device = torch.device("cpu")
