@@ -36,6 +36,7 @@ SMALL = [
 ]
 
 Small = Callable[..., list[str]]
+WORDS = "gather scatter reduce broadcast kernel tensor gradient router expert layer token window shard".split()
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text files."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(12):
-        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(60))
+        words = " ".join(f"def {WORDS[i * j % 13]}(x): return x + {j}\n" for j in range(60))
         (folder / f"file{i}.txt").write_text(words)
     return folder
 
