@@ -36,7 +36,21 @@ SMALL = [
 ]
 
 Small = Callable[..., list[str]]
-WORDS = "gather scatter reduce broadcast kernel tensor gradient router expert layer token window shard".split()
+WORDS = [
+    "gather",
+    "scatter",
+    "reduce",
+    "broadcast",
+    "kernel",
+    "tensor",
+    "gradient",
+    "router",
+    "expert",
+    "layer",
+    "token",
+    "window",
+    "shard",
+]
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,21 @@ SMALL = [
     *("optim.warmup_steps=2", "eval.batches=1", "logging.console.enabled=false"),
     *("checkpoint.every=0", "data=text", "data.validation_fraction=0.3"),
 ]
-WORDS = "gather scatter reduce broadcast kernel tensor gradient router expert layer token window shard".split()
+WORDS = [
+    "gather",
+    "scatter",
+    "reduce",
+    "broadcast",
+    "kernel",
+    "tensor",
+    "gradient",
+    "router",
+    "expert",
+    "layer",
+    "token",
+    "window",
+    "shard",
+]
 YARN = (
     "model.rope_scaling={factor: 4.0, original_max_position_embeddings: 64, beta_fast: 32.0, beta_slow: 1.0, "
     "mscale: 1.0, mscale_all_dim: 0.7}"
