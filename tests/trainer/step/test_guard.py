@@ -9,19 +9,29 @@ from precision import Linear, Plan, PrecisionConfig, ScalingArena, Watch
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
 from trainer.step.guard import StepGuard
 
-SPIKES = SpikesConfig(False, 128, 64, 6.0)
 LOSSES = 4
 PARAMETERS = ["a.weight", "b.weight"]
+Make = Callable[..., StepGuard]
 
 
 @pytest.fixture
-def guard(recipe: Callable[..., PrecisionConfig]) -> StepGuard:
-    """Over the rows of one FP8 layer and a watch."""
-    plan = Plan(recipe("fp8_delayed", backend="reference"), 1)
-    slots = [*Linear(plan.gemm("a", "ffn", 32, 32)).slots(), *Watch("w").slots()]
-    arena = ScalingArena(slots, plan.config.scaling, True, "cpu")
-    assert arena.names == ["a:input", "a:weight", "a:grad", "w", "w:grad"]
-    return StepGuard(arena, PARAMETERS, RecoveryConfig(2, SPIKES, RewindConfig(2, 0, 1.0, 0)))
+def make(recipe: Callable[..., PrecisionConfig]) -> Make:
+    """make(spikes=False): a guard over the rows of one FP8 layer and a watch."""
+
+    def guard(spikes: bool = False) -> StepGuard:
+        plan = Plan(recipe("fp8_delayed", backend="reference"), 1)
+        slots = [*Linear(plan.gemm("a", "ffn", 32, 32)).slots(), *Watch("w").slots()]
+        arena = ScalingArena(slots, plan.config.scaling, True, "cpu")
+        assert arena.names == ["a:input", "a:weight", "a:grad", "w", "w:grad"]
+        config = RecoveryConfig(2, SpikesConfig(spikes, 8, 2, 6.0), RewindConfig(2, 0, 1.0, 0))
+        return StepGuard(arena, PARAMETERS, config)
+
+    return guard
+
+
+@pytest.fixture
+def guard(make: Make) -> StepGuard:
+    return make()
 
 
 PLACES = {
@@ -67,7 +77,15 @@ def test_of_several_places_the_first_in_the_order_of_a_step_is_named(guard: Step
     assert first() == "a:weight (forward)"
 
 
-def test_counters_go_round(guard: StepGuard) -> None:
-    state = {"committed": 7, "skipped": 3, "spiked": 2, "spikes": None}
-    guard.load_state_dict(state)
-    assert guard.state_dict() == state
+@pytest.mark.parametrize("spikes", [False, True])
+def test_counters_and_what_is_usual_survive_in_a_checkpoint(make: Make, spikes: bool) -> None:
+    guard, other = make(spikes), make(spikes)
+    for step, loss in enumerate((2.0, 2.1, torch.nan, 1.9, 90.0), start=1):
+        guard.count(guard.judge(step, torch.full((LOSSES,), loss), torch.ones(2)))
+    state = guard.state_dict()
+    assert [state[key] for key in ("committed", "skipped", "spiked")] == ([3, 2, 1] if spikes else [4, 1, 0])
+    other.load_state_dict(state)
+    readings = [each.judge(6, torch.full((LOSSES,), 3.0), torch.ones(2)).reading or () for each in (guard, other)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*readings, strict=True))
+    other.count(other.judge(6, torch.ones(LOSSES), torch.ones(2)))
+    assert other.state_dict()["committed"] == state["committed"] + 1
