@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text files."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(12):
-        words = " ".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(60))
+        words = " ".join(f"def f{i * j * 7919 % 65521}(x): return x + {j}\n" for j in range(60))
         (folder / f"file{i}.txt").write_text(words)
     return folder
 

@@ -42,19 +42,20 @@ def test_order_stays_what_it_was() -> None:
     assert permute(np.arange(8), np.zeros(8, int), 1000, 7).tolist() == [175, 624, 607, 383, 292, 166, 161, 750]
 
 
-@pytest.mark.parametrize("sequence_length", [1, 7, 16, 100])
+@pytest.mark.parametrize("sequence_length", [7, 16, 100])
 def test_each_token_is_a_target_exactly_once_an_epoch(bins: Bins, sequence_length: int) -> None:
     num_windows = bins.num_windows(sequence_length)
     divisors = [size for size in range(1, 20) if num_windows % size == 0]
     loader = Loader(bins, sequence_length, max(divisors), seed=3)
     for epoch in (1, 2):
         targets: Counter[int] = Counter()
-        while loader.epoch < epoch:
+        for _ in range(num_windows // max(divisors)):
             tokens = loader.next()
             assert tokens.shape == (max(divisors), sequence_length + 1)
             assert tokens.dtype == torch.int64
             assert (tokens.diff(dim=1) == 1).all()
             targets.update(tokens[:, 1:].flatten().tolist())
+        assert loader.epoch == epoch
         assert targets == Counter(range(1, num_windows * sequence_length + 1))
     assert bins.num_tokens - 1 - num_windows * sequence_length < sequence_length
 

@@ -86,17 +86,18 @@ def test_a_dropped_step_changes_no_bit() -> None:
     assert all(torch.equal(after[1][n][k], t) for n, state in before[1].items() for k, t in state.items())
 
 
+@pytest.mark.parametrize("clip", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("times", [1e-3, 1.0, 1e3])
-def test_clipping_takes_the_global_norm(times: float) -> None:
-    """Against clip_grad_norm_ and an unclipped step: norms far below, near and far above the clip of 1."""
-    config = replace(CONFIG, eps=1.0)  # large: AdamW would else divide the gradients' size out again
+def test_clipping_takes_the_global_norm(times: float, clip: float) -> None:
+    """Against clip_grad_norm_ and an unclipped step: norms far below, near and far above the clip."""
+    config = replace(CONFIG, eps=1.0, clip=clip)  # eps is large: AdamW would else divide the gradients' size out again
     model, optimizer = model_and_optimizer(config)
     twin, plain = model_and_optimizer(replace(config, clip=None))
     for committed in range(3):
         for m in (model, twin):
             (times * m(torch.ones(2, 4)).square().sum()).backward()
         norm = optimizer.grad_norms().norm()
-        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip)
         torch.testing.assert_close(norm, expected)
         optimizer.step(torch.tensor(True), torch.tensor(committed), norm)
         plain.step(torch.tensor(True), torch.tensor(committed))
