@@ -5,8 +5,9 @@
 # make soak     kills, stops, damages and resumes runs at random, 50 times:  make soak ARGS="--rounds 200 --seed 3 --ranks 2"
 # make setup    only makes .venv
 #
-# Each makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt have changed. torch comes first and alone, so
-# that what is asked for by name decides which build it is. On Linux, PyPI's torch is a CUDA build; for the small CPU build:
+# Each makes .venv by itself when it is missing, or when pyproject.toml or the constraints have changed. A machine with an NVIDIA GPU
+# gets the torch and Triton that the kernels have run with (constraints-cuda.txt). torch comes first and alone, so that the name alone
+# decides which build it is. On Linux, PyPI's torch is a CUDA build; for the small CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
 
 VENV := .venv
@@ -14,6 +15,7 @@ BIN := $(VENV)/bin
 RECIPE := fp8_delayed
 ARGS :=
 PYTEST_ARGS :=
+CONSTRAINTS := constraints.txt constraints-$(if $(wildcard /dev/nvidiactl),cuda,cpu).txt
 # tests that take times of a GPU, which mean something only while one process uses it
 TIMED := tests/gpu/test_health_kernels.py tests/gpu/test_adamw.py
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -62,7 +64,7 @@ soak: $(VENV)/.installed
 
 setup: $(VENV)/.installed-test
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@if ! $(BIN)/python -c '$(SUITABLE)' >/dev/null 2>&1; then \
 		if ! $(or $(PYTHON),false) -c '$(SUITABLE)' >/dev/null 2>&1; then \
 			echo 'octet needs Python 3.11, 3.12 or 3.13 with its venv module (Debian and Ubuntu: apt install python3-venv);' \
@@ -70,10 +72,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		fi; \
 		echo 'making $(VENV) with $(PYTHON); once, a few minutes' && $(PYTHON) -m venv --clear $(VENV); \
 	fi
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) torch
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[test]'
 	@touch $@

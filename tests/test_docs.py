@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = sorted(file.name for file in ROOT.glob("constraints*.txt"))
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PAGES = [
     "README.md",
@@ -112,7 +113,7 @@ def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.getbasetemp().parent / "cache_of_commands"
     cache.mkdir(exist_ok=True)
     (tmp_path / ".cache").symlink_to(cache)
-    for name in ("train.py", "configs", "scripts", "docs", "src", "Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("train.py", "configs", "scripts", "docs", "src", "Makefile", "pyproject.toml", *CONSTRAINTS):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
