@@ -14,7 +14,9 @@ from precision.operators import operator
 
 
 @operator("grouped_nt")
-def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False) -> Tensor:
+def grouped_nt(
+    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False
+) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)
