@@ -49,17 +49,21 @@ def run() -> None:
     parser.add_argument("--times", action="store_true", help="also time GEMMs of Moonlight's shape")
     parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")
     parser.add_argument("--how", nargs="+", type=int, default=[2, 4, 1])
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise ValueError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
     measure.header()
+    if options.check:
+        check()
+        return
     errors()
     if options.times:
         for how in options.how:  # variants under test
             hopper_gemm.PROMOTED = how
             measure.say(f"variant {how}")
             check()
-            times(options)
+            times(options, linears=how == options.how[0])
 
 
 def errors() -> None:
@@ -153,9 +157,11 @@ def check() -> None:
             got, want = grouped(MODES[kind], 1408, 0.0, False, transposed)
             error = float((got.double() - want).norm() / want.norm())
             measure.say(f"  {kind} {'wgrad' if transposed else 'nt'}: error {error:.1e}")
+            if not error < 3e-3:
+                raise RuntimeError("wrong results")
 
 
-def times(options: argparse.Namespace) -> None:
+def times(options: argparse.Namespace, linears: bool) -> None:
     """Milliseconds of GEMMs of Moonlight's shape, sums in turn."""
     R, E = options.rows, 64
     to, one, each = route([R // E] * E), torch.ones((), device="cuda"), torch.ones(E, device="cuda")
@@ -172,7 +178,15 @@ def times(options: argparse.Namespace) -> None:
         for out in (torch.float32, torch.bfloat16):
             clock(f"grouped wgrad {M} x {N} {str(out)[6:]}", R * M * N, lambda a=a, b=b, out=out, fast=True: (
                 grouped_gemm.wgrad(a, one, b, one, MODES["tensor"], to, out, fast)))  # fmt: skip
-    for N, K in ((3072, 2048), (2048, 3072), (4096, 512), (512, 4096), (2048, 2048), (22528, 2048), (2048, 11264)):
+    for N, K in (
+        (3072, 2048),
+        (2048, 3072),
+        (4096, 512),
+        (512, 4096),
+        (2048, 2048),
+        (22528, 2048),
+        (2048, 11264),
+    ) * linears:
         a, w = fp8(32768, K), fp8(N, K)
         clock(f"linear nt 32768 x {N} x {K}", 32768 * N * K, lambda a=a, w=w, fast=True: scaled_nt(
             a, one, w, one, MODES["tensor"], torch.bfloat16, fast))  # fmt: skip
