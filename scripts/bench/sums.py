@@ -92,7 +92,8 @@ def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tupl
     """One plain GEMM, and float64."""
     block = mode == const.BLOCK.value
     if transposed:
-        a, b = draw(ROWS, K, mean, E5M2, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
+        grad = E4M3 if block else E5M2  # as each recipe has it
+        a, b = draw(ROWS, K, mean, grad, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
         return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
     a, b = draw(ROWS, K, mean, E4M3, mode), draw(384 if block else COLUMNS, K, mean, E4M3, mode, weight=True)
     return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), a.read @ b.read.t()
@@ -101,8 +102,8 @@ def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tupl
 def grouped(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """A grouped GEMM, and float64. Experts of different sizes in wgrad: the sum is over rows."""
     if transposed:
-        sizes = [K, max(128, K // 4)]
-        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, E5M2), (512, E4M3)))
+        sizes, grad = [K, max(128, K // 4)], E4M3 if mode == const.BLOCK.value else E5M2
+        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, grad), (512, E4M3)))
         got = grouped_gemm.wgrad(a.data, a.inv, b.data, b.inv, mode, route(sizes), torch.float32, fast)
         return got[0], a.read[:, :K] @ b.read[:, :K].t()
     sizes = [128, ROWS - 128]
