@@ -1,50 +1,73 @@
 """Prove that every row of the precision plan is what happens:  python scripts/audit_precision.py +recipe=fp8_delayed
-[KEY=VALUE ...]
+[--device cuda] [KEY=VALUE ...]
 
-Takes the same config as train.py, trains two short steps on random tokens (two sequences of at most 64), records what
-really happened at each row of the plan, and prints both side by side. Exit code 1 if a row differs.
+Takes the same config as train.py, trains two short steps on random tokens (two sequences), records what really happened
+at each row of the plan, and prints both side by side; then how the GEMMs of a GPU add up, and what could not be seen.
+Exit code 1 if a row differs. It audits `reference` on a CPU, and with --device cuda the backends that train on a GPU:
+choose a model that fits into one (model.num_layers=5).
 """
 
 import sys
 from pathlib import Path
 
-from trainer.launch.command_line import compose, guarded
+from trainer.launch.command_line import Parser, compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
 
 
 def run() -> None:
-    """Audit each composed config."""
+    """Read the command line, audit each composed config, print."""
+    parser = Parser(__doc__)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train.py")
+    parser.add_argument("--device", choices=LENGTHS, default="cpu", help="what is audited (default: cpu)")
+    given = parser.parse_intermixed_args()
+    sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch
 
-    from precision import bind
+    from precision import bind, proof
     from trainer.config import load
     from trainer.forecast.preflight import check
+    from trainer.launch.device import pick_device
     from trainer.offline.audit import audit
     from trainer.optim.adamw import Optimizer
     from trainer.step.engine import build_model
 
     for job in jobs:
         config = load(job.tree)
+        device = pick_device(config.trainer.device)
         check(config)
-        cpu = torch.device("cpu")
-        plan, model = build_model(config, cpu)
-        arena = bind(model, plan, cpu)
-        optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, cpu)
+        plan, model = build_model(config, device)
+        arena = bind(model, plan, device)
+        optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device)
         torch.manual_seed(config.trainer.seed)
-        shape = 2, min(config.trainer.sequence_length, 64) + 1
+        t = config.trainer
+        shape = 2, min(t.sequence_length, LENGTHS[given.device]) + 1
         batches = [torch.randint(config.model.vocab_size, shape) for _ in range(2)]
-        findings = audit(model, plan, arena, optimizer, batches)
-        wrong = [finding for finding in findings if not finding.agrees]
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
+        found = audit(model, plan, arena, optimizer, batches, t.microbatch_size * t.sequence_length)
+        wrong = [finding for finding in found.findings if not finding.agrees]
+        width = max(len(finding.name) for finding in found.findings)
+        for finding in found.findings:
             line = f"{'ok' if finding.agrees else 'NO':<3} {finding.name:<{width}}  {finding.seen}"
             print(line if finding.agrees else f"{line}\n    {'planned':<{width}}  {finding.planned}")
-        print(f"{config.precision.name}: {len(findings) - len(wrong)} of {len(findings)} rows are what the plan says")
+        for name, probe in found.probes.items():
+            print(f"sum {name:<{width}}  {probe}")
+        proved = proof.latest()
+        for line in [*plan.notes, *([] if proved is None else [proved.line])]:
+            print(f"note: {line}")
+        for line in found.unseen:
+            print(f"not seen: {line}")
+        rows = f"{len(found.findings) - len(wrong)} of {len(found.findings)} rows"
+        print(f"{config.precision.name} on {device.type}: {rows} are what the plan says", flush=True)
         if wrong:
             raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(main())

@@ -55,6 +55,10 @@ def benched(words: list[str]) -> list[str]:
         few = {"--gpus": "1" if "1" in words[:3] else "2", "--rounds": "1", "--steps": "2"}
         words = [few.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         words += [part for option in few.keys() - set(words) for part in (option, few[option])]
+    if words[0].endswith("rivals/compare.py"):
+        sizes = [f"{key}={value}" for key, value in SMALL.items() if key.startswith("model.") or "device" in key]
+        counts = ["--sequences", "2", "--length", "24", "--warm-up", "1", "--steps", "1", "--rounds", "1"]
+        return [words[0], *counts, "--ours", "bf16", *sizes, "model.num_experts=8", "model.vocab_size=512"]
     if words[0].endswith("bench/data.py"):
         return [words[0], "--mb", "1", "--vocab-size", "300", "--workers", "1"]
     if words[0].endswith("bench/host.py"):  # refused beside Triton's interpreter; tests/scripts/test_bench.py runs it
@@ -93,7 +97,9 @@ def smaller(words: list[str]) -> list[str]:
 
 
 def on_text(words: list[str]) -> list[str]:
-    """The command, `smaller`, on a little text."""
+    """The command, `smaller`, on a little text, and on a CPU."""
+    if "--device" in words:
+        words = [word for word in words if word not in ("--device", "cuda") and not word.startswith("model")]
     given = any(word.startswith(("data=", "model=")) for word in words)
     return smaller([*words, *TEXT] if "train.py" in words and not given else words)
 

@@ -14,6 +14,9 @@ input, of both weights and of the router's weights.
     * fast       FP8 products summed by the tensor cores alone (`precision.accumulation`)
     * dw16       the same with weights that autograd sees in BF16, so with weight gradients in BF16
     te_*         two te.GroupedLinear; permutation by index_select, compiled SwiGLU, row counts as a list on the host
+    * graph      the same with row counts that the host knew before: its GPU's work without its Python. A training step
+                 cannot do that, as routing changes; ours are graphs everywhere
+    * fp32       the same with all three GEMMs promoted to FP32, as ours are; te_* by itself promotes both gradients'
     bf16 limit, fp8 limit    the six grouped GEMMs with operands that are ready, weight gradients in BF16 and in FP32
 
 Weight gradients: a2 and te_* give BF16, ours FP32, as training does, on one GPU and on many: masters are FP32, and so
@@ -21,9 +24,10 @@ are the sums and what ranks exchange. FP32 is twice the bytes to write; `--gradi
 comparison.
 
 "ms +w" has the weights made within, as in a step of one microbatch; elsewhere they are ready. TF/s count the GEMMs'
-multiplications and additions of the rows that exist, casts and padding count as time only. "x a2", "x te" and "of
-limit" are short / sustained. Kept for backward: "kept" by autograd, each storage once, without the weights; "grown" is
-what the allocator holds more after a forward pass, without its result.
+multiplications and additions of the rows that exist, casts and padding count as time only. "x a2", "x te" (from Python,
+by its own defaults), "x te graph" (with our accumulation) and "of limit" are short / sustained. Kept for backward:
+"kept" by autograd, each storage once, without the weights; "grown" is what the allocator holds more after a forward
+pass, without its result.
 """
 
 import argparse
@@ -47,7 +51,8 @@ from precision.permutation import permutation
 from precision.rates import record
 from trainer.launch.command_line import Parser, guarded
 
-WITH_WEIGHTS, FORWARD, IN_BF16 = " +w", " forward", " dw16"
+WITH_WEIGHTS, FORWARD, IN_BF16, GRAPH, PROMOTED = " +w", " forward", " dw16", " graph", " fp32"
+FPROP_IN_TENSOR_CORES = ("te_delayed", "te_current")  # by default; blocks are promoted, BF16 is summed in FP32
 MIB = 2**20
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -304,13 +309,15 @@ def theirs(problem: Problem, te: TransformerEngine, name: str, kept: dict) -> li
     pad, unpad = te.pytorch.Fp8Padding(p.E), te.pytorch.Fp8Unpadding(p.E)
     activate = torch.compile(swiglu_rows)
 
-    def call(first: bool, x: Tensor, weight_TK: Tensor) -> Tensor:
+    known = torch.bincount(p.expert_TK.flatten(), minlength=p.E).tolist()
+
+    def call(first: bool, x: Tensor, weight_TK: Tensor, promoted: bool = False, counted: bool = False) -> Tensor:
         order_R, index_R, inverse_TK, ends = permutation(p.expert_TK, p.E)
-        splits = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        splits = known if counted else torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         weight_R = weight_TK.flatten().index_select(0, order_R)
         rows, sizes = gather_rows(x, index_R, inverse_TK), splits
         assert isinstance(rows, Tensor)
-        with te.autocast(name):
+        with te.autocast(name, promoted):
             if fp8:
                 rows, sizes = pad(rows, splits)
             h = gate_up(rows, sizes, is_first_microbatch=first)
@@ -328,7 +335,17 @@ def theirs(problem: Problem, te: TransformerEngine, name: str, kept: dict) -> li
     weights = [*gate_up.parameters(), *down.parameters()]
     out = contestant(problem, name, weights, lambda x, weight_TK: call(False, x, weight_TK), kept, graph=False)
     again = contestant(problem, name, weights, lambda x, weight_TK: call(True, x, weight_TK), {}, graph=False)
-    return [*out, Variant(name + WITH_WEIGHTS, again[0].run, graph=False, sustained=False)]
+    out.append(Variant(name + WITH_WEIGHTS, again[0].run, graph=False, sustained=False))
+    for promoted in (False, True) if name in FPROP_IN_TENSOR_CORES else (False,):
+        for counted in (False, True):
+            if promoted or counted:
+                label = name + PROMOTED * promoted + GRAPH * counted
+
+                def run(x: Tensor, weight_TK: Tensor, promoted: bool = promoted, counted: bool = counted) -> Tensor:
+                    return call(False, x, weight_TK, promoted, counted)
+
+                out += contestant(problem, label, weights, run, {}, graph=counted)
+    return out
 
 
 def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[str, float]]) -> str:
@@ -338,7 +355,7 @@ def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[st
     for name, timing in timings.items():
         if name.endswith((WITH_WEIGHTS, FORWARD)):
             continue
-        low = name.removesuffix(IN_BF16) in ("a2", "bf16", "te_bf16")
+        low = name.split()[0] in ("a2", "bf16", "te_bf16")
         ahead, made = timings.get(name + FORWARD), timings.get(name + WITH_WEIGHTS)
         row = measure.columns(timing, problem.flops)
         row["fwd"] = show(ahead.short if ahead else None, ".3f", 1e3)
@@ -347,6 +364,8 @@ def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[st
         row["x a2"] = both(base, timing)
         rival = TE.get(name.removesuffix(IN_BF16))
         row["x te"] = both(timings.get(rival), timing) if rival else ""
+        alike = timings.get(f"{rival}{PROMOTED}{GRAPH}", timings.get(f"{rival}{GRAPH}"))
+        row["x te graph"] = both(alike, timing) if rival else ""
         row["of limit"] = (
             "" if name.endswith("limit") else measure.share(timings.get(f"{'bf16' if low else 'fp8'} limit"), timing)
         )

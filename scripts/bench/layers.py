@@ -127,16 +127,22 @@ class TransformerEngine:
     def __init__(self) -> None:
         self.pytorch: Any = importlib.import_module("transformer_engine.pytorch")
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
+        self._promoted = recipe.MMParams(use_split_accumulator=True)
         self._recipes = {
             "te_delayed": recipe.DelayedScaling,
             "te_current": recipe.Float8CurrentScaling,
             "te_block": recipe.Float8BlockScaling,
         }
 
-    def autocast(self, variant: str) -> Any:
-        """The context in which a variant's forward runs; te_bf16: without FP8."""
+    def autocast(self, variant: str, promoted: bool = False) -> Any:
+        """The context in which a variant's forward runs; te_bf16: without FP8. promoted: all three GEMMs promote their
+        sums to FP32, as ours do; by itself it leaves the forward product's to the tensor cores, but for blocks."""
         make = self._recipes.get(variant)
-        return self.pytorch.autocast(enabled=make is not None, recipe=make() if make else None)
+        recipe = make() if make else None
+        if promoted and recipe is not None:
+            for gemm in ("fprop", "dgrad", "wgrad"):  # its modules ask any recipe for these
+                setattr(recipe, f"fp8_gemm_{gemm}", self._promoted)
+        return self.pytorch.autocast(enabled=make is not None, recipe=recipe)
 
     def attention_in_fp8(self) -> Any:
         """The context in which an attention core runs in FP8."""

@@ -138,6 +138,20 @@ def test_mistakes_are_one_line(
     assert said.startswith("octet: error: ") and message in said and said.count("\n") == 1
 
 
+def test_rivals_in_one_call(tmp_path: Path, bench: Run) -> None:
+    shape = [word for word in SMALL_STEP if word.startswith("model.")] + ["trainer.device=cpu"]
+    counts = ["--sequences", "2", "--length", "24", "--warm-up", "1", "--steps", "2", "--rounds", "1"]
+    names = ["--ours", "bf16", "--theirs", "delayed", "--json", "out.json"]
+    done = bench("rivals/compare", tmp_path, *counts, *names, *shape, "model.num_experts=8")
+    assert done.returncode == 0, done.stderr
+    assert "megatron-core delayed: left out, RuntimeError: it wants megatron-core 0.19.2" in done.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    (result,) = found["results"]
+    assert result["who"] == "octet" and found["megatron-core"] == "missing"
+    assert result["tokens_per_second"] == pytest.approx(2 * 24 / result["seconds"])
+    assert rows(done.stdout)["octet"][:2] == ["octet", "bf16"]
+
+
 def test_experts(tmp_path: Path, bench: Run) -> None:
     size = ["--tokens", "24", "--hidden", "32", "--width", "16", "--experts", "4", "--chosen", "2"]
     both = ["--gradients", "fp32", "bf16"]

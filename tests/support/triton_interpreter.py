@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 Interpreted = interpreter.InterpretedFunction
 Builder = interpreter.InterpreterBuilder
 _create_dot, _get_np_dtype = Builder.create_dot, interpreter._get_np_dtype
+_cast = Builder.cast_impl
 _patch_lang_tensor, _call = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
 
 
@@ -34,6 +35,16 @@ def _wide(x: Any) -> Any:
         return x
     bits = x.data.astype("uint32") << 16
     return interpreter.TensorHandle(bits.view("float32"), tl.float32)
+
+
+def cast_with_rounding(self: Any, src: Any, dst_type: Any) -> Any:
+    """To BF16 as a GPU does it, to nearest even; Triton's own cuts off."""
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        return _cast(self, src, dst_type)
+    bits = src.data.astype("float32", copy=False).view("uint32")
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    kept = np.where(np.isnan(src.data), (bits >> 16) | 0x40, rounded)
+    return interpreter.TensorHandle(kept.astype("uint16"), tl.bfloat16)
 
 
 _patched: set[Callable] = set()  # functions that the kernel that runs has called
@@ -94,6 +105,7 @@ tl.block_type.__init__ = make_block_type
 tl.tensor.__init__ = make_tensor
 interpreter._patch_lang_tensor = patch_index_too
 Builder.create_dot = create_dot_of_numbers  # type: ignore[method-assign]
+Builder.cast_impl = cast_with_rounding  # type: ignore[method-assign]
 interpreter.GridExecutor.__call__ = call_kernel
 Interpreted.__call__ = call_function
 interpreter._get_np_dtype = np_dtype

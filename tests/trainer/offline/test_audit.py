@@ -1,7 +1,10 @@
 """The audit agrees with every recipe, and notices when something else happens than the plan says."""
 
+import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from torch import nn
 from models import DeepSeek, ModelConfig
 from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
-from precision.config import RulesException
+from precision.config import BackendChoice, RulesException
+from precision.hardware import Gpu
 from trainer.config import Moments, OptimConfig, Schedule
-from trainer.offline.audit import Finding, audit
+from trainer.offline.audit import Audit, Finding, audit
+from trainer.offline.audit.accumulation import probe
 from trainer.optim.adamw import Optimizer
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "precision"
@@ -21,24 +26,40 @@ MODEL = ModelConfig(
     hidden_size=128, num_layers=2, num_heads=2, kv_lora_rank=64, q_lora_rank=64, intermediate_size=160,
     moe_intermediate_size=48, num_experts=4, vocab_size=64,
 )  # fmt: skip
+FEW_KERNELS = dataclasses.replace(MODEL, num_mtp_layers=0, num_experts=2, num_experts_per_token=1)  # interpreted
 OPTIM = OptimConfig(1e-3, [0.9, 0.95], 1e-8, 0.1, 1.0, Moments.fp32, Schedule.wsd, 1, 0.2, 0.1)
 Change = Callable[[DeepSeek], object]
 
 
-def run(name: str, change: Change | None = None, exceptions: list[RulesException] | None = None) -> list[Finding]:
+def load(name: str) -> PrecisionConfig:
     merged = OmegaConf.merge(OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, PrecisionConfig)
+    return config
+
+
+def watch(
+    name: str,
+    change: Change | None = None,
+    exceptions: list[RulesException] | None = None,
+    backend: BackendChoice = BackendChoice.reference,
+) -> Audit:
+    config, of_model = load(name), MODEL if backend is BackendChoice.reference else FEW_KERNELS
     config.rules.exceptions = exceptions or []
-    plan = Plan(config, MODEL.num_layers)
-    model = DeepSeek(MODEL, plan)
+    config.backend = backend
+    plan = Plan(config, of_model.num_layers, None if backend is BackendChoice.reference else Gpu("NVIDIA H200", (9, 0)))
+    model = DeepSeek(of_model, plan)
     model.init_weights(0)
     if change is not None:
         change(model)
     arena = bind(model, plan, "cpu")
     optimizer = Optimizer(model, model.no_decay(), OPTIM, 10, torch.device("cpu"))
     torch.manual_seed(0)
-    return audit(model, plan, arena, optimizer, [torch.randint(64, (2, 17)) for _ in range(2)])
+    return audit(model, plan, arena, optimizer, [torch.randint(64, (2, 17)) for _ in range(2)], shortest=128)
+
+
+def run(name: str, change: Change | None = None, exceptions: list[RulesException] | None = None) -> list[Finding]:
+    return watch(name, change, exceptions).findings
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
@@ -106,3 +127,59 @@ def test_tokens_that_travel_in_another_format_are_noticed() -> None:
         experts.dispatch, experts.rows_feed = torch.bfloat16, Feed(experts.gate_up)  # type: ignore[union-attr]
 
     assert wrong_rows("fp8_delayed", lie) == ["layers.1.moe.dispatch"]
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing")
+
+
+@needs_triton
+@pytest.mark.parametrize(  # cuBLAS has blocks on a GPU only
+    "name", ["bf16", "fp8_delayed", pytest.param("fp8_jit", marks=pytest.mark.exhaustive)]
+)
+def test_kernels_are_what_happens(name: str) -> None:
+    found = watch(name, backend=BackendChoice.cuda)
+    assert [finding for finding in found.findings if not finding.agrees] == []
+    names = {finding.name for finding in found.findings}
+    for kind in ("layers.0.attn_norm statistics", "layers.1.moe.gate scores", "optim arithmetic"):
+        assert kind in names
+    assert "layers.1.moe.experts.down" in found.probes or "layers.1.moe.experts.gate_up" in found.probes
+    assert any("registers" in line for line in found.unseen), "kernels are not seen through"
+
+
+@needs_triton
+def test_what_differs_inside_an_operator_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from precision.backends.cuda import CudaBackend
+    from precision.kernels import ffn_ops, grouped_gemm, norm
+
+    nt, combine, rms_norm, forward = grouped_gemm.nt, ffn_ops.combine, norm.rms_norm, CudaBackend.forward
+
+    def bf16_statistics(*args: Any, **kwargs: Any) -> Any:
+        y, data, inv, rstd = rms_norm(*args, **kwargs)
+        return y, data, inv, rstd.bfloat16().float()
+
+    def coarse_sum(rows: torch.Tensor, to: Any, add: Any = None, partial: Any = None) -> Any:
+        total, weights = combine(rows, to, add, partial)
+        return total * 1.02, weights
+
+    monkeypatch.setattr(norm, "rms_norm", bf16_statistics)
+    monkeypatch.setattr(ffn_ops, "combine", coarse_sum)
+    monkeypatch.setattr(grouped_gemm, "nt", lambda *args: nt(*args) * 0.99)
+    monkeypatch.setattr(CudaBackend, "forward", lambda *args: forward(*args) * (0.99 if args[4] is None else 1.0))
+    found = watch("fp8_delayed", backend=BackendChoice.cuda)
+    wrong = {finding.name: finding.seen for finding in found.findings if not finding.agrees}
+    assert wrong["layers.0.attn_norm statistics"] == "less than fp32"
+    assert wrong["layers.1.moe.accumulate"] == "bf16"
+    assert wrong["layers.1.moe.experts.down"].endswith("sums fp32+fast")
+    assert wrong["layers.0.attn.o"].endswith("sums fp32+fast")
+
+
+def test_a_probe_measures_the_bias_of_each_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(load("fp8_delayed"), 1)
+    row = plan.gemm("layers.0.ffn.down", "ffn", 64, 32)
+    exact = probe(row, 16, torch.device("cpu"), 128)
+    assert exact.word == "fp32" and exact.lengths == (128, 128, 128)
+    assert max(map(abs, (exact.fprop, exact.dgrad, exact.wgrad))) < 4 * 2.0**-8 / 128, "of the mean of 128^2 roundings"
+    for name in ("forward", "dgrad", "wgrad"):
+        method = getattr(ReferenceBackend, name)
+        monkeypatch.setattr(ReferenceBackend, name, lambda *args, method=method: method(*args) * 0.98)
+        assert probe(row, 16, torch.device("cpu"), 128).word == ("fast" if name == "wgrad" else "fp32+fast")

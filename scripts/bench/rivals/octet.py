@@ -1,0 +1,45 @@
+"""Octet's side of `compare.py`: `train_step` of the engine that train.py builds, under FSDP on several GPUs."""
+
+import os
+import sys
+from pathlib import Path
+
+from trainer.launch.command_line import compose, guarded
+from trainer.launch.liveness.rank_group import RankGroup
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def run(rank_group: RankGroup) -> None:
+    """Build and measure; the overrides of the command line are train.py's."""
+    launch = rank_group.board(os.environ)
+    (job,) = compose(CONFIGS, launch)
+    import torch
+    from work import Work
+
+    from trainer.config import load
+    from trainer.forecast.preflight import check
+    from trainer.launch.device import pick_device
+    from trainer.launch.world import init
+    from trainer.step.engine import build_engine
+    from trainer.step.train_step import train_step
+
+    work, config = Work.read(), load(job.tree)
+    check(config, launch.size)
+    world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
+    engine = build_engine(config, world.device, world=world)
+    batch = torch.cat([work.tokens(rank, world.size) for rank in range(world.size)]).to(world.device)
+    number = 0
+
+    def step() -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return train_step(engine, number, batch, work.sequences).metrics["loss/lm"].detach()
+
+    work.measure(step, world.barrier, world.rank)
+    rank_group.leave()
+
+
+if __name__ == "__main__":
+    group = RankGroup()
+    sys.exit(guarded(lambda: run(group), group))

@@ -1,0 +1,83 @@
+"""What is no GEMM, as PyTorch dispatches it inside the module of that name."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models import DeepSeek
+from trainer.offline.audit.findings import Seen
+from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
+
+SCORES, SOFTMAX, STATISTICS = " scores", " softmax", " statistics"
+"""What is looked at beside the plan's rows: all of it is FP32 in every recipe."""
+ATTENTION = "_scaled_dot_product", "document_attention"
+FUSED = {
+    "_scaled_dot_product_cudnn_attention": 1.0,
+    "_scaled_dot_product_efficient_attention": 1.0,
+    "_scaled_dot_product_flash_attention_for_cpu": 1.0,
+    "document_attention": 1 / math.log(2),
+}
+"""Attention operators whose second result is the log-sum-exp of each row's scores, and in what unit."""
+
+
+class Operations(TorchDispatchMode):
+    """Records what is dispatched inside modules, by module name."""
+
+    def __init__(self, model: DeepSeek, gemms: GemmRecorder, seen: Seen):
+        super().__init__()
+        self._gemms, self._seen, self._inside = gemms, seen, [""]
+        self._hooks = []
+        self._width = model.embed.weight.shape[1:]
+        for name, module in model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda _m, _a, name=name: self._inside.append(name)))
+            self._hooks.append(module.register_forward_hook(lambda _m, _a, _out: self._leave()))
+        self._hooks.append(model.embed.register_forward_hook(lambda _m, _a, out: seen.note("embed", out.dtype)))
+        for _, block in model.iter_blocks():
+            self._hooks.append(block.register_forward_hook(lambda _m, _a, out: seen.note("residual", out[0].dtype)))
+
+    def _leave(self) -> None:
+        self._inside.pop()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inside, op = self._inside[-1], func.overloadpacket.__name__
+        if op in ("rsqrt", "rsqrt_"):
+            self._seen.note(inside, out.dtype)
+        elif op == "rms_norm":
+            self._note_norm(inside, args[0], args[2], out[3])
+        elif op.startswith(ATTENTION) and "backward" not in op:
+            self._seen.note(f"{inside}.core", args[0].dtype)
+            if op in FUSED:
+                self._note_softmax(f"{inside}.core", args, kwargs or {}, out[1], FUSED[op], op)
+        elif inside.endswith(".moe.gate") and op in ("sigmoid", "_softmax"):
+            self._seen.note(inside + SCORES, out.dtype)
+        elif inside.endswith(EXPERTS) and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales
+            back = self._gemms.latest == f"{inside}.down"
+            self._seen.note(f"{inside.removesuffix(EXPERTS)}.moe.{'combine' if back else 'dispatch'}", args[0].dtype)
+        elif inside.endswith(EXPERTS) and op in ("add_", "add") and out.dim() == 2:
+            self._seen.note(f"{inside.removesuffix(EXPERTS)}.moe.accumulate", out.dtype)
+        return out
+
+    def _note_norm(self, inside: str, x: Tensor, eps: float, rstd: Tensor) -> None:
+        """A norm that is one kernel: the statistic that it leaves, against float64. What follows stays in registers."""
+        exact = (x.double().square().mean(-1) + eps).rsqrt()
+        self._seen.note(inside, rstd.dtype)
+        self._seen.note_error(inside + STATISTICS, rstd, exact)
+
+    def _note_softmax(self, row: str, args: Any, kwargs: dict, lse: Tensor, unit: float, op: str) -> None:
+        """The log-sum-exp of the last query of a head, against float64: those of its scores that it sees."""
+        q, k = args[0], args[1]
+        scale = args[4] if op == "document_attention" else kwargs["scale"]
+        first = int(args[3][0, 0, -1]) if op == "document_attention" else 0
+        scores = (k[0, 0, first:].double() @ q[0, 0, -1].double()) * scale
+        ours, exact = lse[0, 0, q.shape[2] - 1].flatten() / unit, scores.logsumexp(0)[None]
+        one = torch.ones_like(exact)  # the sum beside which an error counts, where its logarithm is near 0
+        self._seen.note_error(row + SOFTMAX, torch.cat([ours.to(one.dtype), one]), torch.cat([exact, one]))

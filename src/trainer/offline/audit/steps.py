@@ -1,0 +1,141 @@
+"""The steps that are watched, and what is compared with the plan after them.
+
+Two steps are run, so that delayed scales come from a history; the second one is recorded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models import DeepSeek
+from precision import GemmRow, Plan, ScalingArena, begin_step
+from trainer.offline.audit.accumulation import SHORTEST, Probe, probe
+from trainer.offline.audit.findings import NOTHING, Finding, Seen
+from trainer.offline.audit.gemms import CUDA, REFERENCE, GemmRecorder, recorded
+from trainer.offline.audit.operations import SCORES, SOFTMAX, STATISTICS, Operations
+from trainer.optim.adamw import Optimizer
+
+GEMM_PARTS = ("input", "weight", "grad", "saved", "output", "scales", "sums")
+ARITHMETIC = "optim arithmetic"
+UPDATE_ERROR = 2.0**-20
+"""Of moments that a first step leaves: some roundings of FP32, far below one of BF16."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """findings: the plan's rows, then what is FP32 in every recipe. probes: how GEMMs of one shape and recipe add up,
+    by the name of the first of them. unseen: what cannot be looked at, or was not met."""
+
+    findings: list[Finding]
+    probes: dict[str, Probe]
+    unseen: list[str]
+
+
+def audit(
+    model: DeepSeek,
+    plan: Plan,
+    arena: ScalingArena,
+    optimizer: Optimizer,
+    batches: list[Tensor],
+    tokens: int | None = None,
+    shortest: int = SHORTEST,
+) -> Audit:
+    """Train on each of `batches` [B, S+1]; every row of the plan beside what was seen at it in the last step.
+
+    tokens: of a microbatch in training, for sums over rows; None: those of a batch. shortest: sum of a probe."""
+    seen, arithmetic = Seen(), Seen()
+    ours = [name for name in (REFERENCE, CUDA) if plan.served_by(name)]
+    device = arena.amax.device
+    for step, batch in enumerate(batches):
+        begin_step(model, arena)
+        seen = Seen()
+        gemms = GemmRecorder(model, arena, seen)
+        operations = Operations(model, gemms, seen)
+        with recorded(gemms, ours), operations:
+            model(batch.to(device)).total.backward()
+        operations.remove_hooks()
+        for parameter in model.parameters():
+            seen.note("optim.master", parameter.dtype)
+            for row in ("grad.accumulate", "grad.reduce"):  # one process: nothing to reduce, the sum is the gradient
+                seen.note(row, parameter.grad.dtype if parameter.grad is not None else "no gradient")
+        optimizer.step(arena.finite(), torch.zeros((), device=device))
+        for state in optimizer.state_dict().values():
+            seen.note("optim.moments", state["exp_avg"].dtype)
+            seen.note("optim.moments", state["exp_avg_sq"].dtype)
+            if step == 0:
+                _note_arithmetic(arithmetic, state)
+        arena.commit(arena.finite())
+        optimizer.zero_grad()
+    probes, of_row = _probe_all(plan, tokens or batches[0].numel(), device, shortest)
+    for name, probed in of_row.items():
+        seen.note(f"{name}/sums", probed.word)
+    found = [Finding(name, _planned(row), _seen_at(seen, name)) for name, row in plan.gemms.items()]
+    found += [Finding(name, row.format.name, seen.at(name)) for name, row in plan.tensors.items()]
+    beside = [row for row in seen.rows() if row.endswith((SCORES, SOFTMAX, STATISTICS))]
+    found += [Finding(row, "fp32", seen.at(row)) for row in beside]
+    found += [Finding(row, "fp32", arithmetic.at(row)) for row in arithmetic.rows()]
+    return Audit(found, probes, _unseen(plan, seen, arithmetic, ours))
+
+
+def _probe_all(
+    plan: Plan, tokens: int, device: torch.device, shortest: int
+) -> tuple[dict[str, Probe], dict[str, Probe]]:
+    """Probes of what `cuda` serves, one for equal shapes and recipes: by the first row, and by each row."""
+    made: dict[tuple, Probe] = {}
+    first: dict[str, Probe] = {}
+    of_row: dict[str, Probe] = {}
+    for name, row in plan.gemms.items():
+        if row.recipe.backend != CUDA:
+            continue
+        shape = row.in_features, row.out_features, row.groups, row.rows_per_token, repr(row.recipe)
+        if shape not in made:
+            first[name] = made[shape] = probe(row, tokens, device, shortest)
+        of_row[name] = made[shape]
+    return first, of_row
+
+
+def _note_arithmetic(seen: Seen, state: dict[str, Tensor]) -> None:
+    """After a first step m = (1 - b1) g and v = (1 - b2) g^2, so v / m^2 is one number, whatever clipping made of g; as
+    far as moments in FP32 say. Squares near the end of FP32's range say nothing."""
+    m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
+    counts = v > 1e-30
+    if state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32 and bool(counts.any()):
+        low, high = (v[counts] / m[counts].square()).aminmax()
+        seen.note(ARITHMETIC, "fp32" if bool(high - low <= UPDATE_ERROR * low) else "less than fp32")
+
+
+def _unseen(plan: Plan, seen: Seen, arithmetic: Seen, ours: list[str]) -> list[str]:
+    """What the findings cannot vouch for, a line each."""
+    lines = ["the reduction of gradients between ranks: one process runs, and grad.reduce is what its own sums are in"]
+    if CUDA in ours:
+        lines += [
+            "registers: SwiGLU, the gradients of norms and attention, and the cast itself happen inside kernels, of "
+            "which inputs and results are seen; tests and the self-test compare them with plain PyTorch",
+            "graphs: the blocks ran uncompiled, without CUDA graphs; compiled, the same kernels are called, and what "
+            "Inductor fuses around them is not seen",
+            "sums of a run's own operands: the probe's are coherent, through the same kernels",
+        ]
+        if not any(row.endswith(SOFTMAX) for row in seen.rows()):
+            lines.append("the softmax: the attention operator that ran returns no log-sum-exp")
+    theirs = sum(row.recipe.backend not in (REFERENCE, CUDA) for row in plan.gemms.values())
+    if theirs:
+        lines.append(f"{theirs} GEMMs that Transformer Engine's modules compute, from their casts to their sums")
+    if not arithmetic.rows():
+        lines.append(f"the optimizer's arithmetic: moments are {seen.at('optim.moments')}")
+    never = [name for name in plan.gemms if NOTHING in _seen_at(seen, name) and not theirs]
+    return lines + ([f"GEMMs of which a part was not met: {', '.join(never)}"] if never else [])
+
+
+def _planned(row: GemmRow) -> str:
+    """A GEMM's row of the plan in the words of the audit."""
+    recipe, scales = row.recipe, "none"
+    if recipe.is_fp8:
+        scales = recipe.scaling.granularity.value
+        scales += (", from history" if recipe.delayed else ", from itself") if scales == "tensor" else ""
+    parts = recipe.input, recipe.input, recipe.grad, recipe.saved, recipe.output, scales, "fp32"
+    return "  ".join(f"{part} {value}" for part, value in zip(GEMM_PARTS, parts, strict=True))
+
+
+def _seen_at(seen: Seen, name: str) -> str:
+    return "  ".join(f"{part} {seen.at(f'{name}/{part}')}" for part in GEMM_PARTS)
