@@ -1,10 +1,13 @@
 # make train    trains on this machine:  make train RECIPE=bf16 ARGS="trainer.max_steps=50 model.num_layers=6"
-# make test     runs every check
+# make test     runs every check; make test-all also the whole products of options, of which make test meets each pair
+# make test-elsewhere   runs the tests of numbers as another CPU computes them
+# make test-versions    runs them with the oldest and the newest torch that pyproject.toml allows, each in a venv of its own
 # make soak     kills, stops, damages and resumes runs at random, 50 times:  make soak ARGS="--rounds 200 --seed 3 --ranks 2"
 # make setup    only makes .venv
 #
-# Each makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt have changed. torch comes first and alone, so
-# that what is asked for by name decides which build it is. On Linux, PyPI's torch is a CUDA build; for the small CPU build:
+# Each makes .venv by itself when it is missing, or when pyproject.toml or the constraints have changed. A machine with an NVIDIA GPU
+# gets the torch and Triton that the kernels have run with (constraints-cuda.txt). torch comes first and alone, so that the name alone
+# decides which build it is. On Linux, PyPI's torch is a CUDA build; for the small CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make train
 
 VENV := .venv
@@ -12,6 +15,7 @@ BIN := $(VENV)/bin
 RECIPE := fp8_delayed
 ARGS :=
 PYTEST_ARGS :=
+CONSTRAINTS := constraints.txt constraints-$(if $(wildcard /dev/nvidiactl),cuda,cpu).txt
 # tests that take times of a GPU, which mean something only while one process uses it
 TIMED := tests/gpu/test_health_kernels.py tests/gpu/test_adamw.py
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -19,7 +23,14 @@ SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: train test soak setup
+# another instruction set than this machine's best: other orders of summation, other roundings
+ELSEWHERE := $(shell grep -qs avx512 /proc/cpuinfo && echo ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 || \
+	echo ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41)
+NUMBERS := tests/models tests/precision/test_*.py tests/trainer/step tests/trainer/optim tests/trainer/offline \
+	tests/trainer/recovery tests/trainer/health/test_health.py
+TORCHES := 2.11.0 2.13.0
+
+.PHONY: train test test-all test-elsewhere test-versions soak setup
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -33,12 +44,27 @@ test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/pytest $(TIMED); fi
 
+test-all: $(VENV)/.installed-test
+	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
+
+test-elsewhere: $(VENV)/.installed-test
+	$(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
+
+test-versions:
+	@for version in $(TORCHES); do \
+		$(PYTHON) -m venv --clear .venv-torch-$$version && \
+		sed "/^torch==/d; /^triton==/d" constraints.txt >.venv-torch-$$version/constraints.txt && \
+		.venv-torch-$$version/bin/python -m pip install --quiet torch==$$version && \
+		.venv-torch-$$version/bin/python -m pip install --quiet -c .venv-torch-$$version/constraints.txt -e '.[test]' && \
+		OMP_NUM_THREADS=1 .venv-torch-$$version/bin/pytest -n 2 $(PYTEST_ARGS) || exit 1; \
+	done
+
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/soak.py $(ARGS)
 
 setup: $(VENV)/.installed-test
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@if ! $(BIN)/python -c '$(SUITABLE)' >/dev/null 2>&1; then \
 		if ! $(or $(PYTHON),false) -c '$(SUITABLE)' >/dev/null 2>&1; then \
 			echo 'octet needs Python 3.11, 3.12 or 3.13 with its venv module (Debian and Ubuntu: apt install python3-venv);' \
@@ -46,10 +72,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		fi; \
 		echo 'making $(VENV) with $(PYTHON); once, a few minutes' && $(PYTHON) -m venv --clear $(VENV); \
 	fi
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) torch
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[test]'
 	@touch $@

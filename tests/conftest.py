@@ -70,7 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, or a worker has one of them left when the others are done."""
-    items.sort(key=lambda item: item.path.name != "test_words.py")
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

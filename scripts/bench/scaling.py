@@ -185,14 +185,15 @@ def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any)
 def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
     """The same with copies within the device in the place of FSDP's messages; None in one process. The model is of no
     use afterwards."""
-    from trainer.parallel.large import LargeWeights, groups
+    from trainer.parallel.fsdp_internals import groups
+    from trainer.parallel.large import LargeWeights
 
     if not world.many:
         return None
     gather, scatter = silent_messages()
     for module, group in groups(model):
-        if isinstance(group._all_gather_comm, LargeWeights):
-            group._all_gather_comm.comm = gather
+        if isinstance(group.all_gather, LargeWeights):
+            group.all_gather.comm = gather
         else:
             module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
@@ -202,7 +203,8 @@ def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.N
 def silent_messages() -> tuple[Any, Any]:
     """What FSDP calls to gather and to reduce: its own part stands for everybody's."""
     import torch.distributed as dist
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    from trainer.parallel.fsdp_internals import AllGather, ReduceScatter
 
     class Memory:
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.proof import ATTENTION, refused
+
 HOPPER = 9  # major compute capability
 
 
@@ -84,7 +86,7 @@ def _within_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tenso
 
 
 def _kernel_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> bool:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or ATTENTION in refused:
         return False
     import precision.kernels.attention_ops  # noqa: F401  (makes torch.ops.octet.document_attention)
     from precision.kernels.document_attention import LARGEST, SHARED_MEMORY

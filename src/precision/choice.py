@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from precision.operators import operator
+from precision.proof import ROUTER, refused
 
 _HAS_TRITON = find_spec("triton") is not None  # asked once: traced code may not
 
@@ -31,7 +32,7 @@ def choose_experts(
 
 def has_kernel(score: Tensor) -> bool:
     """Whether `precision.kernels.choose` takes it."""
-    return score.is_cuda and _HAS_TRITON
+    return score.is_cuda and _HAS_TRITON and ROUTER not in refused
 
 
 def plain_choice(

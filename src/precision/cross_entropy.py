@@ -15,6 +15,8 @@ Legend: B batch, S sequence, T tokens, V vocabulary.
 import torch
 from torch import Tensor
 
+from precision.proof import LOSS, refused
+
 IGNORED = -100  # a target that counts for nothing; PyTorch's own convention
 _SLICE_ELEMENTS = 1 << 18  # of the twin's FP32 buffer
 
@@ -51,6 +53,8 @@ cross_entropy_rows = torch.library.custom_op("octet::cross_entropy_rows", plain_
 
 @cross_entropy_rows.register_kernel("cuda")
 def _on_gpu(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Tensor:
+    if LOSS in refused:
+        return plain_rows(logits, target, weight, gradient)
     from precision.kernels import cross_entropy as kernels  # needs Triton, which machines without a GPU lack
 
     return kernels.cross_entropy_rows(logits, target, weight, gradient, IGNORED)

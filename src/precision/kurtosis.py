@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from precision.observe import every, is_sampled
 from precision.operators import operator
+from precision.proof import STATISTICS, refused
 
 
 class _Row:
@@ -78,7 +79,7 @@ def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
     assert rows is not None
     part = every(rows)
     rows, more = rows[part], None if more is None else more[part]
-    if rows.is_cuda and find_spec("triton") is not None:
+    if rows.is_cuda and find_spec("triton") is not None and STATISTICS not in refused:
         from precision.kernels.kurtosis import add_kurtosis
 
         add_kurtosis(sums, rows, more)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from precision import proof
 from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, read_values
 from trainer.config import Config
 from trainer.data import Loader, Prepared, prepare
@@ -193,6 +194,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         on_error.callback(folder.close)
         folder.keep(data.tokenizer_path)
         folder.notes.extend([*notes, *(Note("alert", folder.first_step, note) for note in engine.plan.notes)])
+        if (found := proof.latest()) is not None:
+            folder.notes.append(Note("kernels" if found.is_proved else "alert", folder.first_step, found.line))
         to, alone = config.health.alerts, world.size == 1
         folder.notes.extend(_left_out(data, folder.first_step))
         folder.notes.extend(Note("config", folder.first_step, line) for line in without_effect(config, world.size))

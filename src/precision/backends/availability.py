@@ -1,7 +1,8 @@
 """Which backend can serve on this machine, and what it refuses: asked by the plan, before anything is built.
 
     reference            everywhere
-    cuda                 Hopper (sm_90): its kernels are written for those tensor cores and nothing else
+    cuda                 Hopper (sm_90): its kernels are written for those tensor cores and nothing else; not where the
+                         self-test has found them wrong (`precision.proof`)
     transformer_engine   Transformer Engine 2.20 or later, a GPU with FP8 (sm_89, blocks sm_90), and a scaling out of
                          DelayedScaling, Float8CurrentScaling and Float8BlockScaling
 
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
 from precision.hardware import Gpu
+from precision.proof import EXPERTS, GEMMS, refused
 
 HOPPER = (9, 0)
 TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
@@ -32,7 +34,8 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
         return "it needs a Hopper GPU (sm_90) and there is no GPU"
     if gpu.capability != HOPPER:
         return f"it needs a Hopper GPU (sm_90); {gpu.name} is {gpu.sm}"
-    return None
+    wrong = next((op for op in (GEMMS, EXPERTS) if op in refused), None)
+    return None if wrong is None else f"its kernels for {wrong} are wrong here: {refused[wrong]}"
 
 
 @functools.cache

@@ -7,12 +7,13 @@ prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.mem
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
 from models import DeepSeek
 from models.flops import count_parameters, flops_per_token
-from precision import Plan
+from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
@@ -48,6 +49,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     gpu = None if config.trainer.device is Device.cpu else detect("cuda")
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
         raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
+    if gpu is not None and find_spec("triton") is not None:
+        (proof.recall if config.dry_run else proof.prove)(gpu)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from precision import ScalingArena
 from precision.formats import Format, fp8_values
+from precision.proof import STATISTICS, refused
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum
 
@@ -94,7 +95,7 @@ class Casts:
 def has_kernel(device: torch.device) -> bool:
     """Whether `precision.kernels.cast_statistics` runs here."""
     known = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _KNOWS_FP8
-    return known and importlib.util.find_spec("triton") is not None
+    return known and importlib.util.find_spec("triton") is not None and STATISTICS not in refused
 
 
 def new_sums(*rows: int, device: torch.device) -> Tensor:

@@ -197,7 +197,7 @@ def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> 
         loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"]["cpu"])
     ladder = Ladder(config.recovery, course.run, config.trainer.global_batch_size)
-    ladder.load_state_dict({"row": []}, course.rewinds)
+    ladder.load_state_dict({"streak": []}, course.rewinds)
     loader.leave_out(ladder.left_out)
     engine.optimizer.schedule.lower(*ladder.lowered)
 

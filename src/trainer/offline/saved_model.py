@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from models import DeepSeek
 from precision import Plan, bind, refresh_weights
 from precision.hardware import detect
+from precision.proof import recall
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read
 from trainer.checkpoint.reading import STATE
 from trainer.config import RECIPE, Config, load
@@ -86,7 +87,9 @@ def open_run(
     device = pick_device(config.trainer.device)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
     saved = saved_backends(folder) if precision is None else None
-    plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
+    if (gpu := detect(device)) is not None:
+        recall(gpu)
+    plan = Plan(config.precision, config.model.num_layers, gpu, tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
     model.to_empty(device=device)

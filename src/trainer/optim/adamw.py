@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from precision.formats import BY_NAME
+from precision.proof import OPTIMIZER, refused
 from trainer.config import OptimConfig, Schedule
 from trainer.launch.world import World
 from trainer.optim.update_norms import update_norms
@@ -66,7 +67,7 @@ class LearningRate:
 
 def _has_kernel(device: torch.device) -> bool:
     """Whether `precision.kernels.adamw` runs here."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and OPTIMIZER not in refused
 
 
 class Optimizer:

@@ -13,7 +13,6 @@ Compilation is per block: equal blocks share one graph. `selective` happens insi
 experts are spread over ranks, tokens on their way to them are between two graphs: see `models.dispatch`.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from models import DeepSeek
 from models.block import MoEBlock
 from trainer.config.schema import Recompute
+from trainer.parallel.compiler_internals import allow_graphs, silence_advice_on_recomputation
 
 _ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
@@ -39,9 +39,8 @@ def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: 
     """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's."""
     if compiled:
         kinds = {type(block) for _, block in model.iter_blocks()}
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds) + 8)
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_in_place)
+        allow_graphs(4 * len(kinds) + 8)
+        silence_advice_on_recomputation()
     for _, block in model.iter_blocks():
         if recompute is Recompute.selective:
             block.around_attention = _recompute_all_but_core
@@ -75,8 +74,3 @@ def _keep_core() -> tuple[AbstractContextManager, AbstractContextManager]:
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_core = op in _ATTENTION or str(op) == _WITHIN_DOCUMENTS
     return CheckpointPolicy.MUST_SAVE if is_core else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _not_about_in_place(record: logging.LogRecord) -> bool:
-    """Drops torch's advice to have no in-place ops in what is recomputed: ours raise amaxes, which may happen twice."""
-    return "Detected that context_fn is passed" not in record.getMessage()

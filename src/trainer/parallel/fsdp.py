@@ -37,8 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from models import DeepSeek
 from models.block import Block, MoEBlock
+from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
 from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
-from trainer.parallel.large import LargeWeights, Sending, groups
+from trainer.parallel.large import LargeWeights, Sending
 from trainer.parallel.mesh import Mesh
 
 
@@ -99,15 +100,13 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxS
     shared = cast(FSDPModule, module)
     shared.set_gradient_divide_factor(1.0)
     shared.set_force_sum_reduction_for_comms(True)
-    for m in module.modules():
-        # Dynamo would skip guards of "FSDP-managed" modules, by which it tells a block in FP8 from one in BF16
-        m._is_fsdp_managed_module = False  # type: ignore[assignment]
+    let_dynamo_guard(module)
     wires = [gather_format(cast(Receiver, m), mesh, sync, reshard) for m in own if hasattr(m, "receive")]
     for way in wires:
         way.attach()
     if wholes := [way.whole for way in wires if way.whole is not None]:
         group = next(group for owner, group in groups(module) if owner is module)
-        shared.set_custom_all_gather(LargeWeights(group._all_gather_comm, wholes, sending, group.device))
+        shared.set_custom_all_gather(LargeWeights(group.all_gather, wholes, sending, group.device))
 
 
 @contextmanager
@@ -120,9 +119,9 @@ def unquantised(model: DeepSeek) -> Iterator[None]:
     """
     with ExitStack() as after:
         for _, group in groups(model):
-            for shared in group.fsdp_params:
-                send = getattr(shared._sharded_local_tensor, "fsdp_pre_all_gather", None)
+            for shard in group.shards:
+                send = getattr(shard.local, "fsdp_pre_all_gather", None)
                 if isinstance(getattr(send, "__self__", None), Fp8GatherFormat):
-                    after.callback(setattr, shared, "all_gather_outputs", shared.all_gather_outputs)
-                    shared.all_gather_outputs = []
+                    after.callback(setattr, shard, "gathered", shard.gathered)
+                    shard.gathered = []
         yield

@@ -10,28 +10,20 @@ one. The small ones (3 % of a block of Moonlight) stay with FSDP.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from models import DeepSeek
+from trainer.parallel.fsdp_internals import AllGather, Group, Shard, groups
 from trainer.parallel.mesh import is_large
 
 PENDING = 2  # gradients that may wait for their messages: those of a block's experts
 SENDING = 2  # groups whose parts may wait for theirs: as far as FSDP gathers ahead
-
-
-def groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """FSDP's modules, and what each gathers and reduces together."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
-            yield module, group
 
 
 class GatherBuffer:
@@ -108,40 +100,35 @@ class LargeGradients:
     def __init__(self, model: DeepSeek):
         self._pending: deque[tuple[Tensor, Tensor, Any]] = deque()
         for module, group in groups(model):
-            large = [p for p in group.fsdp_params if is_large(p._orig_size, p.mesh_info.shard_mesh_size)]
+            large = [shard for shard in group.shards if is_large(shard.size, shard.num_ranks)]
             if large:
                 # what autograd sees of a weight exists once FSDP has gathered it
                 handles: list[Any] = []
                 handles.append(module.register_forward_pre_hook(partial(self._attach, handles, group, large)))
 
-    def _attach(self, handles: list[Any], group: Any, large: list[Any], module: nn.Module, args: tuple) -> None:
+    def _attach(self, handles: list[Any], group: Group, large: list[Shard], module: nn.Module, args: tuple) -> None:
         handles.pop().remove()
-        for shared in large:
-            shared._unsharded_param.register_post_accumulate_grad_hook(partial(self._reduce, group, shared))
+        for shard in large:
+            shard.whole.register_post_accumulate_grad_hook(partial(self._reduce, group, shard))
 
     @torch.no_grad()
-    def _reduce(self, group: Any, shared: Any, whole: Tensor) -> None:
+    def _reduce(self, group: Group, shard: Shard, whole: Tensor) -> None:
         """Send the gradient of `whole` and add what arrives to that of its part."""
-        if not group.reduce_grads:
+        if not group.reduces:
             return  # later microbatches add to it
         gradient, whole.grad = cast(Tensor, whole.grad), None
-        here, stream = group.device_handle.current_stream(), group.comm_ctx.reduce_scatter_stream
+        here, stream = group.device_module.current_stream(), group.reduce_stream
         while len(self._pending) >= PENDING:
             here.wait_event(self._pending.popleft()[-1])
-        comm, ranks = group._reduce_scatter_comm, group._reduce_scatter_process_group
+        comm, ranks = group.reduce_scatter, group.reduce_ranks
         # memory of the steps' stream, where activations were: that of another stream would lie idle in forward passes
         part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
         stream.wait_stream(here)
-        with group.device_handle.stream(stream):
+        with group.device_module.stream(stream):
             comm(output_tensor=part, input_tensor=gradient.reshape(-1), group=ranks, op=dist.ReduceOp.SUM)
-            if group.mesh_info.replicate_mesh_dim is not None:
-                dist.all_reduce(part, group=group._all_reduce_process_group)
-            if shared.sharded_param.grad is None:
-                shared.sharded_param.grad = shared.to_sharded_dtensor(part.view(shared.sharded_size))
-            else:
-                shared.sharded_param.grad._local_tensor.add_(part.view(shared.sharded_size))
-            for hook in (shared.sharded_param._post_accumulate_grad_hooks or {}).values():
-                hook(shared.sharded_param)  # as FSDP does: who looks at gradients sees these, too
+            if group.replicas is not None:
+                dist.all_reduce(part, group=group.replicas)
+            shard.add_gradient(part)
             self._pending.append((gradient, part, stream.record_event()))
 
     def finish(self, device: torch.device) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from precision import proof
+
 
 def environment() -> dict[str, Any]:
     """What this process runs on and with: versions, machine, and the commit of this source if it is in a repository."""
@@ -19,6 +21,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpus": gpus,
+        "kernels": (found := proof.latest()) and found.record,
         "platform": platform.platform(),
         "machine": platform.machine(),
         "host": platform.node(),

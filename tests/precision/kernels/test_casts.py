@@ -10,6 +10,7 @@ from precision.scaling import scale_from_amax
 kernels = pytest.importorskip("precision.kernels.cast", reason="Triton is missing")
 from precision.kernels.common import Cast  # noqa: E402
 from precision.kernels.weights import cast_weight, transpose_weight  # noqa: E402
+from precision.selftest.twins import TILES, WEIGHT_TILES, cast_in_tiles, numbers_of, same  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR, ROW, BLOCK = 1, 2, 3
@@ -21,45 +22,17 @@ def values(R: int, C: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(R, C) * torch.logspace(-3, 3, R)[:, None]).to(DEVICE, dtype)
 
 
-def twin(x: Tensor, how: Cast, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """FP8 of x in tiles, and the inverse scale of each number. rows, columns of a tile; 0: all."""
-    data, inv = torch.empty(x.shape, dtype=how.fmt.dtype, device=x.device), torch.empty(x.shape, device=x.device)
-    for r in range(0, x.shape[0], rows or x.shape[0]):
-        for c in range(0, x.shape[1], columns or x.shape[1]):
-            tile = (slice(r, r + (rows or x.shape[0])), slice(c, c + (columns or x.shape[1])))
-            scale = scale_from_amax(x[tile].abs().amax().float(), how.fmt.max, how.margin, how.power_of_two)
-            data[tile], inv[tile] = saturating_cast(x[tile], scale, how.fmt), scale.reciprocal()
-    return data, inv
-
-
-TILES = {TENSOR: (0, 0), ROW: (1, 0), BLOCK: (1, 128)}
-
-
-def same(ours: Tensor, theirs: Tensor, what: str) -> None:
-    wrong = ours.float() != theirs.float()
-    assert not wrong.any(), (
-        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {wrong.nonzero()[0].tolist()}"
-    )
-
-
-def read(data: Tensor, inv: Tensor, mode: int, along: int) -> Tensor:
-    """What scaled data stand for; BLOCK scales repeat 128 times along a dimension."""
-    if mode == BLOCK:
-        inv = inv.repeat_interleave(128, along).narrow(along, 0, data.shape[along])
-    return data.float() * inv
-
-
 @pytest.mark.parametrize("mode", [TENSOR, ROW, BLOCK])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 @pytest.mark.parametrize(("R", "C"), SHAPES)
 def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> None:
     x, how = values(R, C), Cast(fmt, mode, False, 0, mode != TENSOR)
     amax, row = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
-    want, want_inv = twin(x, how, *TILES[mode])
+    want, want_inv = cast_in_tiles(x, how, *TILES[mode])
     for transposed in (False, True):
         data, inv, data_t, inv_t = kernels.cast(x, row, amax, how, transposed)
         same(data, want, f"rows, transposed={transposed}")
-        torch.testing.assert_close(read(data, inv, mode, 1), want.float() * want_inv, rtol=0, atol=0)
+        torch.testing.assert_close(numbers_of(data, inv, mode, 1), want.float() * want_inv, rtol=0, atol=0)
     assert amax == x.abs().max()
     assert data_t is not None and inv_t is not None
     if mode == TENSOR:
@@ -68,13 +41,15 @@ def test_cast_and_transposed_copy(mode: int, fmt: Format, R: int, C: int) -> Non
         again = saturating_cast(want.float() * want_inv, want_inv.amax().reciprocal(), fmt)
         same(data_t[:, :R].t(), again, "columns")
     else:
-        columns, columns_inv = twin(x, how, 128, 1)
+        columns, columns_inv = cast_in_tiles(x, how, 128, 1)
         same(data_t[:, :R].t(), columns, "columns")
-        torch.testing.assert_close(read(data_t.t(), inv_t, mode, 0)[:R], columns.float() * columns_inv, rtol=0, atol=0)
+        torch.testing.assert_close(
+            numbers_of(data_t.t(), inv_t, mode, 0)[:R], columns.float() * columns_inv, rtol=0, atol=0
+        )
     assert (data_t[:, R:].float() == 0).all()
     kept, kept_inv = kernels.transpose(data, inv, how)
     if mode == BLOCK:
-        columns, _ = twin(want.float() * want_inv, how, 128, 1)
+        columns, _ = cast_in_tiles(want.float() * want_inv, how, 128, 1)
         same(kept[:, :R].t(), columns, "columns of what was kept")
     else:
         same(kept[:, :R].t(), data_t[:, :R].t(), "columns of what was kept")
@@ -101,8 +76,8 @@ def test_weights(mode: int, stack: tuple[int, ...], N: int, K: int, dtype: torch
                 return t[g] if stack else t
 
             assert pick(amax) == exact.abs().max()
-            want, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (1, 0), BLOCK: (128, 128)}[mode])
-            want_t, _ = twin(exact, how, *{TENSOR: (0, 0), ROW: (0, 1), BLOCK: (128, 128)}[mode])
+            want, _ = cast_in_tiles(exact, how, *WEIGHT_TILES[mode])
+            want_t, _ = cast_in_tiles(exact, how, *{TENSOR: (0, 0), ROW: (0, 1), BLOCK: (128, 128)}[mode])
             same(pick(data), want, f"w[{g}]")
             same(pick(data_t).t(), want_t, f"w[{g}]^T")
             if mode == BLOCK:

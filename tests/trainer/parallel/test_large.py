@@ -60,8 +60,8 @@ def train(keys: list[str], world: World) -> dict[str, Any]:
     wholes = [
         whole
         for _, group in large.groups(engine.model)
-        if isinstance(group._all_gather_comm, large.LargeWeights)
-        for whole in group._all_gather_comm._wholes
+        if isinstance(group.all_gather, large.LargeWeights)
+        for whole in group.all_gather._wholes
     ]
     assert all(whole.numbers.numel() for whole in wholes), "each has been gathered"
     assert not any(whole.numbers.untyped_storage().size() for whole in wholes), "and freed"
@@ -84,10 +84,10 @@ def main(out: Path) -> None:
     torch.distributed.init_process_group("gloo")
     take, messages = large.LargeGradients._reduce, []
 
-    def count(self: large.LargeGradients, group: Any, shared: Any, whole: torch.Tensor) -> None:
-        take(self, group, shared, whole)
+    def count(self: large.LargeGradients, group: Any, shard: Any, whole: torch.Tensor) -> None:
+        take(self, group, shard, whole)
         if whole.grad is None:
-            messages.append(shared)
+            messages.append(shard)
 
     large.LargeGradients._reduce = count
     seen = {}

@@ -1,0 +1,214 @@
+"""Whether the kernels are right here: what the self-test found on this GPU, with this torch, Triton and source.
+
+    prove(gpu)      at the start of a run: what was found before, or run the self-test now, a few seconds
+    recall(gpu)     what was found before, if anything
+    refused         op: why it does without kernels here. `cuda` is refused for its GEMMs, the rest takes its twin
+
+What is found is kept in the user's cache folder under those four names, so the test runs once for each of them. Ranks
+of a node wait for the first one. The test runs in processes of its own (`precision.selftest`): a kernel that reads
+outside its memory leaves the GPU unusable for the process that launched it, and many compile at once.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from precision.hardware import Gpu
+
+GEMMS, EXPERTS, ATTENTION = "GEMMs", "experts", "attention within documents"
+LOSS, OPTIMIZER, ROUTER, STATISTICS = "cross entropy", "AdamW", "choice of experts", "statistics"
+PACKAGE = Path(__file__).parent
+PROCESSES = 8  # compile at once
+PATIENCE = 300.0  # seconds for all of them; minutes only where something hangs
+
+refused: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What kernels are right or wrong on. source: a digest of theirs and their checks'."""
+
+    gpu: str
+    torch: str
+    triton: str
+    source: str
+
+    @classmethod
+    def here(cls, gpu: Gpu) -> "Combination":
+        """With the versions of this process."""
+        return cls(gpu.name, torch.__version__, _triton_version(), _source_digest())
+
+    def __str__(self) -> str:
+        return f"torch {self.torch}, Triton {self.triton} on {self.gpu}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """wrong: op: how its kernels differ. unproved: why some were not checked; empty if all were. seconds: it took."""
+
+    combination: Combination
+    wrong: dict[str, str] = field(default_factory=dict)
+    unproved: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.wrong and not self.unproved
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For the environment of a run."""
+        return {"proved": self.is_proved, **asdict(self)}
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        if self.wrong:
+            ops = ", ".join(self.wrong)
+            return f"kernels: wrong with {self.combination}, so not used for {ops} ({next(iter(self.wrong.values()))})"
+        if self.unproved:
+            return f"kernels: not proved with {self.combination} ({self.unproved})"
+        return f"kernels: proved with {self.combination}"
+
+
+def prove(gpu: Gpu, folder: Path | None = None) -> Proof:
+    """What the self-test finds here, now or before; takes effect at once. Waits for another process that runs it."""
+    here = Combination.here(gpu)
+    file = _file(here, folder)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock", timeout=PATIENCE + 60):
+            proof = _read(file, here) or _keep(_run(here), file)
+    except OSError as error:  # FileLock's timeout is one
+        proof = Proof(here, unproved=f"the self-test was not run: {error}")
+    return _adopt(proof)
+
+
+def recall(gpu: Gpu, folder: Path | None = None) -> Proof | None:
+    """What was found here before, if anything; takes effect at once."""
+    here = Combination.here(gpu)
+    proof = _read(_file(here, folder), here)
+    return None if proof is None else _adopt(proof)
+
+
+def latest() -> Proof | None:
+    """What is in effect; None where nothing has been proved or recalled, as on a CPU."""
+    return _latest
+
+
+_latest: Proof | None = None
+
+
+def _adopt(proof: Proof) -> Proof:
+    global _latest
+    _latest = proof
+    refused.clear()
+    refused.update({op: f"{why} with {proof.combination}" for op, why in proof.wrong.items()})
+    return proof
+
+
+def _file(here: Combination, folder: Path | None) -> Path:
+    name = hashlib.sha256(json.dumps(asdict(here)).encode()).hexdigest()[:16]
+    return (folder or _cache_folder()) / f"{re.sub(r'[^a-z0-9]+', '_', here.gpu.lower())}_{name}.json"
+
+
+def _cache_folder() -> Path:
+    """The user's; where there is no home that can be written to, a folder of the user's among the temporary ones."""
+    home = os.environ.get("HOME", "")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home) / ".cache" if home else ""))
+    if cache.is_absolute() and os.access(next(path for path in (cache, *cache.parents) if path.exists()), os.W_OK):
+        return cache / "octet" / "proofs"
+    return Path(tempfile.gettempdir()) / f"octet-{os.getuid()}" / "proofs"
+
+
+def _read(file: Path, here: Combination) -> Proof | None:
+    try:
+        kept = json.loads(file.read_text())
+        proof = Proof(Combination(**kept.pop("combination")), **kept)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not there, or no longer what was written
+        return None
+    return proof if proof.combination == here else None
+
+
+def _keep(proof: Proof, file: Path) -> Proof:
+    """What was not proved may be at the next start."""
+    if not proof.unproved:
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(asdict(proof), indent=1) + "\n")
+        new.replace(file)
+    return proof
+
+
+def _run(here: Combination) -> Proof:
+    """The self-test, in some processes."""
+    began, wrong, unproved = time.monotonic(), {}, ""
+    count = max(1, min(PROCESSES, (os.cpu_count() or 1)))
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "precision.selftest"]
+    with tempfile.TemporaryDirectory() as room:
+        outputs = [Path(room) / str(i) for i in range(count)]
+        running = []
+        for i, output in enumerate(outputs):
+            with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+                words = [*command, f"--share={i}/{count}"]
+                running.append(subprocess.Popen(words, env=environment, stdout=out, stderr=err))
+        for process, output in zip(running, outputs, strict=True):
+            try:
+                code = process.wait(max(0.1, began + PATIENCE - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            failures, missing = read_report(output.read_text(), code, output.with_suffix(".err").read_text())
+            wrong |= failures
+            unproved = unproved or missing
+    return Proof(here, wrong, unproved, round(time.monotonic() - began, 1))
+
+
+def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]:
+    """What a process of the self-test has found: op: how its kernels differ; and what it did not come to, in a word.
+
+    text: a line of JSON before each check, with its op, and one after it, with its failure. A check in which the
+    process died has failed; those behind it, and those of a process that began none, were not run.
+    """
+    lines = [json.loads(line) for line in text.splitlines()]
+    wrong = {line["op"]: line["failure"] for line in reversed(lines) if line.get("failure")}
+    last = lines[-1] if lines else {}
+    if code == 0:
+        return wrong, ""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    said = " ".join(errors.split())[-200:]
+    if "failure" in last or not lines:
+        return wrong, f"the self-test stopped early: {how}{': ' + said if said else ''}"
+    wrong[last["op"]] = f"{last['check']} ended the process: {how}"
+    return wrong, "the self-test stopped early"
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "unknown" if find_spec("triton") else "none"
+
+
+def _source_digest() -> str:
+    """Of the kernels, their checks, and the casts and scales that both go by."""
+    files = [*(PACKAGE / "kernels").glob("*.py"), *(PACKAGE / "selftest").glob("*.py")]
+    files += [PACKAGE / "formats.py", PACKAGE / "scaling.py"]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,54 @@
+"""Runs a share of the self-test on a GPU, for `precision.proof`:  python -m precision.selftest [--share 0/8]
+
+Writes a line of JSON before each check and one after it; see `precision.proof.read_report`. By hand, all checks run in
+turn and the lines say how long each took.
+"""
+
+import argparse
+import json
+import time
+
+import torch
+
+from precision.backends.availability import HOPPER
+from precision.selftest.table import CHECKS, Check
+from precision.selftest.twins import Mismatch
+
+
+def main() -> int:
+    """Exit code: 0 if all checks of the share have run, whatever they found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", default="0/1", help="which of how many equal shares")
+    options = parser.parse_args()
+    share, count = map(int, options.share.split("/"))
+    device = torch.device("cuda", 0)
+    hopper = torch.cuda.get_device_capability(device) == HOPPER
+    torch.backends.cuda.matmul.allow_tf32 = False  # the twins' own products
+    for check in [check for check in CHECKS if hopper or not check.hopper][share::count]:
+        if not run(check, device):
+            return 3
+    return 0
+
+
+def run(check: Check, device: torch.device) -> bool:
+    """Whether the GPU can be used afterwards: a kernel that raises may have left it unusable."""
+    head = {"op": check.op, "check": check.run.__name__}
+    print(json.dumps(head), flush=True)
+    began, failure, usable = time.perf_counter(), None, True
+    try:
+        check.run(device)
+    except Mismatch as mismatch:
+        failure = str(mismatch)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of Triton's compiler, of the driver
+        failure, usable = (
+            f"{check.run.__name__} raises {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            False,
+        )
+    print(json.dumps({**head, "failure": failure, "seconds": round(time.perf_counter() - began, 2)}), flush=True)
+    return usable
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

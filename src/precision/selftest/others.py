@@ -1,0 +1,110 @@
+"""Checks of what is no GEMM: choice of experts, attention, loss, optimizer, statistics."""
+
+import torch
+
+from precision.attention import attention_core, document_mask
+from precision.choice import plain_choice
+from precision.cross_entropy import IGNORED, mean_weight, plain_rows
+from precision.formats import E4M3
+from precision.kernels import cast_statistics, cross_entropy, document_attention
+from precision.kernels.adamw import FusedAdamW
+from precision.kernels.choose import choose
+from precision.kernels.kurtosis import add_kurtosis
+from precision.kurtosis import add_plain_kurtosis
+from precision.selftest.operands import plain
+from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP32_SUM, near, same
+
+LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.3)
+
+
+def choices(device: torch.device) -> None:
+    """The K largest scores, of all experts and of the best groups."""
+    for E, K, groups, kept in ((10, 4, 5, 2), (64, 6, 1, 1)):
+        score, bias = plain(device, 33, E, dtype=torch.float32), plain(device, E, dtype=torch.float32)
+        for given in (bias, None):
+            ours, theirs = (take(score, given, K, groups, kept) for take in (choose, plain_choice))
+            same(ours, theirs, f"choice of {K} of {E} experts")
+
+
+def losses(device: torch.device) -> None:
+    """Losses of logits, and the gradient in their place."""
+    for rows, words in ((5, 64), (13, 333)):
+        target = torch.randint(0, words, (rows,), generator=torch.Generator().manual_seed(rows)).to(device)
+        target[1::3] = IGNORED
+        for dtype, rounding in ((torch.float32, FP32_SUM), (torch.bfloat16, BF16_STEP)):
+            ours, weight = plain(device, rows, words, dtype=dtype) * 10, mean_weight(target)
+            theirs, where = ours.clone(), f"{rows} rows of {words} logits, {dtype}"
+            loss = cross_entropy.cross_entropy_rows(ours, target, weight, True, IGNORED)
+            near(loss, plain_rows(theirs, target, weight, True), FP32_SUM, f"loss of {where}")
+            near(ours, theirs, rounding, f"gradient of {where}")
+
+
+def attention(device: torch.device) -> None:
+    """Attention within documents, forward and backward, MLA's head sizes among them. The gradient of a score is a
+    difference (`ds` there); its parts, one of them from the rounded result, are several times as large as it is."""
+    for S, D, V in ((77, 24, 16), (150, 192, 128)):
+        starts = torch.tensor([0, 1, 2, 20, 50], device=device)
+        ends = torch.tensor([1, 2, 20, 50, S], device=device)
+        which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
+        bounds = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous()
+        q, k, v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2).requires_grad_() for i, w in enumerate((D, D, V)))
+        wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        mask = document_mask(bounds, torch.float64, D, V)
+        exact = attention_core(wide[0], wide[1], wide[2], D**-0.5, mask)
+        probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
+        exact.backward(probe.double())
+        with torch.no_grad():
+            out, lse = document_attention.forward(q, k, v, bounds, D**-0.5)
+            grads = document_attention.backward(probe, q, k, v, bounds, out, lse, D**-0.5)
+        names = "result", "gradient of q", "gradient of k", "gradient of v"
+        wants = exact.detach(), *(t.grad for t in wide)
+        for name, ours, want in zip(names, (out, *grads), wants, strict=True):
+            assert want is not None
+            near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
+
+
+def optimizer(device: torch.device) -> None:
+    """AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    sizes = (1, 37, 5000)
+    ours = [plain(device, n, dtype=torch.float32) for n in sizes]
+    first, second = ([torch.zeros_like(p) for p in ours] for _ in range(2))
+    steps = [torch.zeros((), device=device) for _ in ours]
+    theirs = [p.double() for p in ours]
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(theirs, DECAYS, strict=True)]
+    twin = torch.optim.AdamW(groups, LR, BETAS, EPS)
+    kernel = FusedAdamW(ours, first, second, steps, DECAYS, BETAS, EPS)
+    lr, divisor = torch.tensor(LR, device=device), torch.tensor(2.0, device=device)
+    for step, ok in enumerate((True, False, True)):
+        before = [p.double() for p in ours]
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = plain(device, len(p) + step, dtype=torch.float32)[: len(p)]
+            q.grad = p.grad.double() / 2
+        kernel.step(torch.tensor(ok, device=device), lr, divisor)
+        if ok:
+            twin.step()
+            moved = torch.stack([(p.double() - b).norm() for p, b in zip(ours, before, strict=True)])
+            near(kernel.norms(lr)[0], moved, 1e-4, f"norms of updates, step {step}")  # of weights with 24 bits
+        for p, q, decay in zip(ours, theirs, DECAYS, strict=True):
+            near(p, q, FP32_SUM, f"AdamW, step {step}, decay {decay}")
+        sizes_of = torch.stack([p.double().norm() for p in ours])
+        near(kernel.norms(lr)[1], sizes_of, FP32_SUM, f"norms of parameters, step {step}")
+
+
+def statistics(device: torch.device) -> None:
+    """Kurtosis of rows, and what casts lose."""
+    x, beside = plain(device, 7, 300), plain(device, 7, 20)
+    ours, theirs = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
+    add_kurtosis(ours, x, beside)
+    add_plain_kurtosis(theirs, x, beside)
+    near(ours, theirs, FP32_SUM, "kurtosis")
+    x, inv = plain(device, 45, 200) * 1000, torch.tensor(1.5, device=device)
+    x[0] *= 1e-7
+    data = (x.float() / inv).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+    sums = cast_statistics.new_sums(device=device)
+    cast_statistics.add_cast_statistics(sums, x, data, inv, E4M3)
+    exact, read = x.double(), data.double() * inv
+    saturated, vanished = (exact.abs() > E4M3.max * inv).sum(), ((exact != 0) & (read == 0)).sum()
+    counts = torch.stack([torch.tensor(x.numel(), device=device), saturated, vanished])
+    same(sums.sum(0)[:3], counts, "counts of what a cast loses")
+    squares = torch.stack([(read - exact).square().sum(), exact.square().sum()])
+    near(sums.sum(0)[3:], squares, FP32_SUM, "squared error of a cast")

@@ -1,0 +1,119 @@
+"""Checks of routing, and of GEMMs over experts' rows and over all rows."""
+
+import torch
+from torch import Tensor
+
+from precision.kernels import cast, grouped_gemm
+from precision.kernels.route import Route, combine, gather, route
+from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
+from precision.kernels.weights import cast_weight
+from precision.selftest import operands
+from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, plain, zeros
+from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_rows, near, numbers_of, same
+
+T, K, E = 40, 2, 3
+SUM = 2.0**-10
+"""Bound of the error of FP8 products: sums here are short, and the tensor cores keep 13 bits of each."""
+
+
+def routed(device: torch.device, align: int = 128) -> tuple[Route, Tensor, Tensor]:
+    """A route to experts of which the second has no row, the choices [T, K] and their weights."""
+    generator = torch.Generator().manual_seed(T)
+    first = torch.randint(0, 2, (T,), generator=generator) * (E - 1)
+    expert = torch.stack([first, E - 1 - first], 1).to(device)
+    weight = torch.rand(T, K, generator=generator).to(device)
+    return route(expert, weight, E, align), expert, weight
+
+
+def routes(device: torch.device) -> None:
+    """The counting sort, gathering, and the weighted sum."""
+    to, expert, weight = routed(device)
+    if to.starts.tolist() != [0, *to.ends.tolist()[:-1]] or any(end % 128 for end in to.ends.tolist()):
+        raise Mismatch(f"route: experts begin at {to.starts.tolist()} and end at {to.ends.tolist()}")
+    for e, part in enumerate(experts_rows(to)):
+        token, chosen = to.token[part], (expert == e).nonzero()[:, 0]
+        same(token[token >= 0], chosen, f"tokens of expert {e}")
+        same(to.weight[part][token >= 0], weight[expert == e], f"router's weights of expert {e}")
+        tiles = to.tile_expert[part.start // 128 : part.stop // 128]
+        same(tiles, torch.full_like(tiles, e), f"tiles of expert {e}")
+    x, add = plain(device, T, 80), plain(device, T, 80, seed=1)
+    rows, _ = gather(x, None, to, None)
+    for part in experts_rows(to):
+        token = to.token[part].long()
+        same(rows[part], torch.where(token[:, None] >= 0, x[token.clamp_min(0)], 0), "gathered rows")
+    partial = plain(device, 3, len(to.token), dtype=torch.float32)
+    total, shares = combine(rows, to, add, partial)
+    assert shares is not None
+    near(total, x.double() * K + add.double(), BF16_ROUNDING, "sum over a token's experts")
+    near(shares, partial.double()[:, to.position.long()].sum(0), FP32_SUM, "gradient of the router's weights")
+
+
+def experts_activations(device: torch.device) -> None:
+    """SwiGLU over experts' rows."""
+    operands.activations(device, routed(device)[0])
+
+
+def experts_casts(device: torch.device) -> None:
+    """Casts of experts' rows."""
+    operands.experts_casts(device, routed(device)[0])
+
+
+def experts_products(device: torch.device) -> None:
+    """Forward product, input gradient and weight gradient of the experts, in FP8 and BF16; widths that are whole tiles
+    and widths that are not take different kernels."""
+    to, _, _ = routed(device)
+    live = to.token[:, None] >= 0
+    for inner, outer in ((144, 272), (256, 128)):
+        x, dy = (torch.where(live, plain(device, len(to.token), n), 0).bfloat16() for n in (inner, outer))
+        w = plain(device, E, outer, inner, dtype=torch.float32)
+        for mode in MODES:
+            _experts_in_fp8(x, dy, w, mode, to)
+        _experts_in_bf16(x, dy, w.bfloat16(), to)
+
+
+def _experts_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route) -> None:
+    device, where = x.device, f"mode {mode}, {w.shape[2]} -> {w.shape[1]}"
+    x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
+    _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
+    assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
+    w8, w_inv, _, _ = cast_weight(w, zeros(device, E), zeros(device, E), FORWARD[mode], None)
+    y = grouped_gemm.nt(x8, x_inv, w8, w_inv, mode, to)
+    dw = grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, to)
+    x_read = numbers_of(x8, x_inv, mode)
+    spread = w_inv.view(E, 1, 1) if w_inv.dim() == 1 else w_inv
+    w_read = numbers_of(w8, spread.repeat_interleave(128, 1)[:, : w.shape[1]] if mode == BLOCK else spread, mode, 2)
+    x_columns, dy_columns = (numbers_of(t.t(), i, mode, 0) for t, i in ((x_t, x_t_inv), (dy_t, dy_t_inv)))
+    for e, part in enumerate(experts_rows(to)):
+        near(y[part], x_read[part].double() @ w_read[e].double().t(), BF16_ROUNDING, f"product of expert {e}, {where}")
+        want = dy_columns[part].double().t() @ x_columns[part].double()
+        near(dw[e], want, SUM, f"weight gradient of expert {e}, {where}")
+
+
+def _experts_in_bf16(x: Tensor, dy: Tensor, w: Tensor, to: Route) -> None:
+    y, dx = grouped_gemm.nt_bf16(x, w, to), grouped_gemm.nt_bf16(dy, w.mT, to)
+    dw = grouped_gemm.wgrad_bf16(dy, x, to)
+    for e, part in enumerate(experts_rows(to)):
+        where = f"of expert {e}, BF16, {w.shape[2]} -> {w.shape[1]}"
+        near(y[part], x[part].double() @ w[e].double().t(), BF16_ROUNDING, f"product {where}")
+        near(dx[part], dy[part].double() @ w[e].double(), BF16_ROUNDING, f"input gradient {where}")
+        near(dw[e], dy[part].double().t() @ x[part].double(), FP32_SUM, f"weight gradient {where}")
+
+
+def products(device: torch.device) -> None:
+    """GEMMs over all rows: cuBLAS, or where it takes no blocks the experts' kernels with one group."""
+    for R, inner, outer in ((37, 144, 272), (132, 256, 128)):
+        for mode in MODES:
+            if mode == BLOCK and R % 4 == 0 and device.type == "cpu":
+                continue  # cuBLAS alone has blocks
+            x, dy, w = plain(device, R, inner), plain(device, R, outer), plain(device, outer, inner)
+            x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
+            _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
+            assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
+            w8, w_inv, _, _ = cast_weight(w, zeros(device), zeros(device), FORWARD[mode], None)
+            y = scaled_nt(x8, x_inv, w8, w_inv, mode, torch.bfloat16)
+            spread = w_inv.repeat_interleave(128, 0)[:outer] if mode == BLOCK else w_inv
+            want = numbers_of(x8, x_inv, mode).double() @ numbers_of(w8, spread, mode).double().t()
+            near(y, want, BF16_ROUNDING, f"product, mode {mode}, {(R, inner, outer)}")
+            dw = scaled_wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, torch.float32)
+            left, right = (numbers_of(t.t(), i, mode, 0).double() for t, i in ((dy_t, dy_t_inv), (x_t, x_t_inv)))
+            near(dw, left.t() @ right, SUM, f"weight gradient, mode {mode}, {(R, inner, outer)}")

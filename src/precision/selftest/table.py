@@ -1,0 +1,53 @@
+"""Which kernels are checked, by what, and which op does without them where the check fails.
+
+A kernel that is not here fails a test (`tests/precision/selftest`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from precision.proof import ATTENTION, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
+from precision.selftest import operands, others, products
+
+
+@dataclass(frozen=True)
+class Check:
+    """run: Mismatch if a kernel is wrong. kernels: what it launches, MODULE.NAME. hopper: they want sm_90."""
+
+    op: str
+    run: Callable[[torch.device], None]
+    kernels: tuple[str, ...]
+    hopper: bool = True
+
+
+def _of(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}._{name}_kernel" for name in names)
+
+
+CHECKS = (  # those that compile longest first
+    Check(
+        EXPERTS,
+        products.experts_products,
+        (*_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"),
+    ),
+    Check(ATTENTION, others.attention, _of("document_attention", "forward", "delta", "keys", "queries"), hopper=False),
+    Check(GEMMS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
+    Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
+    Check(GEMMS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
+    Check(EXPERTS, products.experts_casts, (*_of("cast", "blocks", "transpose"), *_of("route", "gather"))),
+    Check(GEMMS, operands.weights, _of("weights", "amax", "amaxes", "cast", "transpose")),
+    Check(GEMMS, operands.norms, _of("norm", "amax", "forward", "backward")),
+    Check(GEMMS, products.products, ("hopper_gemm._nt_wgrad_kernel", "grouped_gemm._wgrad_kernel")),
+    Check(EXPERTS, products.routes, _of("route", "count", "scan", "place", "gather", "combine")),
+    Check(
+        OPTIMIZER,
+        others.optimizer,
+        (*_of("adamw", "prepare"), "adamw._adamw_kernel", *_of("update_norms", "factors", "squares", "add_up")),
+        hopper=False,
+    ),
+    Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
+    Check(ROUTER, others.choices, _of("choose", "choose"), hopper=False),
+    Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
+)

@@ -1,0 +1,148 @@
+"""What the self-test found is found once for each GPU, torch, Triton and source; what was wrong is not used."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from precision import PrecisionConfig, proof
+from precision.attention import _kernel_takes
+from precision.backends.availability import cuda_problem
+from precision.config import BackendChoice
+from precision.hardware import Gpu
+from precision.proof import Combination, Proof, read_report
+from precision.resolve import Resolver
+
+H200 = Gpu("NVIDIA H200", (9, 0))
+Run = Callable[[Combination], Proof]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(proof, "_latest", None)
+    yield
+    proof.refused.clear()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Combination]:
+    """The self-tests that have run; each finds nothing wrong."""
+    seen: list[Combination] = []
+
+    def run(here: Combination) -> Proof:
+        time.sleep(0.05)
+        seen.append(here)
+        return Proof(here, seconds=1.5)
+
+    monkeypatch.setattr(proof, "_run", run)
+    return seen
+
+
+def find(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], unproved: str = "") -> None:
+    monkeypatch.setattr(proof, "_run", lambda here: Proof(here, wrong, unproved))
+
+
+def test_a_combination_is_tested_once(tmp_path: Path, runs: list[Combination], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proof.recall(H200, tmp_path) is None and proof.latest() is None
+    assert all(proof.prove(H200, tmp_path).is_proved for _ in range(2)) and len(runs) == 1
+    assert proof.recall(H200, tmp_path) == proof.latest() == Proof(runs[0], seconds=1.5)
+    proof.prove(Gpu("NVIDIA H100", (9, 0)), tmp_path)
+    monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")
+    proof.prove(H200, tmp_path)
+    monkeypatch.setattr(proof, "_source_digest", lambda: "another")
+    proof.prove(H200, tmp_path)
+    assert [(run.gpu, run.triton == "9.9", run.source == "another") for run in runs] == [
+        ("NVIDIA H200", False, False), ("NVIDIA H100", False, False), ("NVIDIA H200", True, False),
+        ("NVIDIA H200", True, True),
+    ]  # fmt: skip
+
+
+def test_ranks_wait_for_the_first(tmp_path: Path, runs: list[Combination]) -> None:
+    ranks = [threading.Thread(target=proof.prove, args=(H200, tmp_path)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"combination": 3}', '{"seconds": 2}'])
+def test_a_damaged_file_is_tested_again(tmp_path: Path, runs: list[Combination], damage: str) -> None:
+    proof.prove(H200, tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(damage)
+    assert proof.prove(H200, tmp_path).is_proved and len(runs) == 2
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_kernels_unproved(tmp_path: Path, runs: list[Combination]) -> None:
+    (tmp_path / "file").write_text("")
+    found = proof.prove(H200, tmp_path / "file" / "folder")
+    assert not found.is_proved and "the self-test was not run" in found.line and not proof.refused
+
+
+@pytest.mark.parametrize("op", [proof.GEMMS, proof.EXPERTS])
+def test_wrong_kernels_refuse_the_backend_and_name_the_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")
+    find(monkeypatch, {op: "product of expert 0: relative error 3.0e-01"})
+    found = proof.prove(H200, tmp_path)
+    problem = cuda_problem(H200)
+    assert problem is not None and "\n" not in problem + found.line
+    for part in ("product of expert 0", "Triton 9.9", f"torch {found.combination.torch}", "NVIDIA H200"):
+        assert part in problem and part in found.line
+    with pytest.raises(ValueError, match=f"precision.backend=cuda: its kernels for {op} are wrong here"):
+        Resolver(PrecisionConfig(backend=BackendChoice.cuda), H200)
+    assert Resolver(PrecisionConfig(backend=BackendChoice.auto), H200).kernels == "reference"
+    assert json.loads(json.dumps(found.record))["proved"] is False
+    find(monkeypatch, {})
+    monkeypatch.setattr(proof, "_source_digest", lambda: "corrected")
+    proof.prove(H200, tmp_path)
+    assert cuda_problem(H200) is None
+
+
+def test_what_is_no_gemm_takes_its_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, {proof.ATTENTION: "result of attention: relative error 1"})
+    proof.prove(H200, tmp_path)
+    assert cuda_problem(H200) is None
+    assert not _kernel_takes(torch.device("cuda"), torch.bfloat16, 192, 128)
+
+
+def test_what_was_not_proved_is_tested_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(monkeypatch, {proof.LOSS: "loss: 3 of 5 numbers differ"}, "the self-test stopped early")
+    assert proof.LOSS in proof.prove(H200, tmp_path).wrong
+    find(monkeypatch, {})
+    assert proof.prove(H200, tmp_path).is_proved and not proof.refused
+
+
+BEGUN, FINE = '{"op": "experts", "check": "routes"}\n', '{"op": "experts", "check": "routes", "failure": null}\n'
+WRONG = FINE.replace("null", '"it differs"')
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "wrong", "unproved"),
+    [
+        (BEGUN + FINE, 0, {}, ""),
+        (BEGUN + WRONG + BEGUN + FINE, 0, {"experts": "it differs"}, ""),
+        (BEGUN + FINE + BEGUN, -11, {"experts": "routes ended the process: signal 11"}, "the self-test stopped early"),
+        (BEGUN + WRONG, 3, {"experts": "it differs"}, "the self-test stopped early: exit code 3: last words"),
+        ("", 1, {}, "the self-test stopped early: exit code 1: last words"),
+    ],
+)
+def test_reports_of_processes_that_live_and_die(text: str, code: int, wrong: dict[str, str], unproved: str) -> None:
+    assert read_report(text, code, "last\nwords") == (wrong, unproved)
+
+
+def test_where_no_process_can_use_a_gpu_nothing_is_proved_and_nothing_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "PROCESSES", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytest.importorskip("triton", reason="Triton is missing")
+    found = proof.prove(H200, tmp_path)
+    assert found.unproved.startswith("the self-test stopped early: exit code 1") and not proof.refused
+    assert not list(tmp_path.glob("*.json"))

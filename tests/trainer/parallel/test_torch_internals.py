@@ -1,0 +1,88 @@
+"""What Octet uses of torch's private parts stands in two files, and is there in the torch that is installed."""
+
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.parallel import compiler_internals
+from trainer.parallel.fsdp_internals import AllGather, ReduceScatter, groups, let_dynamo_guard
+
+ROOT = Path(__file__).parents[3]
+PRIVATE = re.compile(
+    r"distributed\.fsdp\.[\w.]*\b_\w+|_get_fsdp_state|_is_fsdp_managed_module|_all_gather_comm|_unsharded_param"
+    r"|torch\._(dynamo|inductor|higher_order_ops)\b"
+)
+ALLOWED = {"fsdp_internals.py", "compiler_internals.py"}
+
+
+def test_no_other_file_uses_private_parts_of_fsdp_or_of_the_compiler() -> None:
+    files = [file for folder in ("src", "scripts") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(file) for file in files if file.name not in ALLOWED and PRIVATE.search(file.read_text())] == []
+
+
+@pytest.fixture(params=[(1,), (1, 1)], ids=["shared", "with replicas"])
+def linear(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nn.Module]:
+    """A layer that one rank shares with itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        names = ("replicate", "shard")[-len(request.param) :]
+        linear = nn.Linear(4, 2, bias=False)
+        fully_shard(linear, mesh=init_device_mesh("cpu", request.param, mesh_dim_names=names))
+        yield linear
+    finally:
+        dist.destroy_process_group()
+
+
+def test_each_private_part_of_fsdp_is_where_it_is_expected(linear: nn.Module) -> None:
+    ((module, group),) = groups(linear)
+    (shard,) = group.shards
+    parameter, seen = next(linear.parameters()), []
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    let_dynamo_guard(linear)
+    linear(torch.ones(3, 4)).sum().backward()
+    for thing in (group, shard):
+        for name, member in vars(type(thing)).items():
+            if isinstance(member, property):
+                getattr(thing, name)
+    assert module is linear and group.device.type == "cpu" and group.reduces and group.reduce_ranks.size() == 1
+    assert isinstance(group.all_gather, AllGather) and isinstance(group.reduce_scatter, ReduceScatter)
+    assert shard.size == shard.local.shape == shard.whole.shape == (2, 4) and shard.num_ranks == 1
+    shard.add_gradient(torch.ones(8))
+    assert isinstance(parameter.grad, DTensor) and torch.equal(parameter.grad.to_local(), torch.full((2, 4), 4.0))
+    assert len(seen) == 2, "FSDP's own gradient, and the one that was added"
+    assert shard.gathered
+    shard.gathered = []
+    assert shard.gathered == []
+
+
+def test_dynamo_has_the_limit() -> None:
+    before = torch._dynamo.config.recompile_limit
+    try:
+        compiler_internals.allow_graphs(before + 3)
+        assert torch._dynamo.config.recompile_limit == before + 3
+        compiler_internals.allow_graphs(1)
+        assert torch._dynamo.config.recompile_limit == before + 3
+    finally:
+        torch._dynamo.config.recompile_limit = before
+
+
+def test_the_advice_that_is_silenced_is_still_given(caplog: pytest.LogCaptureFixture) -> None:
+    adviser = import_module(compiler_internals.ADVISER)
+    assert compiler_internals.ADVICE in inspect.getsource(adviser)
+    compiler_internals.silence_advice_on_recomputation()
+    with caplog.at_level(logging.WARNING, compiler_internals.ADVISER):
+        logging.getLogger(compiler_internals.ADVISER).warning(compiler_internals.ADVICE)
+        logging.getLogger(compiler_internals.ADVISER).warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
