@@ -109,7 +109,8 @@ def test_microbatches_make_one_gradient(config: Configs) -> None:
     """Up to the order of FP32 sums."""
 
     def gradients(size: int) -> list[torch.Tensor]:
-        engine = build_engine(config("precision=fp32", f"trainer.microbatch_size={size}"), torch.device("cpu"))
+        keys = "precision=fp32", "optim.clip=null"  # a clipped step scales the gradients in place
+        engine = build_engine(config(*keys, f"trainer.microbatch_size={size}"), torch.device("cpu"))
         engine.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
         tokens = torch.randint(320, (4, 25), generator=torch.Generator().manual_seed(0))
         train_step(engine, 1, tokens, size)
