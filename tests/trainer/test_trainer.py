@@ -72,7 +72,7 @@ def stopped_after(config: Config, steps: int) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) -> None:
-    cfg = config(f"+recipe={recipe}", "trainer.max_steps=30", "optim.lr=1e-2", "eval.every=15")
+    cfg = config(f"+recipe={recipe}", "trainer.max_steps=20", "optim.lr=1e-2", "eval.every=10")
     trainer, run = train(cfg)
     metrics = [line for line in lines(run / "metrics.jsonl") if "loss/lm" in line]
     assert abs(metrics[0]["loss/lm"] - math.log(320)) < 0.1
@@ -93,14 +93,14 @@ def test_a_run_learns_and_leaves_a_whole_folder(config: Configs, recipe: str) ->
     assert metrics[-1]["loss/total"] == pytest.approx(
         metrics[-1]["loss/lm"] + 0.3 * metrics[-1]["loss/mtp"] + metrics[-1]["loss/balance"], rel=1e-5
     )
-    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line] == [15, 30]
+    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line] == [10, 20]
     for name in ("config.yaml", "overrides.txt", "environment.json", "precision_plan.txt", "logs/rank0.log"):
         assert (run / name).stat().st_size >= 0
     assert (run / "precision_plan.txt").read_text() == trainer.run.engine.plan.to_text()
     backends = json.loads((run / "backends.json").read_text())
     assert {row["backend"] for row in backends["rows"].values()} == {"reference"} and backends["gpu"] is None
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000030"]
-    assert int(trainer.run.engine.guard.committed) == 30
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000020"]
+    assert int(trainer.run.engine.guard.committed) == 20
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
