@@ -11,7 +11,8 @@ from precision.head import linear_cross_entropy
 from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
 from precision.operand import Feed, GradRows, Operand
-from precision.plan import GemmRow, Plan
+from precision.plan import Plan
+from precision.rows import GemmRow
 from precision.scaling import ScalingArena
 from precision.watch import Watch
 

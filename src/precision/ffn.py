@@ -19,7 +19,7 @@ from precision.linear import GroupedLinear, Linear, quantize
 from precision.observe import is_observed
 from precision.operand import Feed, GradRows, Operand
 from precision.permutation import permutation
-from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 from precision.scaling import record_amax
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend
 from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
 from precision.linear import Linear
-from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 
 _CHUNK_BYTES = 1 << 28  # of a chunk's logits
 _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it multiplies

@@ -28,8 +28,7 @@ from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.formats import read_back
 from precision.observe import is_observed, is_sampled, sampling_number, tell_weight
 from precision.operand import GradRows, Operand
-from precision.plan import GemmRecipe, GemmRow
-from precision.resolve import TE
+from precision.rows import TE, GemmRecipe, GemmRow
 from precision.scaling import Slot
 
 

@@ -11,18 +11,15 @@ does).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from precision.formats import read_back
+from precision.rows import GemmRecipe
 from precision.scaling import Slot
-
-if TYPE_CHECKING:
-    from precision.linear import GroupedLinear, Linear
-    from precision.plan import GemmRecipe
 
 
 @dataclass
@@ -74,6 +71,13 @@ class GradRows(NamedTuple):
     amax: Tensor
 
 
+class Consumer(Protocol):
+    """A layer that reads an operand: `Linear` or `GroupedLinear`."""
+
+    input_slot: Slot | None
+    recipe: GemmRecipe
+
+
 class Feed:
     """What the consumers of one tensor need of it: FP8 in which slot, the plain tensor, or both.
 
@@ -81,7 +85,7 @@ class Feed:
     router) reads the plain tensor.
     """
 
-    def __init__(self, *consumers: "Linear | GroupedLinear", tensor: bool = False):
+    def __init__(self, *consumers: Consumer, tensor: bool = False):
         quantised = [c for c in consumers if c.input_slot is not None]
         self.slot: Slot | None = quantised[0].input_slot if quantised else None
         self.recipe: GemmRecipe | None = quantised[0].recipe if quantised else None

@@ -19,7 +19,7 @@ from torch import nn
 
 from precision.linear import GroupedLinear, Linear, gemm_layers
 from precision.operand import Feed
-from precision.resolve import TE
+from precision.rows import TE
 
 
 @contextmanager

@@ -1,36 +1,40 @@
 """The plan as text: equal rows of consecutive blocks on one line, and the share of GEMM FLOPs in FP8."""
 
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
-if TYPE_CHECKING:
-    from precision.plan import GemmRow, Plan
+from precision.config import Method, PrecisionConfig
+from precision.rows import GemmRow, TensorRow
 
 _BLOCK = re.compile(r"^(layers|mtp)\.(\d+)(\..+)$")
 
 
-def plan_text(plan: "Plan") -> str:
-    """The whole plan, a line a row."""
-    config = plan.config
+def plan_text(
+    config: PrecisionConfig,
+    gemms: Mapping[str, GemmRow],
+    tensors: Mapping[str, TensorRow],
+    notes: Iterable[str],
+    fp8_shares: tuple[float, float],
+) -> str:
+    """The whole plan, a line a row. fp8_shares: of the GEMM FLOPs of the model, and of its blocks."""
     scaling = config.scaling
     lines = [f"precision plan: {config.name}"]
-    if any(row.recipe.is_fp8 for row in plan.gemms.values()):
-        history = f", history {scaling.history}" if plan.delayed else ""
+    if any(row.recipe.is_fp8 for row in gemms.values()):
+        history = f", history {scaling.history}" if scaling.method is Method.delayed else ""
         rounding = ", power-of-two scales" if scaling.power_of_two else ""
         kind = f"{scaling.method.value}, per {scaling.granularity.value}"
         lines.append(f"fp8 scaling: {kind}{history}, margin {scaling.margin}{rounding}")
-    lines.append(f"gemm flops in fp8: {plan.fp8_share:.1%} of the model, {plan.blocks_fp8_share:.1%} of its blocks")
-    lines += [f"note: {note}" for note in plan.notes]
-    gemms = _merge((row.name, _gemm_cells(row)) for row in plan.gemms.values())
+    lines.append(f"gemm flops in fp8: {fp8_shares[0]:.1%} of the model, {fp8_shares[1]:.1%} of its blocks")
+    lines += [f"note: {note}" for note in notes]
+    merged = _merge((row.name, _gemm_cells(row)) for row in gemms.values())
     head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "result", "backend", "decided by")
-    lines += ["", *_columns([head, *gemms])]
-    tensors = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in plan.tensors.values())
-    lines += ["", *_columns([("tensor", "op", "format", "decided by"), *tensors])]
+    lines += ["", *_columns([head, *merged])]
+    others = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in tensors.values())
+    lines += ["", *_columns([("tensor", "op", "format", "decided by"), *others])]
     return "\n".join(lines) + "\n"
 
 
-def _gemm_cells(row: "GemmRow") -> tuple[str, ...]:
+def _gemm_cells(row: GemmRow) -> tuple[str, ...]:
     recipe = row.recipe
     shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.groups}" if row.groups > 1 else "")
     formats = recipe.input.name, recipe.grad.name, recipe.saved.name, recipe.output.name

@@ -27,8 +27,8 @@ from precision.config import BackendChoice, Precision, PrecisionConfig
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
 from precision.rates import Entry, RateTable, load_rates
+from precision.rows import CUDA, REFERENCE, TE
 
-REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
 FAR = math.log(8.0)  # a measured shape that is so far away says little

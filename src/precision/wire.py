@@ -34,7 +34,7 @@ from precision.fused import sum_rows
 from precision.linear import GroupedLinear
 from precision.observe import report
 from precision.operand import GradRows, Operand
-from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 
 

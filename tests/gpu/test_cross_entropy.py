@@ -12,7 +12,7 @@ from precision import IGNORED, GemmRow, Linear, linear_cross_entropy
 from precision.config import ScalingConfig
 from precision.cross_entropy import cross_entropy_rows, mean_weight, plain_rows
 from precision.formats import BF16, FP32
-from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 
 MIB = 2**20
 

@@ -14,8 +14,6 @@ of a whole expert layer in tiles and needs no such moves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,7 @@ from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight, transpose_weight
 from precision.observe import is_observed, tell
-
-if TYPE_CHECKING:
-    from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 

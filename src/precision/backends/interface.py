@@ -6,15 +6,13 @@ None for a plain linear. `scale_inv` None marks an operand that is not quantised
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from precision.formats import Format
-
-if TYPE_CHECKING:
-    from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 
 
 class WeightOperand(NamedTuple):

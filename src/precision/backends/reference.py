@@ -20,8 +20,6 @@ over N: row scales of w would vary along it, so `row` keeps a second cast of w w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,10 +29,8 @@ from precision.backends.interface import GradOperand, WeightOperand
 from precision.config import Granularity
 from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
 from precision.observe import report
+from precision.rows import GemmRecipe
 from precision.scaling import absolute_max, record_amax, scale_from_amax, step_scale
-
-if TYPE_CHECKING:
-    from precision.plan import GemmRecipe
 
 BLOCK = 128
 

@@ -29,7 +29,7 @@ wants its splits on the host: one synchronisation a call. torch.compile is off i
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +38,8 @@ from torch.func import functional_call
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
 from precision.operand import Operand
+from precision.rows import GemmRow
 from precision.scaling import Slot, absolute_max, record_amax, step_scale
-
-if TYPE_CHECKING:
-    from precision.plan import GemmRow
 
 ROW_MULTIPLE = 16
 FORWARD_TENSORS, BACKWARD_TENSORS = 3, 2  # of a GEMM, in TE's lists: (input, weight, output), (dy, dx)

@@ -33,7 +33,7 @@ from models.config import ModelConfig
 from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
 from precision import Plan
 from precision.config import Granularity
-from precision.plan import GemmRecipe, GemmRow
+from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
 

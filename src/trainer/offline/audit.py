@@ -25,7 +25,7 @@ from precision.backends import GradOperand, WeightOperand, replaced
 from precision.backends.reference import BLOCK, ReferenceBackend
 from precision.formats import BY_NAME
 from precision.linear import GroupedLinear, Linear
-from precision.plan import GemmRecipe
+from precision.rows import GemmRecipe
 from precision.scaling import Slot
 from trainer.optim.adamw import Optimizer
 

@@ -33,7 +33,7 @@ from precision.backends import get_backend
 from precision.backends.availability import te_scaling
 from precision.config import BackendChoice, Granularity, Method, Precision
 from precision.formats import E4M3, saturating_cast
-from precision.resolve import TE
+from precision.rows import TE
 from precision.scaling import absolute_max, scale_from_amax
 from trainer.checkpoint.reading import STATE
 from trainer.offline.row_reader import TILE, SavedTensors, row_steps

@@ -1,0 +1,94 @@
+"""Rows of the precision plan: what was decided for each GEMM and tensor. `plan` makes them, layers read them."""
+
+from dataclasses import dataclass, replace
+
+from precision.config import Granularity, Method, ScalingConfig
+from precision.formats import BF16, Format
+
+REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """What a layer computes with; the same object for equal layers, so that equal blocks compile once (it holds no
+    names).
+
+    input, grad: formats of the operands of the forward and of the gradient. saved: format of x kept for backward.
+    output: format of y and dx.
+    """
+
+    input: Format
+    grad: Format
+    saved: Format
+    output: Format
+    scaling: ScalingConfig
+    backend: str
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.input.is_fp8
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether x may come quantised: Transformer Engine's modules quantise it themselves."""
+        return self.is_fp8 and self.backend != TE
+
+    @property
+    def delayed(self) -> bool:
+        return self.scaling.method is Method.delayed
+
+    @property
+    def scales_tensors(self) -> bool:
+        """Whether a tensor (of a stack: each expert's) has one scale."""
+        return self.scaling.granularity is Granularity.tensor
+
+    def parts_stand_alone(self, rows: int | None, even: bool) -> bool:
+        """Whether a part of a weight can be quantised by itself, into the same FP8 as the whole: under a given scale,
+        or in 128 x 128 blocks that belong to one part. rows: of a part; None: whole experts. even: all parts are of one
+        size."""
+        if not self.reads_fp8:
+            return False
+        blocks = self.scaling.granularity is Granularity.block and even and (rows is None or rows % 128 == 0)
+        return self.scales_tensors or blocks
+
+    @property
+    def under_given_scale(self) -> "GemmRecipe":
+        """The same, with a tensor cast under the scale that is given, not under its own. Rows and blocks always have
+        their own."""
+        if self.delayed or self.scaling.granularity is not Granularity.tensor:
+            return self
+        return replace(self, scaling=replace(self.scaling, method=Method.delayed))
+
+    @property
+    def in_bf16(self) -> "GemmRecipe":
+        """The same without FP8: operands and gradients in BF16."""
+        return replace(self, input=BF16, grad=BF16, saved=BF16) if self.is_fp8 else self
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM of the model. rows_per_token: how many rows a token makes (experts: the number chosen)."""
+
+    name: str
+    op: str
+    in_features: int
+    out_features: int
+    groups: int
+    rows_per_token: float
+    recipe: GemmRecipe
+    decided_by: str
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward multiply-adds times two, for a token."""
+        return 2.0 * self.in_features * self.out_features * self.rows_per_token
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor or computation that is no GEMM, and its format."""
+
+    name: str
+    op: str
+    format: Format
+    decided_by: str
