@@ -175,15 +175,30 @@ def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpu
     assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
 
 
+PREPARES = """
+import importlib, runpy, sys, time
+from pathlib import Path
+
+def long(*how, **more):
+    Path("prepares").touch()
+    time.sleep(600)
+
+importlib.import_module("trainer.data.prepare").train_tokenizer = long
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_told_to_stop_while_it_prepares_data_a_process_says_so_and_leaves_nothing_behind(
-    overrides: Callable[..., list[str]], tmp_path: Path
+    overrides: Callable[..., list[str]], tmp_path: Path, programs: Any
 ) -> None:
     words = [word for word in overrides(f"data.cache_dir={tmp_path / 'cache'}", "run.name=a") if "console" not in word]
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and "training the tokenizer" in process.stdout.readline()
+    process, deadline = programs.start("-c", PREPARES, ROOT / "train.py", *words, cwd=tmp_path), time.monotonic() + 300
+    while not (tmp_path / "prepares").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=300)
+    _, error = process.communicate()
     assert (process.returncode, error) == (143, "octet: terminated\n")
     assert not (tmp_path / "runs").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.suffix not in (".lock", ".partial")] == []
