@@ -3,6 +3,7 @@
     python scripts/bench/experts.py                            16,384 tokens, top-6 of 64, 2048 -> 2 x 1408 -> 2048
     python scripts/bench/experts.py --tokens 32768 --variants a2 bf16 fp8_delayed
     python scripts/bench/experts.py --gradients fp32 bf16      ours with weight gradients in both formats
+    python scripts/bench/experts.py --accumulation fp32 fast   ours with both sums of FP8 products
     python scripts/bench/experts.py --table                    lines for the table behind backend=auto
 
 Routing is random, as an untrained router's: equal groups flatter whatever pads. Backward gives the gradients of the
@@ -10,6 +11,7 @@ input, of both weights and of the router's weights.
 
     a2           plain code, BF16: torch._grouped_mm, the project's Triton gather, SwiGLU and combine (on a CPU: torch)
     bf16 fp8_*   ours: precision.expert_ffn with layers built from the recipe's plan; x and dy come in BF16
+    * fast       FP8 products summed by the tensor cores alone (`precision.accumulation`)
     * dw16       the same with weights that autograd sees in BF16, so with weight gradients in BF16
     te_*         two te.GroupedLinear; permutation by index_select, compiled SwiGLU, row counts as a list on the host
     bf16 limit, fp8 limit    the six grouped GEMMs with operands that are ready, weight gradients in BF16 and in FP32
@@ -27,6 +29,7 @@ what the allocator holds more after a forward pass, without its result.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import layers
@@ -67,7 +70,7 @@ class Problem:
         chosen = score_TE.topk(self.K)
         self.expert_TK = chosen.indices
         self.weight_TK = chosen.values / chosen.values.sum(1, keepdim=True)
-        self.backend = options.backend
+        self.backend, self.accumulation = options.backend, options.accumulation
 
     @property
     def flops(self) -> float:
@@ -128,8 +131,9 @@ def variants(
         elif name == "a2":
             out += measure.attempt(name, lambda: contestant(problem, "a2", *plain(problem), kept))
         elif name in OURS:
-            for bf16 in (each == "bf16" for each in dict.fromkeys(gradients)):
-                out += measure.attempt(name, lambda name=name, bf16=bf16: ours(problem, name, kept, bf16))
+            for label, sums in layers.summed(name, problem.accumulation):
+                for bf16 in (each == "bf16" for each in dict.fromkeys(gradients)):
+                    out += measure.attempt(label, partial(ours, problem, name, kept, bf16, label, sums))
         elif te is not None:
             out += measure.attempt(name, lambda name=name: theirs(problem, te, name, kept))
     return out
@@ -204,10 +208,10 @@ class _Ours(nn.Module):
         self.rows_feed, self.down_feed = Feed(self.gate_up), Feed(self.down)
 
 
-def ours(problem: Problem, recipe: str, kept: dict, bf16: bool) -> list[Variant]:
+def ours(problem: Problem, recipe: str, kept: dict, bf16: bool, label: str, accumulation: str) -> list[Variant]:
     """precision.expert_ffn of a recipe, with its weights ready, and with them made within. bf16: gradients of weights
     in BF16; then weights are not made within, as there are no masters."""
-    plan = layers.plan_of(recipe, measure.device(), problem.T, problem.backend)
+    plan = layers.plan_of(recipe, measure.device(), problem.T, problem.backend, accumulation)
     module, arena = layers.ready(_Ours(plan, problem), plan, measure.device())
     assert isinstance(module, _Ours)
     nothing = torch.zeros_like(problem.x)  # where the shared experts' output is added in a model
@@ -223,7 +227,7 @@ def ours(problem: Problem, recipe: str, kept: dict, bf16: bool) -> list[Variant]
     for layer in both if bf16 else ():
         layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
     made = [t for layer in both if layer.operand is not None for t in layer.operand if t is not None]
-    name = recipe + IN_BF16 if bf16 else recipe
+    name = label + IN_BF16 if bf16 else label
     out = contestant(problem, name, [layer.weight for layer in both], call, kept, made)
     layers.settle(module, arena)
     if bf16:
@@ -233,7 +237,7 @@ def ours(problem: Problem, recipe: str, kept: dict, bf16: bool) -> list[Variant]
         begin_step(module, arena)
         out[0].run()
 
-    return [*out, Variant(recipe + WITH_WEIGHTS, with_weights, sustained=False)]
+    return [*out, Variant(label + WITH_WEIGHTS, with_weights, sustained=False)]
 
 
 def plain(problem: Problem) -> tuple[list[Tensor], Callable[[Tensor, Tensor], Tensor]]:
@@ -362,8 +366,8 @@ def entries(problem: Problem, timings: dict[str, Timing]) -> list[str]:
 
     parts = ((2 * problem.F, problem.D, problem.E), 2 / 3), ((problem.D, problem.F, problem.E), 1 / 3)
     return [
-        record("grouped", scaling, shape, problem.T * problem.K, {run: part * value for run, value in times.items()})
-        for scaling, times in layers.rated(ms).items()
+        record("grouped", *key, shape, problem.T * problem.K, {run: part * value for run, value in times.items()})
+        for key, times in layers.rated(ms).items()
         for shape, part in parts
     ]
 

@@ -15,12 +15,13 @@ from torch import nn
 
 from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gemm_layers
 from precision.backends.availability import te_missing, te_refusal
-from precision.config import BackendChoice
+from precision.config import Accumulation, BackendChoice, Granularity
 from precision.hardware import detect
 from trainer.launch.command_line import compose
 
 CONFIGS = ROOT / "configs"
 OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
+FAST = " fast"
 TE = {"bf16": "te_bf16", "fp8_delayed": "te_delayed", "fp8_jit": "te_current", "fp8_block": "te_block"}
 
 
@@ -30,8 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> N
     parser.add_argument(
         "--variants", nargs="+", choices=known, default=list(known), metavar="NAME", help=f"some of {', '.join(known)}"
     )
+    add_accumulation(parser)
     choices = [choice.value for choice in BackendChoice if choice is not BackendChoice.auto]
     parser.add_argument("--backend", choices=choices, help="ours (default: cuda on a GPU, else reference)")
+
+
+def add_accumulation(parser: argparse.ArgumentParser) -> None:
+    """How FP8 products are summed, ours."""
+    choices = [choice.value for choice in Accumulation]
+    text = "of FP8 products, ours (default: fp32); both: side by side"
+    parser.add_argument("--accumulation", nargs="+", choices=choices, default=["fp32"], help=text)
+
+
+def summed(recipe: str, accumulations: list[str]) -> list[tuple[str, str]]:
+    """Name and accumulation of each variant of a recipe: BF16 and blocks know FP32 sums only."""
+    config = config_of(recipe)
+    if recipe == "bf16" or config.scaling.granularity is Granularity.block:
+        return [(recipe, "fp32")]
+    return [(recipe + FAST if each == "fast" else recipe, each) for each in dict.fromkeys(accumulations)]
 
 
 def backend_of(choice: str | None) -> str:
@@ -47,25 +64,31 @@ def config_of(recipe: str) -> PrecisionConfig:
     return config
 
 
-def rated(times: Callable[[str], float | None]) -> dict[str, dict[str, float]]:
-    """For the table of rates: by scaling, what was measured of BF16, ours and Transformer Engine's under it.
+def rated(times: Callable[[str], float | None]) -> dict[tuple[str, str], dict[str, float]]:
+    """For the table of rates: by scaling and accumulation, what was measured of BF16, ours and, with the default
+    accumulation, Transformer Engine's.
 
     times: milliseconds of a variant, None if it did not run.
     """
     out = {}
     for recipe in OURS[1:]:
         scaling = config_of(recipe).scaling
-        theirs = None if te_refusal(scaling) else times(TE[recipe])
-        found = {"bf16": times("bf16"), "cuda": times(recipe), "transformer_engine": theirs}
-        measured = {run: ms for run, ms in found.items() if ms is not None}
-        if measured:
-            out[f"{scaling.method.value}/{scaling.granularity.value}"] = measured
+        for name, accumulation in summed(recipe, ["fp32", "fast"]):
+            theirs = None if te_refusal(scaling) or accumulation == "fast" else times(TE[recipe])
+            if (ours := times(name)) is None and theirs is None:
+                continue
+            found = {"bf16": times("bf16"), "cuda": ours, "transformer_engine": theirs}
+            kind = f"{scaling.method.value}/{scaling.granularity.value}"
+            out[kind, accumulation] = {run: ms for run, ms in found.items() if ms is not None}
     return out
 
 
-def plan_of(recipe: str, device: torch.device, tokens: int, backend: str | None = None) -> Plan:
+def plan_of(
+    recipe: str, device: torch.device, tokens: int, backend: str | None = None, accumulation: str = "fp32"
+) -> Plan:
     """An empty plan of a recipe for one block."""
     config = config_of(recipe)
+    config.accumulation = Accumulation(accumulation)
     config.backend = BackendChoice(backend_of(backend))
     return Plan(config, 1, detect(device), tokens)
 

@@ -98,9 +98,9 @@ def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
     x, w, dy, x_t, w_t, dy_t = _fp8(R, K), _fp8(groups, N, K), _fp8(R, N), _fp8(K, R), _fp8(groups, K, N), _fp8(N, R)
     one, each = torch.ones((), device=device()), torch.ones(groups, device=device())
     return lambda: (
-        nt(x, one, w, each, mode, to),
-        nt(dy, one, w_t, each, mode, to),
-        wgrad(dy_t, one, x_t, one, mode, to),
+        nt(x, one, w, each, mode, to, fast=True),
+        nt(dy, one, w_t, each, mode, to, fast=True),
+        wgrad(dy_t, one, x_t, one, mode, to, fast=True),
     )
 
 

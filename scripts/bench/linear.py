@@ -3,6 +3,7 @@
     python scripts/bench/linear.py                                           16384 x 8192 x 2048
     python scripts/bench/linear.py --shape 32768x2048x5632 --variants torch bf16 fp8_delayed
     python scripts/bench/linear.py --model moonlight_16b --tokens 32768      every shape that its plan puts in FP8
+    python scripts/bench/linear.py --accumulation fp32 fast                  ours with both sums of FP8 products
     python scripts/bench/linear.py --model moonlight_16b --table             lines for the table behind backend=auto
 
 A shape is M x N x K: M rows (tokens), N out features, K in features; y [M, N] = x [M, K] w [N, K]^T.
@@ -19,6 +20,7 @@ multiplications and additions, casts count as time only. "x bf16", "x te" and "o
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 import measure
@@ -34,6 +36,7 @@ from layers import (
     rated,
     ready,
     settle,
+    summed,
     transformer_engine,
 )
 from limits import linear_bf16, linear_fp8, random
@@ -119,15 +122,19 @@ def variants(shape: Shape, options: argparse.Namespace, te: TransformerEngine | 
         elif name == "limit":
             out.append(Variant(LIMIT, linear_fp8(*shape)))
         elif name in OURS:
-            out += measure.attempt(name, lambda name=name: ours(name, x, dy, options.backend))
+            for label, sums in summed(name, options.accumulation):
+                make = partial(ours, name, x, dy, options.backend, label, sums)
+                out += measure.attempt(label, make)
         elif te is not None:
             out += measure.attempt(name, lambda name=name: theirs(te, name, x, dy))
     return out
 
 
-def ours(recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None) -> list[Variant]:
+def ours(
+    recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None, name: str, accumulation: str
+) -> list[Variant]:
     """precision.Linear of a recipe, with its weights ready, and with them made within."""
-    plan = plan_of(recipe, x.device, x.shape[0], backend)
+    plan = plan_of(recipe, x.device, x.shape[0], backend, accumulation)
     layer = Linear(plan.gemm("layers.0.attn.o", "attn.o", x.shape[1], dy.shape[1]))
     module, arena = ready(layer, plan, x.device)
     x = x.detach().requires_grad_()
@@ -142,7 +149,7 @@ def ours(recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None) ->
 
     both_ways()
     settle(module, arena)
-    return [Variant(recipe, both_ways), Variant(recipe + WITH_WEIGHTS, with_weights, sustained=False)]
+    return [Variant(name, both_ways), Variant(name + WITH_WEIGHTS, with_weights, sustained=False)]
 
 
 def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) -> list[Variant]:
@@ -191,7 +198,7 @@ def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
         return None if timing is None else 1e3 * (timing.sustained or timing.short)
 
     M, N, K = shape
-    return [record("linear", scaling, (N, K, 1), M, times) for scaling, times in rated(ms).items()]
+    return [record("linear", *key, (N, K, 1), M, times) for key, times in rated(ms).items()]
 
 
 if __name__ == "__main__":

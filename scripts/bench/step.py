@@ -4,6 +4,7 @@
     python scripts/bench/step.py fp8_block --against fp8_jit --steps 20 model=deepseek_300m trainer.microbatch_size=2
     python scripts/bench/step.py fp8_delayed fp8_jit fp8_block model=moonlight_16b model.num_layers=5 \
         model.vocab_size=32768 trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
+    python scripts/bench/step.py fp8_delayed --against fp8_delayed --accumulation fp32 fast    both sums of FP8 products
 
 Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quantisation of the weights, everything
 `train_step` does, on the same random tokens. In the table:
@@ -29,6 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import layers
 import limits
 import measure
 import packed
@@ -60,6 +62,7 @@ def run() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="sustained: rounds in turn (default: 2)")
     parser.add_argument("--apart", action="store_true", help="one contestant in memory at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    layers.add_accumulation(parser)
     packed.add_arguments(parser)
     options = parser.parse_intermixed_args()
     if (wrong := packed.problem(options)) is not None:
@@ -75,8 +78,11 @@ def run() -> None:
     facts = measure.header()
     if options.hold is None:
         options.hold = 3.0 if torch.cuda.is_available() else 0.0
-    others = [name for name in dict.fromkeys(recipes) if name != options.against]
-    contestants = [Contestant(name, overrides) for name in [*others, options.against]]
+    contestants = [
+        Contestant(name, overrides, accumulation)
+        for name in dict.fromkeys([*(name for name in recipes if name != options.against), options.against])
+        for accumulation in (options.accumulation if "fp8" in name else options.accumulation[-1:])
+    ]
     limit = limits.StepLimit()
     for contestant in contestants:
         if pick_device(contestant.config.trainer.device).type == measure.device().type:
@@ -125,12 +131,13 @@ def race(contestants: "list[Contestant]", options: argparse.Namespace) -> None:
 class Contestant:
     """A recipe's engine and what was measured of it. Bytes, seconds, watts."""
 
-    def __init__(self, recipe: str, overrides: list[str]):
+    def __init__(self, recipe: str, overrides: list[str], accumulation: str):
         from trainer.config import load
         from trainer.forecast.preflight import check
 
-        self.recipe = recipe
-        sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *overrides]
+        fast = ["precision.accumulation=fast"] if accumulation == "fast" and "fp8" in recipe else []
+        self.recipe = recipe + layers.FAST if fast else recipe
+        sys.argv[1:] = [f"+recipe={recipe}", "cuda_graph=false", *fast, *overrides]
         (job,) = compose(CONFIGS)
         self.config = load(job.tree)
         self.plan = check(self.config)

@@ -39,6 +39,14 @@ class Fp8Format(Enum):
     e5m2 = "e5m2"
 
 
+class Accumulation(Enum):
+    """How the products of an FP8 GEMM are summed: in FP32, or by a Hopper GPU's tensor cores alone, in about 14 bits,
+    which loses up to a quarter of a long sum (see `backends.tensor_core`)."""
+
+    fp32 = "fp32"
+    fast = "fast"
+
+
 class BackendChoice(Enum):
     """Which implementation serves the GEMMs; `auto` is resolved per op in the plan."""
 
@@ -146,8 +154,10 @@ class RulesException:
 
     match: str = ""
     """Glob over row names, as the plan prints them: `mtp.*`, `layers.*.attn.o`, `layers.1.moe.experts.*`."""
-    precision: Precision = Precision.bf16
-    """What they compute in."""
+    precision: Precision | None = None
+    """What they compute in; null: bf16, but where `accumulation` is given, what the table says."""
+    accumulation: Accumulation | None = None
+    """How their FP8 products are summed; null: as `precision.accumulation` says."""
 
 
 @dataclass
@@ -190,6 +200,8 @@ class PrecisionConfig:
     """Name of the recipe, for the plan and the run folder."""
     backend: BackendChoice = BackendChoice.auto
     """Which implementation serves the GEMMs."""
+    accumulation: Accumulation = Accumulation.fp32
+    """How FP8 products are summed: fp32 (a Hopper GPU's partial sums are promoted every 128) or fast (its ~14 bits)."""
     never_slower: bool = False
     """Leave an op in BF16 where the table of measured rates says that FP8 is slower on this GPU."""
     table: Table = field(default_factory=Table)

@@ -107,6 +107,7 @@ def _fused(
     if recipe.is_fp8:
         of_grads = recipe if grad is None else recipe.under_given_scale
         how = f"{cast_of(recipe, recipe.input).text} {cast_of(of_grads, recipe.grad).text}"
+        how += " fast" if recipe.sums_fast else ""
         slots = down.input_slot, down.grad_slot, gate_up.grad_slot
         rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
         places = tuple(slot.place for slot in slots if slot is not None)

@@ -11,8 +11,8 @@ A row has three GEMMs, for y = x w^T:
     dgrad  dx = dy w        dy in `grad` format, w as above
     wgrad  dw = dy^T x      dy as above, x as it was `saved`
 
-all with FP32 accumulation. Results are in the residual stream's format (the router's in FP32), weight gradients go into
-FP32 sums.
+with products summed as `accumulation` says: in FP32, but for rows in FP8 whose `precision.accumulation` is `fast`.
+Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
 """
 
 import fnmatch
@@ -22,7 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from precision.backends.availability import te_scaling
-from precision.config import Fp8Format, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.config import (
+    Accumulation,
+    Fp8Format,
+    Granularity,
+    Method,
+    Precision,
+    PrecisionConfig,
+    ScalingConfig,
+)
 from precision.formats import BF16, BY_NAME, FP32, Format
 from precision.hardware import Gpu
 from precision.report import plan_text
@@ -38,6 +46,7 @@ TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.com
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
 FP8_OPS = {*GEMM_OPS, "moe.dispatch"} - {"moe.router"}
 RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to; mtp.* does not mean its norms
+BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: scales want FP32 sums of 128 products"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
 
 
@@ -45,8 +54,9 @@ FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' 
 class _Rule:
     text: str
     pattern: re.Pattern[str]
-    precision: Precision
+    precision: Precision | None
     fp8_only: bool
+    accumulation: Accumulation | None = None
     hits: int = field(default=0)
 
 
@@ -71,7 +81,7 @@ class Plan:
         self.gemms: dict[str, GemmRow] = {}
         self.tensors: dict[str, TensorRow] = {}
         self._rules = _rules(config, num_layers)
-        self._recipes: dict[tuple[Precision, Format, str], GemmRecipe] = {}
+        self._recipes: dict[tuple[Precision, Format, str, Accumulation], GemmRecipe] = {}
         for op in TRAINER_OPS:
             if self._table(op, op) is not Precision.fp32:
                 raise ValueError(
@@ -103,8 +113,9 @@ class Plan:
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
         rows = None if self._resolver.tokens is None else max(1, round(self._resolver.tokens * rows_per_token))
-        choice = self._resolver.choose(Gemm(name, out_features, in_features, groups, rows, output), precision)
-        recipe = self._recipe(choice.precision, output, choice.backend)
+        sums = self._accumulation(name) if precision is Precision.fp8 else Accumulation.fp32
+        choice = self._resolver.choose(Gemm(name, out_features, in_features, groups, rows, output, sums), precision)
+        recipe = self._recipe(choice.precision, output, choice.backend, sums)
         row = GemmRow(name, op, in_features, out_features, groups, rows_per_token, recipe, choice.why or why)
         self._register(name)
         self.gemms[name] = row
@@ -139,7 +150,7 @@ class Plan:
             if not rule.hits:
                 raise ValueError(
                     f"precision.rules: {rule.text} matches nothing in this plan"
-                    + (" that is FP8" if rule.fp8_only else "")
+                    + (" that is FP8" if rule.fp8_only or rule.precision is None else "")
                     + "; correct or remove it (dry_run=true prints the rows)"
                 )
 
@@ -199,7 +210,7 @@ class Plan:
         decided: dict[Precision, str] = {}
         for rule in self._rules:
             applies = table is Precision.fp8 if rule.fp8_only else op in RULED_OPS
-            if applies and rule.pattern.fullmatch(name):
+            if rule.precision is not None and applies and rule.pattern.fullmatch(name):
                 rule.hits += 1
                 decided.setdefault(rule.precision, rule.text)
         if len(decided) > 1:
@@ -209,16 +220,34 @@ class Plan:
             return precision, text
         return table, "table"
 
-    def _recipe(self, precision: Precision, output: Format, backend: str) -> GemmRecipe:
+    def _accumulation(self, name: str) -> Accumulation:
+        """How the products of a GEMM in FP8 are summed."""
+        decided: dict[Accumulation, str] = {}
+        for rule in self._rules:
+            if rule.accumulation is not None and rule.pattern.fullmatch(name):
+                rule.hits += 1
+                decided.setdefault(rule.accumulation, rule.text)
+        if len(decided) > 1:
+            what = " and ".join(f"{text} ({accumulation.value})" for accumulation, text in decided.items())
+            raise ValueError(f"precision.rules: the accumulation of {name} is decided twice, by {what}; keep one")
+        accumulation = next(iter(decided), self.config.accumulation)
+        if accumulation is Accumulation.fast and self.config.scaling.granularity is Granularity.block:
+            if BLOCKS_PROMOTE not in self.notes:
+                self.notes.append(BLOCKS_PROMOTE)
+            return Accumulation.fp32
+        return accumulation
+
+    def _recipe(self, precision: Precision, output: Format, backend: str, accumulation: Accumulation) -> GemmRecipe:
         """One object for each kind of GEMM, so that equal layers share it."""
-        key = precision, output, backend
+        accumulation = accumulation if precision is Precision.fp8 else Accumulation.fp32
+        key = precision, output, backend, accumulation
         if key not in self._recipes:
             scaling = te_scaling(self.config.scaling) if backend == TE else self.config.scaling
             if precision is Precision.fp8:
                 forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
             else:
                 forward = grad = BF16 if precision is Precision.bf16 else FP32
-            self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend)
+            self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation)
         return self._recipes[key]
 
 
@@ -242,7 +271,11 @@ def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
         if not exception.match:
             raise ValueError("precision.rules.exceptions: an entry has no match; write {match: GLOB, precision: bf16}")
         pattern = re.compile(fnmatch.translate(exception.match))
-        rules.append(_Rule(f"match: {exception.match}", pattern, exception.precision, fp8_only=False))
+        precision = exception.precision
+        if precision is None and exception.accumulation is None:
+            precision = Precision.bf16
+        text = f"match: {exception.match}"
+        rules.append(_Rule(text, pattern, precision, fp8_only=False, accumulation=exception.accumulation))
     return rules
 
 

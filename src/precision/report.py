@@ -27,7 +27,7 @@ def plan_text(
     lines.append(f"gemm flops in fp8: {fp8_shares[0]:.1%} of the model, {fp8_shares[1]:.1%} of its blocks")
     lines += [f"note: {note}" for note in notes]
     merged = _merge((row.name, _gemm_cells(row)) for row in gemms.values())
-    head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "result", "backend", "decided by")
+    head = ("gemm", "op", "in -> out", "forward", "gradient", "kept", "sums", "result", "backend", "decided by")
     lines += ["", *_columns([head, *merged])]
     others = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in tensors.values())
     lines += ["", *_columns([("tensor", "op", "format", "decided by"), *others])]
@@ -37,7 +37,7 @@ def plan_text(
 def _gemm_cells(row: GemmRow) -> tuple[str, ...]:
     recipe = row.recipe
     shape = f"{row.in_features} -> {row.out_features}" + (f" x {row.groups}" if row.groups > 1 else "")
-    formats = recipe.input.name, recipe.grad.name, recipe.saved.name, recipe.output.name
+    formats = recipe.input.name, recipe.grad.name, recipe.saved.name, recipe.accumulation.value, recipe.output.name
     return (row.op, shape, *formats, recipe.backend, row.decided_by)
 
 

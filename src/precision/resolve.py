@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling
-from precision.config import BackendChoice, Precision, PrecisionConfig
+from precision.config import Accumulation, BackendChoice, Precision, PrecisionConfig
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
 from precision.rates import Entry, RateTable, load_rates
@@ -37,7 +37,8 @@ FAR_NOTE = "is judged by a shape far from it"
 
 @dataclass(frozen=True)
 class Gemm:
-    """What the choice looks at. groups: 1 for a linear; rows None: the tokens of a call are not known."""
+    """What the choice looks at. groups: 1 for a linear; rows None: the tokens of a call are not known. accumulation: of
+    its products, if it will be in FP8."""
 
     name: str
     out_features: int
@@ -45,6 +46,7 @@ class Gemm:
     groups: int
     rows: int | None
     output: Format
+    accumulation: Accumulation = Accumulation.fp32
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Resolver:
     ):
         self._config, self._gpu, self.tokens = config, gpu, tokens
         self.notes: list[str] = []
-        self._rows: dict[str, Choice] = {}
+        self._rows: dict[str, tuple[Choice, Accumulation]] = {}
         if config.never_slower and config.backend is BackendChoice.reference:
             raise ValueError(
                 "precision.never_slower=true: backend=reference is for checking, nobody measures it; "
@@ -122,7 +124,7 @@ class Resolver:
             choice = Choice(precision, self._bf16(gemm))
         else:
             choice = self._again(gemm) or self._fp8(gemm)
-        self._rows[gemm.name] = choice
+        self._rows[gemm.name] = choice, gemm.accumulation
         return choice
 
     @property
@@ -133,8 +135,13 @@ class Resolver:
     def state(self) -> dict[str, Any]:
         """What was chosen, and for what: plain values for a file of the run."""
         rows = {
-            name: {"precision": choice.precision.value, "backend": choice.backend, "why": choice.why}
-            for name, choice in self._rows.items()
+            name: {
+                "precision": choice.precision.value,
+                "backend": choice.backend,
+                "accumulation": accumulation.value,
+                "why": choice.why,
+            }
+            for name, (choice, accumulation) in self._rows.items()
         }
         return {**self._circumstances(), "rows": rows}
 
@@ -162,6 +169,8 @@ class Resolver:
         row = self._saved.get(gemm.name)
         if row is None or row["backend"] not in (REFERENCE, *self._candidates):
             return None
+        if row.get("accumulation", Accumulation.fast.value) != gemm.accumulation.value:
+            return None  # other times count (a run without the key summed fast)
         precision, why = Precision(row["precision"]), row["why"]
         if precision is not Precision.fp8 and not str(why).startswith(NEVER_SLOWER):
             return None  # the table said something else then
@@ -174,10 +183,12 @@ class Resolver:
         candidates = [name for name in self._candidates if self._served(name, gemm) == name]
         kind = "grouped" if gemm.groups > 1 else "linear"
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
-        entry = self._rates.nearest(kind, self._scaling, shape, gemm.rows, candidates)
+        entry = self._rates.nearest(kind, self._scaling, gemm.accumulation.value, shape, gemm.rows, candidates)
         if entry is None:
             self._note_unmeasured(kind)
             return Choice(Precision.fp8, self._served(self._default, gemm))
+        if entry.accumulation != gemm.accumulation.value:
+            self._note_other_sums(kind, gemm.accumulation, entry)
         best = min((name for name in candidates if name in entry.ms), key=lambda name: entry.ms[name])
         gain = entry.ms["bf16"] / entry.ms[best] if "bf16" in entry.ms else None
         if self._config.never_slower and entry.distance(shape, gemm.rows) > FAR:
@@ -204,6 +215,15 @@ class Resolver:
             f"precision.never_slower: {gemm.name} ({gemm.out_features} x {gemm.in_features}{rows}) {FAR_NOTE} "
             f"({n} x {k}{theirs}), and so may others: measure them with scripts/bench/linear.py --table"
         )
+
+    def _note_other_sums(self, kind: str, accumulation: Accumulation, entry: Entry) -> None:
+        assert self._gpu is not None
+        note = (
+            f"no measured rates of {kind} GEMMs with {self._scaling} and accumulation={accumulation.value} on "
+            f"{self._gpu.name}: those with {entry.accumulation} stand for them"
+        )
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _note_unmeasured(self, kind: str) -> None:
         where = "a CPU" if self._gpu is None else self._gpu.name

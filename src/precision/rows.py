@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from precision.config import Granularity, Method, ScalingConfig
+from precision.config import Accumulation, Granularity, Method, ScalingConfig
 from precision.formats import BF16, Format
 
 REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
@@ -14,7 +14,7 @@ class GemmRecipe:
     names).
 
     input, grad: formats of the operands of the forward and of the gradient. saved: format of x kept for backward.
-    output: format of y and dx.
+    output: format of y and dx. accumulation: of the products of all three.
     """
 
     input: Format
@@ -23,6 +23,7 @@ class GemmRecipe:
     output: Format
     scaling: ScalingConfig
     backend: str
+    accumulation: Accumulation = Accumulation.fp32
 
     @property
     def is_fp8(self) -> bool:
@@ -32,6 +33,11 @@ class GemmRecipe:
     def reads_fp8(self) -> bool:
         """Whether x may come quantised: Transformer Engine's modules quantise it themselves."""
         return self.is_fp8 and self.backend != TE
+
+    @property
+    def sums_fast(self) -> bool:
+        """Whether products are summed by the tensor cores alone."""
+        return self.accumulation is Accumulation.fast
 
     @property
     def delayed(self) -> bool:
@@ -62,7 +68,8 @@ class GemmRecipe:
     @property
     def in_bf16(self) -> "GemmRecipe":
         """The same without FP8: operands and gradients in BF16."""
-        return replace(self, input=BF16, grad=BF16, saved=BF16) if self.is_fp8 else self
+        plain = replace(self, input=BF16, grad=BF16, saved=BF16, accumulation=Accumulation.fp32)
+        return plain if self.is_fp8 else self
 
 
 @dataclass(frozen=True)

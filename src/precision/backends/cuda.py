@@ -137,11 +137,12 @@ class CudaBackend:
         if offsets is not None:
             return grouped_wgrad(
                 dy.data, dy.scale_inv, dy.exact, x, x_inv, offsets,
-                cast_of(recipe, recipe.grad).text, cast_of(recipe, recipe.input).text, out,
+                cast_of(recipe, recipe.grad).text, cast_of(recipe, recipe.input).text, out, recipe.sums_fast,
             )  # fmt: skip
         x_t, x_t_inv = ops.transpose(x, x_inv, cast_of(recipe, recipe.input).text)
         x_t_inv = x_inv if x_t_inv.numel() == 0 else x_t_inv
-        return scaled_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv, MODES[recipe.scaling.granularity], out)
+        mode = MODES[recipe.scaling.granularity]
+        return scaled_wgrad(dy.data_t, dy.scale_inv_t, x_t, x_t_inv, mode, out, recipe.sums_fast)
 
     def _nt(
         self,
@@ -161,5 +162,6 @@ class CudaBackend:
                 return torch.mm(a, w.t(), out_dtype=out)
             return (a.to(out) @ w.to(out).t()) if out != a.dtype else a @ w.t()
         if offsets is not None:
-            return grouped_nt(a, a_inv, w, w_inv, offsets, cast_of(recipe, recipe.input).text).to(out)
-        return scaled_nt(a, a_inv, w, w_inv, MODES[recipe.scaling.granularity], out)
+            how = cast_of(recipe, recipe.input).text
+            return grouped_nt(a, a_inv, w, w_inv, offsets, how, recipe.sums_fast).to(out)
+        return scaled_nt(a, a_inv, w, w_inv, MODES[recipe.scaling.granularity], out, recipe.sums_fast)

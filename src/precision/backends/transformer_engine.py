@@ -22,6 +22,9 @@ a NaN pass by the amax: it shows in the loss instead. With current and block sca
 non-finite one into scale 1, so it is measured here, one more pass over x and dy. (A GroupedLinear with current scaling
 scales each expert's rows by themselves; the arena shows the scale of the whole tensor.)
 
+*Sums.* TE's own defaults are fast in the forward product and promoted to FP32 in the other two; a recipe's
+`fp8_gemm_*` says what `precision.accumulation` does instead, for all three.
+
 *Rows.* FP8 GEMMs take multiples of 16 rows, so rows are padded with zeros, those of each expert too. GroupedLinear
 wants its splits on the host: one synchronisation a call. torch.compile is off in a plan with these modules.
 """
@@ -57,6 +60,7 @@ class TransformerEngineGemm:
         self.weight: Tensor | None = None
         self._shape = (row.groups if stacked else None, row.in_features, row.out_features)
         self._fp8, self._scaling, self._delayed = row.recipe.is_fp8, row.recipe.scaling, row.recipe.delayed
+        self._fast = row.recipe.sums_fast
         self._module: Any = None
         self._recipe: Any = None
         self._padding: tuple[Any, Any] | None = None
@@ -182,7 +186,7 @@ class TransformerEngineGemm:
                 self._padding = te.Fp8Padding(groups, ROW_MULTIPLE), te.Fp8Unpadding(groups, ROW_MULTIPLE)
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyright: ignore
 
-            self._recipe = te_recipe(self._scaling)
+            self._recipe = te_recipe(self._scaling, self._fast)
             # as if it stood in TE's list of histories already: ours are in the arena
             self._module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = []
             with te.autocast(enabled=True, recipe=self._recipe):
@@ -218,8 +222,18 @@ class _LookAtGradient(torch.autograd.Function):
         return grads[0], None
 
 
-def te_recipe(scaling: ScalingConfig) -> Any:
-    """TE's recipe for a scaling that `availability.te_refusal` does not refuse."""
+def te_recipe(scaling: ScalingConfig, fast: bool = False) -> Any:
+    """TE's recipe for a scaling that `availability.te_refusal` does not refuse; fast: how all three GEMMs sum."""
+    recipe = _scaling_recipe(scaling)
+    if scaling.granularity is not Granularity.block:  # where TE promotes always
+        from transformer_engine.common.recipe import MMParams  # pyright: ignore
+
+        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):  # TE's modules look for these in any recipe
+            setattr(recipe, gemm, MMParams(use_split_accumulator=not fast))
+    return recipe
+
+
+def _scaling_recipe(scaling: ScalingConfig) -> Any:
     from transformer_engine.common import recipe as recipes  # pyright: ignore
 
     fmt = recipes.Format.HYBRID if scaling.backward is Fp8Format.e5m2 else recipes.Format.E4M3

@@ -32,36 +32,42 @@ from precision.permutation import TILE, rows_in_tiles
 
 @dataclass(frozen=True)
 class _Casts:
-    """x, h and weights; gradients. None: BF16."""
+    """x, h and weights; gradients. None: BF16. fast: how FP8 products are summed."""
 
     forward: Cast | None
     grad: Cast | None
+    fast: bool
 
     @staticmethod
     @cache
     def parse(how: str) -> "_Casts":
-        forward, _, grad = how.partition(" ")
-        return _Casts(Cast.parse(forward) if forward else None, Cast.parse(grad) if grad else None)
+        if not how:
+            return _Casts(None, None, False)
+        forward, grad, *fast = how.split()
+        return _Casts(Cast.parse(forward), Cast.parse(grad), bool(fast))
 
     @property
     def mode(self) -> int:
         return self.forward.mode if self.forward is not None else 0
 
 
-def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Route | None) -> Tensor:
+def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, casts: _Casts, to: Route | None) -> Tensor:
     """a [R, K] times w [(G,) N, K]^T."""
+    mode = casts.mode
     if mode == 0:
         return grouped_gemm.nt_bf16(a, w, to) if to is not None else a @ w.mT
     if to is not None:
-        return grouped_gemm.nt(a, a_inv, w, w_inv, mode, to)
-    return scaled_nt(a, a_inv, w, w_inv, mode, torch.bfloat16)
+        return grouped_gemm.nt(a, a_inv, w, w_inv, mode, to, casts.fast)
+    return scaled_nt(a, a_inv, w, w_inv, mode, torch.bfloat16, casts.fast)
 
 
-def _wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, to: Route | None, out: torch.dtype) -> Tensor:
+def _wgrad(
+    a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, casts: _Casts, to: Route | None, out: torch.dtype
+) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] in `out`."""
     if to is not None:
-        return grouped_gemm.wgrad(a, a_inv, b, b_inv, mode, to, out)
-    return scaled_wgrad(a, a_inv, b, b_inv, mode, out)
+        return grouped_gemm.wgrad(a, a_inv, b, b_inv, casts.mode, to, out, casts.fast)
+    return scaled_wgrad(a, a_inv, b, b_inv, casts.mode, out, casts.fast)
 
 
 def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None, out: torch.dtype) -> Tensor:
@@ -92,13 +98,13 @@ def ffn_forward(
     if to is not None:
         rows, gathered = gather(x, x_inv if casts.mode else None, to, casts.forward)
         rows_inv = gathered if gathered is not None else x_inv
-    y1 = _nt(rows, rows_inv, w1, w1_inv, casts.mode, to)
+    y1 = _nt(rows, rows_inv, w1, w1_inv, casts, to)
     h, h_inv = swiglu(
         y1, to.weight if to is not None else None, to.ends if to is not None else None, h_scale, h_amax, casts.forward
     )
     if is_sampled():
         _sample_h(y1, h, h_inv, to, casts, h_place, kurtosis)
-    y = _nt(h, h_inv[0] if casts.mode == const.TENSOR.value else h_inv, w2, w2_inv, casts.mode, to)
+    y = _nt(h, h_inv[0] if casts.mode == const.TENSOR.value else h_inv, w2, w2_inv, casts, to)
     if to is not None:
         y, _ = combine(y, to, add if add.numel() else None)
     elif add.numel():
@@ -160,7 +166,7 @@ def _backward(
     casts, dy = _Casts.parse(how), dy.contiguous()
     to = Route(*routing) if w1.dim() == 3 else None
     if casts.forward is None or casts.grad is None:
-        return _backward_bf16(dy, x, x_rows, y1, to, w1, w2, out)
+        return _backward_bf16(dy, x, x_rows, y1, to, w1, w2, casts, out)
     mode = casts.mode
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     if to is None:
@@ -181,7 +187,7 @@ def _backward(
             tell_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
-    dh = _nt(d, d_inv, w2, w2_inv, mode, to)
+    dh = _nt(d, d_inv, w2, w2_inv, casts, to)
     if mode == const.TENSOR.value:
         d1, d1t, ht, d1_inv, dw = swiglu_backward_tensor(
             dh, y1, weight, ends, h_inv, d1_scale, d1_amax, casts.grad, casts.forward
@@ -199,8 +205,8 @@ def _backward(
     assert d1t is not None and d1t_inv is not None and ht is not None and ht_inv is not None
     if is_sampled():
         _sample_d1(dh, y1, d1, d1_inv, to, casts.grad, d1_place)
-    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, mode, to, out)
-    dx = _nt(d1, d1_inv, w1, w1_inv, mode, to)
+    dw2 = _wgrad(dt, dt_inv, ht, ht_inv, casts, to, out)
+    dx = _nt(d1, d1_inv, w1, w1_inv, casts, to)
     if to is None:
         xt, xt_inv = transpose(x, x_inv, casts.forward)
         dweight = _empty(x)
@@ -208,7 +214,7 @@ def _backward(
         dx, dweight = combine(dx, to, partial=dw)
         _, _, xt, xt_inv = gather_transposed(x, x_inv, to.token, to.ends, casts.forward, rows=False)
         assert dweight is not None
-    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, mode, to, out), dw2, dweight
+    return dx, _wgrad(d1t, d1t_inv, xt, xt_inv, casts, to, out), dw2, dweight
 
 
 @torch.library.register_fake(ffn_backward)
@@ -224,14 +230,22 @@ def _(
 
 
 def _backward_bf16(
-    dy: Tensor, x: Tensor, x_rows: Tensor, y1: Tensor, to: Route | None, w1: Tensor, w2: Tensor, out: torch.dtype
+    dy: Tensor,
+    x: Tensor,
+    x_rows: Tensor,
+    y1: Tensor,
+    to: Route | None,
+    w1: Tensor,
+    w2: Tensor,
+    casts: _Casts,
+    out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight, ends = (to.weight, to.ends) if to is not None else (None, None)
     d = gather(dy, None, to, None)[0] if to is not None else dy
-    dh = _nt(d, d, w2, w2, 0, to)
+    dh = _nt(d, d, w2, w2, casts, to)
     d1, h, _, dw = swiglu_backward_rows(dh, y1, weight, ends, None, _empty(dy, 1), None, None)
     dw2 = _wgrad_bf16(d, h, to, out)
-    dx, dweight = _nt(d1, d1, w1, w1, 0, to), _empty(dy)
+    dx, dweight = _nt(d1, d1, w1, w1, casts, to), _empty(dy)
     if to is not None:
         dx, made = combine(dx, to, partial=dw)
         assert made is not None

@@ -14,23 +14,23 @@ from precision.operators import operator
 
 
 @operator("grouped_nt")
-def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
+def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)
     assert inv is not None
-    return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to).index_select(0, to.position.view(-1))
+    return grouped_gemm.nt(rows, inv, w, w_inv, made.mode, to, fast).index_select(0, to.position.view(-1))
 
 
 @torch.library.register_fake(grouped_nt)
-def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str) -> Tensor:
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool) -> Tensor:
     return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
 
 
 @operator("grouped_wgrad")
 def grouped_wgrad(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
-    out: torch.dtype,
+    out: torch.dtype, fast: bool,
 ) -> Tensor:  # fmt: skip
     """dy [R, N], x [R, K] -> [G, N, K] in `out`, FP32 or BF16. BLOCK: dy's tiles are cast from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
@@ -43,13 +43,13 @@ def grouped_wgrad(
     else:
         _, _, dy_t, dy_t_inv = gather_transposed(dy, dy_inv, to.token, to.ends, made, rows=False)
     _, _, x_t, x_t_inv = gather_transposed(x, x_inv, to.token, to.ends, Cast.parse(how_x), rows=False)
-    return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to, out)
+    return grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, made.mode, to, out, fast)
 
 
 @torch.library.register_fake(grouped_wgrad)
 def _(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
-    out: torch.dtype,
+    out: torch.dtype, fast: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=out)
 

@@ -4,9 +4,9 @@
     wgrad   d[e, m, n] = sum over e's rows r of a[m, r] b[n, r]         weight gradient, of transposed operands
 
 Both factors are contiguous along the sum, which is what Hopper's FP8 tensor cores read. Rows of an expert start at
-multiples of 128, so no tile crosses a border, and offsets stay on the device. Products are summed in the tensor cores'
-own precision over the whole sum (about 14 bits; the sums here are short: a hidden width, or one expert's rows), with
-BLOCK scales in FP32 every 128.
+multiples of 128, so no tile crosses a border, and offsets stay on the device. FP8 products are summed in the tensor
+cores over 128 of the sum, and these partial sums in FP32; with `fast` in the tensor cores' own precision, about 14
+bits, over the whole sum (`precision.accumulation`; see `backends.tensor_core`). BLOCK scales need partial sums anyway.
 
 Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a column of y; BLOCK 1 x 128 of a with
 128 x 128 of b (nt), 128 x 1 of both (wgrad); PLAIN none: BF16.
@@ -37,6 +37,7 @@ _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 def _nt_kernel(
     a, b, c, scale_a, scale_b, tile_expert, ends, R,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.load(ends + E - 1) // 128
     N_TILES: tl.constexpr = (N + 127) // 128
@@ -53,8 +54,10 @@ def _nt_kernel(
             if MODE == const.BLOCK:
                 rows = tl.load(scale_a + k * R + r, mask=r < R, other=1.0)
                 acc += tl.dot(x, y.T) * (rows * tl.load(scale_b + (e * N_TILES + n) * K_BLOCKS + k))[:, None]
-            else:
+            elif FAST:
                 acc = tl.dot(x, y.T, acc)
+            else:
+                acc += tl.dot(x, y.T)
         if MODE == const.TENSOR:
             acc *= tl.load(scale_a) * tl.load(scale_b + e)
         if MODE == const.ROW:
@@ -76,6 +79,7 @@ def _rounded(x, to: tl.constexpr):
 def _wgrad_kernel(
     a, b, d, scale_a, scale_b, starts, ends,
     E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, GRID: tl.constexpr, MODE: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     M_TILES: tl.constexpr = (M + 127) // 128
     N_TILES: tl.constexpr = (N + 127) // 128
@@ -101,21 +105,23 @@ def _wgrad_kernel(
                     left = tl.load(scale_a + block * M + row, mask=row < M, other=1.0)
                     right = tl.load(scale_b + block * N + col, mask=col < N, other=1.0)
                     acc += tl.dot(x, y.T) * left[:, None] * right[None, :]
-                else:
+                elif FAST:
                     acc = tl.dot(x, y.T, acc)
+                else:
+                    acc += tl.dot(x, y.T)
         if MODE == const.TENSOR or MODE == const.ROW:
             acc *= tl.load(scale_a) * tl.load(scale_b)
         at = d + (e * M + row[:, None]).to(tl.int64) * N + col[None, :]
         tl.store(at, _rounded(acc, d.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
-def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route) -> Tensor:
+def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, fast: bool = False) -> Tensor:
     """a [R, K] FP8, b [E, N, K] FP8 contiguous -> [R, N] BF16. Scales are inverse scales: TENSOR 0-d and [E] (or 0-d);
     ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128]."""
     (E, N, K), R = b.shape, a.shape[0]
     grid = _multiprocessors(a.device)
     if not const.INTERPRETED and R and R % 128 == 0:
-        return hopper_gemm.nt(a, scale_a, b, scale_b, mode, to, grid)
+        return hopper_gemm.nt(a, scale_a, b, scale_b, mode, to, grid, fast)
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     if R == 0:
         return y
@@ -123,7 +129,7 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
         TensorDescriptor.from_tensor(a, [128, 128]),
         TensorDescriptor.from_tensor(b.view(E * N, K), [128, 128]),
         TensorDescriptor.from_tensor(y, [128, 128]),
-        scale_a, scale_b, to.tile_expert, to.ends, R, E, N, K, grid, mode, num_stages=4, num_warps=8,
+        scale_a, scale_b, to.tile_expert, to.ends, R, E, N, K, grid, mode, fast, num_stages=4, num_warps=8,
     )  # fmt: skip
     return y
 
@@ -133,35 +139,38 @@ def nt_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
     (_, N, K), R = b.shape, a.shape[0]
     if const.INTERPRETED or not R or R % 128 or N % 8 or K % (8 if b.is_contiguous() else 64):
         return _grouped_mm(a, b.mT, offs=to.ends)
-    return hopper_gemm.nt(a, a, b, b, const.PLAIN.value, to, _multiprocessors(a.device))
+    return hopper_gemm.nt(a, a, b, b, const.PLAIN.value, to, _multiprocessors(a.device), False)
 
 
 def wgrad(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype = torch.float32
-) -> Tensor:
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype = torch.float32,
+    fast: bool = False,
+) -> Tensor:  # fmt: skip
     """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] in `out`, FP32 or BF16 (rounded once). Inverse scales: 0-d (TENSOR,
     ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK)."""
-    return _wgrad(a, scale_a, b, scale_b, mode, to, out)
+    return _wgrad(a, scale_a, b, scale_b, mode, to, out, fast)
 
 
 def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
     """a [R', M], b [R', N] BF16 in the experts' order -> [E, M, N] in `out`, FP32 or BF16. torch's grouped GEMM returns
     BF16 only, and turning that into FP32 costs as much as a quarter of the product."""
-    return _wgrad(a, a, b, b, const.PLAIN.value, to, out)
+    return _wgrad(a, a, b, b, const.PLAIN.value, to, out, False)
 
 
-def _wgrad(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype) -> Tensor:
+def _wgrad(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype, fast: bool
+) -> Tensor:
     plain = mode == const.PLAIN.value
     M, N, E = a.shape[plain], b.shape[plain], to.starts.shape[0]
     d, grid = torch.empty(E, M, N, device=a.device, dtype=out), _multiprocessors(a.device)
     if not const.INTERPRETED and hopper_gemm.fits(M, N, mode):
-        hopper_gemm.wgrad(a, scale_a, b, scale_b, mode, to, grid, d)
+        hopper_gemm.wgrad(a, scale_a, b, scale_b, mode, to, grid, fast, d)
         return d
     deep = 64 if plain else 128
     box = [deep, 128] if plain else [128, deep]
     _wgrad_kernel[(grid,)](
         TensorDescriptor.from_tensor(a, box), TensorDescriptor.from_tensor(b, box), d, scale_a, scale_b, to.starts,
-        to.ends, E, M, N, deep, grid, mode, num_stages=4, num_warps=8,
+        to.ends, E, M, N, deep, grid, mode, fast, num_stages=4, num_warps=8,
     )  # fmt: skip
     return d
 

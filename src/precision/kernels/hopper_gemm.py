@@ -35,6 +35,8 @@ from precision.kernels import const
 from precision.kernels.hopper_tiles import block_sums, sums, tiles, where
 from precision.kernels.route import Route
 
+PROMOTED = 2
+
 
 @gluon.jit
 def _produce(
@@ -73,21 +75,21 @@ def _produce(
 def _consume(
     c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr,
-    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
+    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     if MODE == const.BLOCK:
         block_sums(c, sx, sy, sl, sr, sc.index(G), full, empty, scale_b, group, ends, R, E, M, N, K, GRID, S, WGRAD, P,
                    TRANS, G)  # fmt: skip
     else:
         sums(c, sx, sy, sf.index(G), sc.index(G), full, empty, ahead, scale_a, scale_b, group, ends, E, M, N, K, GRID,
-             S, MODE, WGRAD, P, TRANS, G)  # fmt: skip
+             S, MODE, WGRAD, P, TRANS, G, HOW)  # fmt: skip
 
 
 @gluon.jit
 def _nt_wgrad_kernel(
     a, b, c, left, right, scale_a, scale_b, group, ends, R, E: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr,
-    TRANS: gl.constexpr,
+    TRANS: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 128 // a.block_shape[0]  # of a stage of a
     sx = gl.allocate_shared_memory(a.dtype, [S * PARTS, a.block_shape[0], a.block_shape[1]], a.layout)
@@ -112,17 +114,21 @@ def _nt_wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E, M, N, K, GRID,
-                    S, MODE, WGRAD, P, TRANS, 0)),
+                    S, MODE, WGRAD, P, TRANS, 0, HOW)),
         (_consume, (c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E, M, N, K, GRID,
-                    S, MODE, WGRAD, P, TRANS, 1)),
+                    S, MODE, WGRAD, P, TRANS, 1, HOW)),
         (_produce, (a, b, left, right, sx, sy, sl, sr, full, empty, group, ends, R, E, M, N, K, GRID, S, MODE, WGRAD)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, programs: int) -> Tensor:
+def nt(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, programs: int, fast: bool
+) -> Tensor:
     """`grouped_gemm.nt` and `nt_bf16`; any N and K (in multiples of 16 bytes), R a multiple of 128 (130 ended in an
     illegal instruction). BF16 b may lie transposed, and K is then a multiple of 64."""
     (E, N, K), R, bits = b.shape, a.shape[0], 8 * a.element_size()
+    how = _how(mode, fast)
+    piece = 64 if how in (2, 3) else 128
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     left = right = None
     if mode == const.BLOCK.value:
@@ -132,15 +138,15 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
     _nt_wgrad_kernel[(programs,)](  # pyright: ignore[reportIndexIssue]  (a type that `gluon.jit` hides)
         TensorDescriptor.from_tensor(a, [128, depth], _layout(bits)),
         TensorDescriptor.from_tensor(flat, box, _layout(bits)),
-        TensorDescriptor.from_tensor(y, [64, 128], _layout(16)),
-        left, right, scale_a, scale_b, to.tile_expert, to.ends, R, E, 0, N, K, programs, 4, mode, False, 128, False,
-        num_warps=4,
+        TensorDescriptor.from_tensor(y, [64, piece], _layout(16)),
+        left, right, scale_a, scale_b, to.tile_expert, to.ends, R, E, 0, N, K, programs, 4, mode, False, piece, False,
+        how, num_warps=4,
     )  # fmt: skip
     return y
 
 
 def wgrad(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, programs: int, d: Tensor
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, programs: int, fast: bool, d: Tensor
 ) -> None:
     """`grouped_gemm.wgrad` and `wgrad_bf16` into d [E, M, N]; see `fits`."""
     E, M, N = d.shape
@@ -148,9 +154,10 @@ def wgrad(
     flat = d.view(-1, N)
     if trans:
         a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
+    how = _how(mode, fast)
     plain, block, bytes_ = mode == const.PLAIN.value, mode == const.BLOCK.value, d.element_size()
     R = a.shape[0] if plain else a.shape[1]
-    stages, piece = (3 if block else 4, 128 if block else 64) if bytes_ == 4 else (4, 64 if block else 128)
+    stages, piece = (3 if block else 4, 128 if block else 64) if bytes_ == 4 else (4, 64 if block or how == 2 else 128)
     left = right = None
     if block:
         left = TensorDescriptor.from_tensor(scale_a.view(-1), [128], _layout(32, 0, 1))
@@ -161,13 +168,17 @@ def wgrad(
         TensorDescriptor.from_tensor(b, [64, 256] if plain else [256, 128], _layout(bits)),
         TensorDescriptor.from_tensor(flat, [piece, 64] if trans else [64, piece], _layout(8 * bytes_)),
         left, right, scale_a, scale_b, to.starts, to.ends, R, E, M, N, 0, programs, stages, mode, True, piece, trans,
-        num_warps=4,
+        how, num_warps=4,
     )  # fmt: skip
 
 
 def fits(M: int, N: int, mode: int) -> bool:
     """Whether `wgrad` serves [M, N]: whole tiles high (what is beyond N is cut off), rows of whole 16 bytes."""
     return M % 128 == 0 and N % (128 if mode == const.BLOCK.value else 8) == 0
+
+
+def _how(mode: int, fast: bool) -> int:
+    return 0 if fast or mode in (const.PLAIN.value, const.BLOCK.value) else PROMOTED
 
 
 @cache

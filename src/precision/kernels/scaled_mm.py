@@ -6,8 +6,7 @@
     BLOCK    [R, K / 128], stored [K / 128, R]     [K / 128, N / 128], stored [N / 128, K / 128]
     wgrad    0-d, or [M, R' / 128], stored [R' / 128, M], and [R' / 128, N]
 
-The forward product and the input gradient sum in the tensor cores' own precision; the weight gradient, whose sum runs
-over all rows of a microbatch, is promoted to FP32 on the way.
+cuBLAS promotes partial sums to FP32 on the way; with `fast` it does not (`precision.accumulation`), but for BLOCK.
 """
 
 import torch
@@ -24,19 +23,23 @@ ROWS, SQUARES = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch 2.11 has no public name for it)
 
 
-def scaled_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
+def scaled_nt(
+    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype, fast: bool = False
+) -> Tensor:
     """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
     if mode == const.BLOCK.value:
         return _block_nt(a, a_inv, w, w_inv).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
-    return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=True)
+    return _scaled_mm(a, w.t(), scale_a=a_inv, scale_b=w_inv, out_dtype=out, use_fast_accum=fast)
 
 
-def scaled_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype) -> Tensor:
+def scaled_wgrad(
+    a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype, fast: bool = False
+) -> Tensor:
     """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
     if mode == const.BLOCK.value:
         return _block_wgrad(a, a_inv, b, b_inv, out)
-    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=False)
+    return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=fast)
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:

@@ -4,12 +4,13 @@
     measured:                        what measured the entries of a kind, and at which commit; only: these times
       - {kind: linear, commit: 1234567, command: python scripts/bench/linear.py --table}
     entries:
-      - {kind: linear, scaling: delayed/tensor, shape: [N, K, groups], rows: R, ms: {bf16: a, cuda: b, ...}}
+      - {kind: linear, scaling: delayed/tensor, accumulation: fp32, shape: [N, K, groups], rows: R, ms: {bf16: a, ...}}
 
 | key | what |
 | --- | --- |
 | `kind` | linear (one weight) or grouped (one a group of rows) |
 | `scaling` | method/granularity of `precision.scaling`: delayed/tensor, current/tensor, current/row, current/block |
+| `accumulation` | fp32 or fast, as `precision.accumulation` has it |
 | `shape` | out features, in features, groups (1 for a linear) |
 | `rows` | rows of x in one call: tokens of a microbatch; for experts tokens times the number chosen |
 | `ms` | milliseconds of one forward and backward, casts counted in, by what ran: `bf16`, `cuda`, `transformer_engine` |
@@ -17,9 +18,9 @@
 Transformer Engine's linears are left out. Alone they are as fast as `cuda` (5 % faster in blocks, slower where they are
 small); but a model that has one is not compiled, and its norms and activations cannot write FP8 for it.
 
-Only entries of the same kind and scaling are compared. A shape that was not measured takes the nearest one that was:
-the least sum of |log ratio| over out features, in features, groups and rows (rows only where they are known). The first
-of equals wins.
+Only entries of the same kind and scaling are compared, of the same accumulation if there are any. A shape that was not
+measured takes the nearest one that was: the least sum of |log ratio| over out features, in features, groups and rows
+(rows only where they are known). The first of equals wins.
 """
 
 import math
@@ -32,6 +33,7 @@ import yaml
 FOLDER = Path(__file__).parent
 KINDS = ("linear", "grouped")
 SCALINGS = ("delayed/tensor", "current/tensor", "current/row", "current/block")
+ACCUMULATIONS = ("fp32", "fast")
 RUNS = ("bf16", "cuda", "transformer_engine")
 
 
@@ -41,12 +43,17 @@ class Entry:
 
     kind: str
     scaling: str
+    accumulation: str
     shape: tuple[int, int, int]
     rows: int
     ms: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for key, value, known in (("kind", self.kind, KINDS), ("scaling", self.scaling, SCALINGS)):
+        for key, value, known in (
+            ("kind", self.kind, KINDS),
+            ("scaling", self.scaling, SCALINGS),
+            ("accumulation", self.accumulation, ACCUMULATIONS),
+        ):
             if value not in known:
                 raise ValueError(f"{key}={value}: no {key} of the rate table; use {', '.join(known)}")
         if len(self.shape) != 3 or min(*self.shape, self.rows) < 1:
@@ -78,14 +85,22 @@ class RateTable:
         return {run for entry in self._entries for run in entry.ms}
 
     def nearest(
-        self, kind: str, scaling: str, shape: tuple[int, int, int], rows: int | None, runs: Collection[str]
+        self,
+        kind: str,
+        scaling: str,
+        accumulation: str,
+        shape: tuple[int, int, int],
+        rows: int | None,
+        runs: Collection[str],
     ) -> Entry | None:
-        """The nearest entry of that kind and scaling that has a time for one of `runs`; None if there is none."""
+        """The nearest entry of that kind and scaling that has a time for one of `runs`, and of that accumulation if one
+        of them is; None if there is none."""
         same = [
             entry
             for entry in self._entries
             if (entry.kind, entry.scaling) == (kind, scaling) and any(run in entry.ms for run in runs)
         ]
+        same = [entry for entry in same if entry.accumulation == accumulation] or same
         return min(same, key=lambda entry: entry.distance(shape, rows), default=None)
 
 
@@ -98,17 +113,20 @@ def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
     return RateTable([])
 
 
-def record(kind: str, scaling: str, shape: tuple[int, int, int], rows: int, ms: Mapping[str, float]) -> str:
+def record(
+    kind: str, scaling: str, accumulation: str, shape: tuple[int, int, int], rows: int, ms: Mapping[str, float]
+) -> str:
     """The line of a measurement, to be put under `entries`. Times are kept to four digits. ValueError if it is none."""
     times = {run: float(f"{ms[run]:.4g}") for run in sorted(ms, key=lambda run: RUNS.index(run) if run in RUNS else 99)}
-    entry = Entry(kind, scaling, (shape[0], shape[1], shape[2]), rows, times)
+    entry = Entry(kind, scaling, accumulation, (shape[0], shape[1], shape[2]), rows, times)
     words = ", ".join(f"{run}: {value}" for run, value in entry.ms.items())
     n, k, groups = entry.shape
-    return f"  - {{kind: {kind}, scaling: {scaling}, shape: [{n}, {k}, {groups}], rows: {rows}, ms: {{{words}}}}}"
+    head = f"kind: {kind}, scaling: {scaling}, accumulation: {accumulation}"
+    return f"  - {{{head}, shape: [{n}, {k}, {groups}], rows: {rows}, ms: {{{words}}}}}"
 
 
 def _entry(raw: dict, path: Path) -> Entry:
     try:
-        return Entry(raw["kind"], raw["scaling"], tuple(raw["shape"]), raw["rows"], raw["ms"])
+        return Entry(raw["kind"], raw["scaling"], raw["accumulation"], tuple(raw["shape"]), raw["rows"], raw["ms"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name}: {raw}: {error}; correct the entry") from error

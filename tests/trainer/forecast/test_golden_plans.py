@@ -1,6 +1,6 @@
 """Precision plans of real models, as text: a change of any row shows in a diff.
 
-To accept a change: python tests/trainer/forecast/test_golden_plans.py
+To accept a change: PYTHONPATH=tests/support python tests/trainer/forecast/test_golden_plans.py
 """
 
 from pathlib import Path

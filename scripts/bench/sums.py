@@ -1,0 +1,196 @@
+"""Sums of FP8 products on a Hopper GPU: their errors and times, with FP32 accumulation and without (`fast`).
+
+    python scripts/bench/sums.py                      every FP8 kernel, over sums of 2,048 to 65,536
+    python scripts/bench/sums.py --times              also the times of Moonlight's GEMMs, experts and linears
+
+Errors are against float64 of the same FP8 numbers, drawn with mean 1 (and mean 0): the relative error in norm, and the
+bias: the mean of the error over the mean of the result. Long sums of one sign are where the tensor cores' 14 bits show
+(see `precision.backends.tensor_core`); on numbers of mean 0 nothing does.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import measure
+import torch
+from torch import Tensor
+
+from precision.kernels import const, grouped_gemm, hopper_gemm
+from precision.kernels.common import padded_rows
+from precision.kernels.route import Route
+from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
+from trainer.launch.command_line import Parser, guarded
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MODES = {"tensor": const.TENSOR.value, "row": const.ROW.value, "block": const.BLOCK.value}
+LENGTHS = (2048, 16384, 65536)
+ROWS, COLUMNS, EXPERTS = 384, 320, 2
+
+
+@dataclass
+class Operand:
+    """FP8 numbers [(E,) R, K] and their inverse scales as a kernel wants them."""
+
+    data: Tensor
+    inv: Tensor
+    read: Tensor  # what they stand for, float64
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, measure, print."""
+    parser = Parser(__doc__)
+    parser.add_argument("--times", action="store_true", help="also time GEMMs of Moonlight's shape")
+    parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")
+    parser.add_argument("--how", nargs="+", type=int, default=[2, 4, 1])
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise ValueError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
+    measure.header()
+    errors()
+    if options.times:
+        for how in options.how:  # variants under test
+            hopper_gemm.PROMOTED = how
+            measure.say(f"variant {how}")
+            check()
+            times(options)
+
+
+def errors() -> None:
+    """A line for each kernel and length, both ways."""
+    measure.say("kernel        scales   sum over   fp32: bias, error at mean 1 | mean 0   fast: the same")
+    for K in LENGTHS:
+        for name in ("linear nt", "linear wgrad", "grouped nt", "grouped wgrad"):
+            for kind, mode in MODES.items():
+                cells = []
+                for fast in (False, True) if mode != const.BLOCK.value else (False,):
+                    one, zero = (error(name, mode, K, mean, fast) for mean in (1.0, 0.0))
+                    cells.append(f"{one[0]:+.1e} {one[1]:.1e} | {zero[1]:.1e}")
+                measure.say(f"{name:13} {kind:7} {K:8}   {'   '.join(cells)}")
+
+
+def error(kernel: str, mode: int, K: int, mean: float, fast: bool) -> tuple[float, float]:
+    """Bias and relative error of one kernel; see the module docstring."""
+    torch.manual_seed(0)
+    make, transposed = (linear if kernel.startswith("linear") else grouped), kernel.endswith("wgrad")
+    got, want = make(mode, K, mean, fast, transposed)
+    difference = got.double() - want
+    return float(difference.mean() / want.mean()), float(difference.norm() / want.norm())
+
+
+def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    """One plain GEMM, and float64."""
+    block = mode == const.BLOCK.value
+    if transposed:
+        a, b = draw(ROWS, K, mean, E5M2, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
+        return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
+    a, b = draw(ROWS, K, mean, E4M3, mode), draw(384 if block else COLUMNS, K, mean, E4M3, mode, weight=True)
+    return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), a.read @ b.read.t()
+
+
+def grouped(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    """A grouped GEMM, and float64. Experts of different sizes in wgrad: the sum is over rows."""
+    if transposed:
+        sizes = [K, max(128, K // 4)]
+        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, E5M2), (512, E4M3)))
+        got = grouped_gemm.wgrad(a.data, a.inv, b.data, b.inv, mode, route(sizes), torch.float32, fast)
+        return got[0], a.read[:, :K] @ b.read[:, :K].t()
+    sizes = [128, ROWS - 128]
+    a = draw(ROWS, K, mean, E4M3, mode)
+    weights = [draw(384, K, mean, E4M3, mode, weight=True) for _ in sizes]
+    data, inv = (torch.stack([getattr(w, key) for w in weights]) for key in ("data", "inv"))
+    got = grouped_gemm.nt(a.data, a.inv, data, inv, mode, route(sizes), fast)
+    starts = [0, sizes[0]]
+    want = [a.read[s : s + n] @ w.read.t() for s, n, w in zip(starts, sizes, weights, strict=True)]
+    return got, torch.cat(want)
+
+
+def draw(
+    rows: int, K: int, mean: float, dtype: torch.dtype, mode: int, weight: bool = False, over_rows: bool = False
+) -> Operand:
+    """Numbers of that mean, cast as `mode` has it: rows by 1 x 128, weights by 128 x 128; what is summed over rows has
+    one scale, or one for 128 of them."""
+    x = torch.randn(rows, K, device="cuda") + mean
+    limit = 448.0 if dtype == E4M3 else 57344.0
+    if mode == const.BLOCK.value:
+        tall = 128 if weight else 1
+        amax = x.abs().view(rows // tall, tall, K // 128, 128).amax((1, 3))
+        scale = torch.exp2(torch.floor(torch.log2(limit / amax)))
+        spread = scale.repeat_interleave(tall, 0).repeat_interleave(128, 1)
+        inv = scale.reciprocal() if weight else scale.reciprocal().t().contiguous()
+        inv = inv if weight or over_rows else inv.t()
+    elif mode == const.ROW.value and not over_rows:
+        scale = torch.exp2(torch.floor(torch.log2(limit / x.abs().amax(1, keepdim=True))))
+        spread, inv = scale, scale.reciprocal()
+    else:
+        spread = limit / x.abs().amax()
+        inv = spread.reciprocal()
+    data = (x * spread).clamp(-limit, limit).to(dtype)
+    read = data.double() * spread.double().reciprocal() if spread.dim() else data.double() * inv.double()
+    return Operand(data, inv, read)
+
+
+def route(sizes: list[int]) -> Route:
+    """Where rows of experts of these sizes lie, each in whole tiles of 128."""
+    padded = torch.tensor([padded_rows(size) for size in sizes])
+    ends = padded.cumsum(0)
+    tiles = torch.repeat_interleave(torch.arange(len(sizes)), padded // 128)
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    return Route(none, none, none, *(t.int().cuda() for t in (ends - padded, ends, tiles)))
+
+
+def check() -> None:
+    """Each variant against float64 where sizes are ragged."""
+    for kind in ("tensor", "row"):
+        for transposed in (False, True):
+            torch.manual_seed(0)
+            got, want = grouped(MODES[kind], 1408, 0.0, False, transposed)
+            error = float((got.double() - want).norm() / want.norm())
+            measure.say(f"  {kind} {'wgrad' if transposed else 'nt'}: error {error:.1e}")
+
+
+def times(options: argparse.Namespace) -> None:
+    """Milliseconds of GEMMs of Moonlight's shape, sums in turn."""
+    R, E = options.rows, 64
+    to, one, each = route([R // E] * E), torch.ones((), device="cuda"), torch.ones(E, device="cuda")
+
+    def fp8(*shape: int) -> Tensor:
+        return (torch.randn(shape, device="cuda") * 64).to(E4M3)
+
+    for N, K in ((2816, 2048), (2048, 1408), (1408, 2048), (2048, 2816)):
+        a, w = fp8(R, K), fp8(E, N, K)
+        clock(f"grouped nt {R} x {N} x {K}", R * N * K, lambda a=a, w=w, fast=True: grouped_gemm.nt(
+            a, one, w, each, MODES["tensor"], to, fast))  # fmt: skip
+    for M, N in ((2816, 2048), (2048, 1408)):
+        a, b = fp8(M, R), fp8(N, R)
+        for out in (torch.float32, torch.bfloat16):
+            clock(f"grouped wgrad {M} x {N} {str(out)[6:]}", R * M * N, lambda a=a, b=b, out=out, fast=True: (
+                grouped_gemm.wgrad(a, one, b, one, MODES["tensor"], to, out, fast)))  # fmt: skip
+    for N, K in ((3072, 2048), (2048, 3072), (4096, 512), (512, 4096), (2048, 2048), (22528, 2048), (2048, 11264)):
+        a, w = fp8(32768, K), fp8(N, K)
+        clock(f"linear nt 32768 x {N} x {K}", 32768 * N * K, lambda a=a, w=w, fast=True: scaled_nt(
+            a, one, w, one, MODES["tensor"], torch.bfloat16, fast))  # fmt: skip
+
+
+def clock(name: str, macs: int, run: Callable[..., object]) -> None:
+    """Both ways in turn, five rounds: medians, and the spread of rounds."""
+    rounds = {fast: [] for fast in (False, True)}
+    for _ in range(5):
+        for fast, seconds in rounds.items():
+            seconds.append(measure.short(lambda fast=fast: run(fast=fast), 10))
+    (slow, spread), (quick, _) = ((sorted(s)[2], max(s) / min(s) - 1) for s in rounds.values())
+    rate = 2e-12 * macs
+    measure.say(
+        f"{name:40} fp32 {1e3 * slow:.3f} ms {rate / slow:5.0f} TF/s   fast {1e3 * quick:.3f} ms {rate / quick:5.0f} "
+        f"TF/s   {slow / quick - 1:+.1%} (rounds within {spread:.1%})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
