@@ -200,6 +200,17 @@ def test_a_killed_run_gives_the_metrics_of_one_that_was_not(config: Configs, ove
     assert bitwise(run) == bitwise(whole)
 
 
+def test_random_numbers_continue_where_the_checkpoint_was(config: Configs) -> None:
+    trainer = Trainer(config("run.name=run", "trainer.max_steps=1"))
+    torch.rand(1000)
+    trainer.train()
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    resumed = Trainer(config("run.name=run", "run.resume=auto", "trainer.max_steps=2"))
+    assert torch.equal(torch.get_rng_state(), state)
+    resumed.run.close(None)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) -> None:
     common = ("run.name=run", "run.resume=auto", "checkpoint.every=2")
     run = stopped_after(config(*common), 5)

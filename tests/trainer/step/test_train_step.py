@@ -56,10 +56,18 @@ def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine
     torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
 
 
+def test_a_dropped_step_does_not_advance_the_learning_rate(config: Configs) -> None:
+    bad = "debug.inject={step: 2, where: loss, value: nan}"
+    engine = build_engine(config("precision=fp32", "optim.warmup_steps=10", bad), torch.device("cpu"))
+    rates = [float(train_step(engine, step, windows(4), 2).metrics["optim/lr"]) for step in (1, 2, 3, 4)]
+    assert rates == pytest.approx([rates[0] * times for times in (1, 2, 2, 3)])
+    assert (int(engine.guard.committed), int(engine.guard.skipped)) == (3, 1)
+
+
 def test_a_validation_loss_is_the_mean_over_all_windows_also_of_a_last_batch_that_is_smaller(
     make: Callable[[int], Engine],
 ) -> None:
-    engine, tokens, told = make(4), windows(7), list[Any]()
+    engine, tokens, told = make(4), windows(8), list[Any]()
     with torch.no_grad():
         model = engine.model.eval()
         alone = [model.loss(model.hidden(one[None, :-1]), one[None, 1:]) for one in tokens]
@@ -67,4 +75,4 @@ def test_a_validation_loss_is_the_mean_over_all_windows_also_of_a_last_batch_tha
     found = mean_loss(model, tokens.split(3), 3, engine.world, told.append)
     assert found == pytest.approx(float(torch.stack(alone).double().mean()), rel=1e-5)
     assert max(alone) - min(alone) > 1e-3, "windows differ"
-    assert told == [3, 6, 7] and model.training
+    assert told == [3, 6, 8] and model.training
