@@ -17,7 +17,7 @@ import measure
 import torch
 from torch import Tensor
 
-from precision.kernels import const, grouped_gemm, hopper_gemm
+from precision.kernels import const, grouped_gemm
 from precision.kernels.common import padded_rows
 from precision.kernels.route import Route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
@@ -48,22 +48,13 @@ def run() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--times", action="store_true", help="also time GEMMs of Moonlight's shape")
     parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")
-    parser.add_argument("--how", nargs="+", type=int, default=[2, 4, 1])
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise ValueError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
     measure.header()
-    if options.check:
-        check()
-        return
     errors()
     if options.times:
-        for how in options.how:  # variants under test
-            hopper_gemm.PROMOTED = how
-            measure.say(f"variant {how}")
-            check()
-            times(options, linears=how == options.how[0])
+        times(options)
 
 
 def errors() -> None:
@@ -150,19 +141,7 @@ def route(sizes: list[int]) -> Route:
     return Route(none, none, none, *(t.int().cuda() for t in (ends - padded, ends, tiles)))
 
 
-def check() -> None:
-    """Each variant against float64 where sizes are ragged."""
-    for kind in ("tensor", "row"):
-        for transposed in (False, True):
-            torch.manual_seed(0)
-            got, want = grouped(MODES[kind], 1408, 0.0, False, transposed)
-            error = float((got.double() - want).norm() / want.norm())
-            measure.say(f"  {kind} {'wgrad' if transposed else 'nt'}: error {error:.1e}")
-            if not error < 3e-3:
-                raise RuntimeError("wrong results")
-
-
-def times(options: argparse.Namespace, linears: bool) -> None:
+def times(options: argparse.Namespace) -> None:
     """Milliseconds of GEMMs of Moonlight's shape, sums in turn."""
     R, E = options.rows, 64
     to, one, each = route([R // E] * E), torch.ones((), device="cuda"), torch.ones(E, device="cuda")
@@ -187,7 +166,7 @@ def times(options: argparse.Namespace, linears: bool) -> None:
         (2048, 2048),
         (22528, 2048),
         (2048, 11264),
-    ) * linears:
+    ):
         a, w = fp8(32768, K), fp8(N, K)
         clock(f"linear nt 32768 x {N} x {K}", 32768 * N * K, lambda a=a, w=w, fast=True: scaled_nt(
             a, one, w, one, MODES["tensor"], torch.bfloat16, fast))  # fmt: skip

@@ -41,7 +41,7 @@ class Fp8Format(Enum):
 
 class Accumulation(Enum):
     """How the products of an FP8 GEMM are summed: in FP32, or by a Hopper GPU's tensor cores alone, in about 14 bits,
-    which loses up to a quarter of a long sum (see `backends.tensor_core`)."""
+    which loses 1 % of a sum over 2,048 numbers of one sign, and 43 % of one over 65,536 (scripts/bench/sums.py)."""
 
     fp32 = "fp32"
     fast = "fast"

@@ -6,7 +6,7 @@
 Both factors are contiguous along the sum, which is what Hopper's FP8 tensor cores read. Rows of an expert start at
 multiples of 128, so no tile crosses a border, and offsets stay on the device. FP8 products are summed in the tensor
 cores over 128 of the sum, and these partial sums in FP32; with `fast` in the tensor cores' own precision, about 14
-bits, over the whole sum (`precision.accumulation`; see `backends.tensor_core`). BLOCK scales need partial sums anyway.
+bits, over the whole sum (`precision.accumulation`). BLOCK scales need partial sums anyway.
 
 Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a column of y; BLOCK 1 x 128 of a with
 128 x 128 of b (nt), 128 x 1 of both (wgrad); PLAIN none: BF16.

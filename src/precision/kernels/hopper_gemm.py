@@ -35,7 +35,7 @@ from precision.kernels import const
 from precision.kernels.hopper_tiles import block_sums, sums, tiles, where
 from precision.kernels.route import Route
 
-PROMOTED = 2
+PROMOTED = 2  # how partial sums become FP32: from registers, 64 columns at a time (`hopper_tiles`: HOW)
 
 
 @gluon.jit
