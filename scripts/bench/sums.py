@@ -4,8 +4,8 @@
     python scripts/bench/sums.py --times              also the times of Moonlight's GEMMs, experts and linears
 
 Errors are against float64 of the same FP8 numbers, drawn with mean 1 (and mean 0): the relative error in norm, and the
-bias: the mean of the error over the mean of the result. Long sums of one sign are where the tensor cores' 14 bits show
-(see `precision.backends.tensor_core`); on numbers of mean 0 nothing does.
+bias: the mean of the error over the mean of the result. Long sums of one sign are where the tensor cores' 14 bits show;
+on numbers of mean 0 nothing does.
 """
 
 import argparse
