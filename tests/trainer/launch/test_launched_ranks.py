@@ -146,7 +146,7 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run
     blank = re.sub(r"process \d+", "process N", " ".join(own[0].split()))
     assert blank.replace(os.uname().nodename, "HOST").startswith(f"octet: {says}"), err
     assert own[0] == f"octet: {failures[0]['message']}" and failures[0]["exit_code"] == code
-    waited_in = {"hang": "; they waited in all_gather, at distributed.py:", "lag": "; they waited in gloo all_reduce, "}
+    waited_in = {"hang": "; they waited in all_gather, at world.py:", "lag": "; they waited in gloo all_reduce, "}
     assert waited_in.get(fault, "") in own[0]
     assert ("Traceback" in err) == (fault == "bug") and err.count("KeyError") in (0, 2)
 
