@@ -49,17 +49,21 @@ def run() -> None:
     parser.add_argument("--times", action="store_true", help="also time GEMMs of Moonlight's shape")
     parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")
     parser.add_argument("--how", nargs="+", type=int, default=[2, 4, 1])
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise ValueError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
     measure.header()
+    if options.check:
+        check()
+        return
     errors()
     if options.times:
         for how in options.how:  # variants under test
             hopper_gemm.PROMOTED = how
             measure.say(f"variant {how}")
             check()
-            times(options)
+            times(options, linears=how == options.how[0])
 
 
 def errors() -> None:
@@ -88,7 +92,8 @@ def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tupl
     """One plain GEMM, and float64."""
     block = mode == const.BLOCK.value
     if transposed:
-        a, b = draw(ROWS, K, mean, E5M2, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
+        grad = E4M3 if block else E5M2  # as each recipe has it
+        a, b = draw(ROWS, K, mean, grad, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
         return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
     a, b = draw(ROWS, K, mean, E4M3, mode), draw(384 if block else COLUMNS, K, mean, E4M3, mode, weight=True)
     return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), a.read @ b.read.t()
@@ -97,8 +102,8 @@ def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tupl
 def grouped(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """A grouped GEMM, and float64. Experts of different sizes in wgrad: the sum is over rows."""
     if transposed:
-        sizes = [K, max(128, K // 4)]
-        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, E5M2), (512, E4M3)))
+        sizes, grad = [K, max(128, K // 4)], E4M3 if mode == const.BLOCK.value else E5M2
+        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, grad), (512, E4M3)))
         got = grouped_gemm.wgrad(a.data, a.inv, b.data, b.inv, mode, route(sizes), torch.float32, fast)
         return got[0], a.read[:, :K] @ b.read[:, :K].t()
     sizes = [128, ROWS - 128]
@@ -153,9 +158,11 @@ def check() -> None:
             got, want = grouped(MODES[kind], 1408, 0.0, False, transposed)
             error = float((got.double() - want).norm() / want.norm())
             measure.say(f"  {kind} {'wgrad' if transposed else 'nt'}: error {error:.1e}")
+            if not error < 3e-3:
+                raise RuntimeError("wrong results")
 
 
-def times(options: argparse.Namespace) -> None:
+def times(options: argparse.Namespace, linears: bool) -> None:
     """Milliseconds of GEMMs of Moonlight's shape, sums in turn."""
     R, E = options.rows, 64
     to, one, each = route([R // E] * E), torch.ones((), device="cuda"), torch.ones(E, device="cuda")
@@ -172,7 +179,15 @@ def times(options: argparse.Namespace) -> None:
         for out in (torch.float32, torch.bfloat16):
             clock(f"grouped wgrad {M} x {N} {str(out)[6:]}", R * M * N, lambda a=a, b=b, out=out, fast=True: (
                 grouped_gemm.wgrad(a, one, b, one, MODES["tensor"], to, out, fast)))  # fmt: skip
-    for N, K in ((3072, 2048), (2048, 3072), (4096, 512), (512, 4096), (2048, 2048), (22528, 2048), (2048, 11264)):
+    for N, K in (
+        (3072, 2048),
+        (2048, 3072),
+        (4096, 512),
+        (512, 4096),
+        (2048, 2048),
+        (22528, 2048),
+        (2048, 11264),
+    ) * linears:
         a, w = fp8(32768, K), fp8(N, K)
         clock(f"linear nt 32768 x {N} x {K}", 32768 * N * K, lambda a=a, w=w, fast=True: scaled_nt(
             a, one, w, one, MODES["tensor"], torch.bfloat16, fast))  # fmt: skip

@@ -143,6 +143,7 @@ def test_text_merges_equal_blocks(recipe: Recipe) -> None:
         "e4m3",
         "e5m2",
         "e4m3",
+        "fp32",
         "bf16",
         "reference",
         "table",

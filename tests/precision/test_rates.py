@@ -9,15 +9,15 @@ import yaml
 from precision.rates import Entry, RateTable, load_rates, record
 from precision.rates.table import FOLDER
 
-SMALL = Entry("linear", "current/row", (1024, 2048, 1), 4096, {"bf16": 1.0, "cuda": 0.9})
-LARGE = Entry("linear", "current/row", (8192, 2048, 1), 16384, {"bf16": 5.0, "cuda": 3.0})
-EXPERTS = Entry("grouped", "current/row", (2816, 2048, 64), 98304, {"bf16": 6.0, "cuda": 4.0})
+SMALL = Entry("linear", "current/row", "fp32", (1024, 2048, 1), 4096, {"bf16": 1.0, "cuda": 0.9})
+LARGE = Entry("linear", "current/row", "fp32", (8192, 2048, 1), 16384, {"bf16": 5.0, "cuda": 3.0})
+EXPERTS = Entry("grouped", "current/row", "fast", (2816, 2048, 64), 98304, {"bf16": 6.0, "cuda": 4.0})
 TABLE = RateTable([SMALL, LARGE, EXPERTS])
 
 
 def test_the_nearest_measured_shape_of_the_same_kind_and_scaling_answers() -> None:
     def nearest(n: int, rows: int | None, kind: str = "linear", scaling: str = "current/row") -> Entry | None:
-        return TABLE.nearest(kind, scaling, (n, 2048, 64 if kind == "grouped" else 1), rows, ("cuda",))
+        return TABLE.nearest(kind, scaling, "fp32", (n, 2048, 64 if kind == "grouped" else 1), rows, ("cuda",))
 
     assert nearest(1024, 4096) is SMALL
     assert nearest(2048, 4096) is SMALL
@@ -25,14 +25,24 @@ def test_the_nearest_measured_shape_of_the_same_kind_and_scaling_answers() -> No
     assert nearest(4096, None) is LARGE  # log distance: a factor 2 against a factor 4
     assert nearest(2816, 1024, kind="grouped") is EXPERTS
     assert nearest(1024, 4096, scaling="delayed/tensor") is None
-    assert TABLE.nearest("linear", "current/row", (1024, 2048, 1), 4096, ("transformer_engine",)) is None
+    assert TABLE.nearest("linear", "current/row", "fp32", (1024, 2048, 1), 4096, ("transformer_engine",)) is None
+
+
+def test_an_entry_of_the_same_accumulation_comes_first() -> None:
+    fast = Entry("linear", "current/row", "fast", (1024, 2048, 1), 4096, {"bf16": 1.0, "cuda": 0.8})
+    table, at = RateTable([fast, LARGE]), ((1024, 2048, 1), 4096, ("cuda",))
+    assert table.nearest("linear", "current/row", "fast", *at) is fast
+    assert table.nearest("linear", "current/row", "fp32", *at) is LARGE
+    assert RateTable([fast]).nearest("linear", "current/row", "fp32", *at) is fast
 
 
 def test_a_recorded_measurement_is_read_back(tmp_path: Path) -> None:
-    lines = [record("linear", "delayed/tensor", (8192, 2048, 1), 16384, {"cuda": 1.23456, "bf16": 2.0})]
-    lines += [record("grouped", "current/block", (2816, 2048, 64), 98304, {"bf16": 10.0, "transformer_engine": 20.5})]
+    lines = [record("linear", "delayed/tensor", "fast", (8192, 2048, 1), 16384, {"cuda": 1.23456, "bf16": 2.0})]
+    times = {"bf16": 10.0, "transformer_engine": 20.5}
+    lines += [record("grouped", "current/block", "fp32", (2816, 2048, 64), 98304, times)]
     assert lines[0] == (
-        "  - {kind: linear, scaling: delayed/tensor, shape: [8192, 2048, 1], rows: 16384, ms: {bf16: 2.0, cuda: 1.235}}"
+        "  - {kind: linear, scaling: delayed/tensor, accumulation: fast, shape: [8192, 2048, 1], rows: 16384, "
+        "ms: {bf16: 2.0, cuda: 1.235}}"
     )
     head = "gpu: NVIDIA X\ncommand: python bench.py\ncommit: abc\nentries:\n"
     (tmp_path / "x.yaml").write_text(head + "\n".join(lines) + "\n")
@@ -42,11 +52,12 @@ def test_a_recorded_measurement_is_read_back(tmp_path: Path) -> None:
 
 
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
-    changes: list[dict[str, Any]] = [{"kind": "conv"}, {"scaling": "row"}, {"rows": 0}]
+    changes: list[dict[str, Any]] = [{"kind": "conv"}, {"scaling": "row"}, {"rows": 0}, {"accumulation": "bf16"}]
     for change in [*changes, {"ms": {"cuda": 0.0}}, {"ms": {"tea": 1.0}}]:
         arguments: dict[str, Any] = {
             "kind": "linear",
             "scaling": "current/row",
+            "accumulation": "fp32",
             "shape": (16, 16, 1),
             "rows": 1,
             "ms": {"cuda": 1.0},

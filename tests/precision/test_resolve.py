@@ -26,7 +26,7 @@ def settings(backend: str = "auto", *, never_slower: bool = False, **scaling: An
 
 
 def rates(**ms: float) -> RateTable:
-    return RateTable([Entry("linear", "delayed/tensor", (2048, 2048, 1), 16384, ms)])
+    return RateTable([Entry("linear", "delayed/tensor", "fp32", (2048, 2048, 1), 16384, ms)])
 
 
 @pytest.fixture

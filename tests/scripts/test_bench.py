@@ -230,9 +230,9 @@ print("\\n".join(linear.entries((64, 32, 16), timings)))
     assert done.returncode == 0, done.stderr
     (tmp_path / "mine.yaml").write_text(done.stdout)
     table = load_rates("mine", tmp_path)
-    delayed = table.nearest("linear", "delayed/tensor", (32, 16, 1), 64, {"cuda"})
+    delayed = table.nearest("linear", "delayed/tensor", "fp32", (32, 16, 1), 64, {"cuda"})
     assert delayed is not None and delayed.ms == {"bf16": 2.0, "cuda": 4.0, "transformer_engine": 10.0}
-    assert table.nearest("linear", "current/row", (32, 16, 1), 64, {"transformer_engine"}) is None
+    assert table.nearest("linear", "current/row", "fp32", (32, 16, 1), 64, {"transformer_engine"}) is None
     assert len(table) == 3
 
 

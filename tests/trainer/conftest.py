@@ -31,6 +31,7 @@ SMALL = [
     "logging.every=1",
     "logging.console.enabled=false",
     "checkpoint.every=0",
+    "health.dashboard=false",
     "data=text",
     "data.validation_fraction=0.05",
 ]

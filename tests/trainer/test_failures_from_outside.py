@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.data import DamagedShard
 from trainer.data.corpus import scan, split
+from trainer.launch import signals
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import World
 from trainer.step.guard import TrainingStopped
@@ -174,15 +175,30 @@ def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpu
     assert events(clean, "data") == [] and lines(clean / "metrics.jsonl")[0]["data/skipped_shards"] == 0
 
 
+PREPARES = """
+import importlib, runpy, sys, time
+from pathlib import Path
+
+def long(*how, **more):
+    Path("prepares").touch()
+    time.sleep(600)
+
+importlib.import_module("trainer.data.prepare").train_tokenizer = long
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_told_to_stop_while_it_prepares_data_a_process_says_so_and_leaves_nothing_behind(
-    overrides: Callable[..., list[str]], tmp_path: Path
+    overrides: Callable[..., list[str]], tmp_path: Path, programs: Any
 ) -> None:
     words = [word for word in overrides(f"data.cache_dir={tmp_path / 'cache'}", "run.name=a") if "console" not in word]
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and "training the tokenizer" in process.stdout.readline()
+    process, deadline = programs.start("-c", PREPARES, ROOT / "train.py", *words, cwd=tmp_path), time.monotonic() + 300
+    while not (tmp_path / "prepares").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate()
     assert (process.returncode, error) == (143, "octet: terminated\n")
     assert not (tmp_path / "runs").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.suffix not in (".lock", ".partial")] == []
@@ -206,7 +222,7 @@ def test_an_interrupt_that_a_library_has_swallowed_stops_the_run_after_its_first
 def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
     ignored: bool, overrides: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    words = [word for word in overrides("run.name=a", "trainer.max_steps=400") if "console" not in word]
+    words = [word for word in overrides("run.name=a", "trainer.max_steps=100000") if "console" not in word]
     command = [*(["nohup"] if ignored else []), sys.executable, str(ROOT / "train.py"), *words]
     mine, terminal = pty.openpty()
     process = subprocess.Popen(
@@ -220,32 +236,36 @@ def test_a_terminal_that_goes_stops_the_run_unless_nohup_keeps_it_going(
             if select.select([mine], [], [], 0.05)[0]:
                 os.read(mine, 1 << 16)
         time.sleep(0.02)
-        assert time.monotonic() < began + 60 and process.poll() is None
+        assert time.monotonic() < began + 300 and process.poll() is None
     os.close(mine)
     if ignored:
         seen = len(lines(run / "metrics.jsonl"))
         while len(lines(run / "metrics.jsonl")) < seen + 5:
-            assert time.monotonic() < began + 60 and process.poll() is None
+            assert time.monotonic() < began + 300 and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + (signal.SIGTERM if ignored else signal.SIGHUP)
+    assert process.wait(300) == 128 + (signal.SIGTERM if ignored else signal.SIGHUP)
     (event,) = events(run, "signal")
     step = event["step"]
     assert event["message"] == f"stopped by {'SIGTERM' if ignored else 'SIGHUP'} after step {step}; saved"
     assert checkpoints(run) == [f"step_{step:08}"]
 
 
-def test_a_second_signal_does_not_wait_for_the_end_of_the_step(config: Configs) -> None:
+def test_a_second_signal_does_not_wait_for_the_end_of_the_step(
+    config: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "ONE_SECONDS", 0.01)
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
-    at(trainer, 4, lambda: [(signal.raise_signal(signal.SIGINT), time.sleep(pause)) for pause in (0.6, 0)])
+    at(trainer, 4, lambda: [(signal.raise_signal(signal.SIGINT), time.sleep(pause)) for pause in (0.02, 0)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     run = trainer.run.folder.path
     assert checkpoints(run) == ["step_00000002"] and lines(run / "metrics.jsonl")[-1]["step"] == 3
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(config: Configs) -> None:
+def test_a_signal_that_comes_twice_at_once_is_one(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `timeout` sends it: to the process, and to its group."""
+    monkeypatch.setattr(signals, "ONE_SECONDS", 60.0)  # at once, however busy the machine is
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
     at(trainer, 4, lambda: [signal.raise_signal(signal.SIGTERM) for _ in range(2)])
     with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 4, saved"):

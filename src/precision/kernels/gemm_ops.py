@@ -14,7 +14,9 @@ from precision.operators import operator
 
 
 @operator("grouped_nt")
-def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool) -> Tensor:
+def grouped_nt(
+    a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False
+) -> Tensor:
     """a [R, K], w [G, N, K] -> [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)
@@ -23,14 +25,14 @@ def grouped_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tens
 
 
 @torch.library.register_fake(grouped_nt)
-def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool) -> Tensor:
+def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False) -> Tensor:
     return torch.empty(a.shape[0], w.shape[1], device=a.device, dtype=torch.bfloat16)
 
 
 @operator("grouped_wgrad")
 def grouped_wgrad(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
-    out: torch.dtype, fast: bool,
+    out: torch.dtype, fast: bool = False,
 ) -> Tensor:  # fmt: skip
     """dy [R, N], x [R, K] -> [G, N, K] in `out`, FP32 or BF16. BLOCK: dy's tiles are cast from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
@@ -49,7 +51,7 @@ def grouped_wgrad(
 @torch.library.register_fake(grouped_wgrad)
 def _(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
-    out: torch.dtype, fast: bool,
+    out: torch.dtype, fast: bool = False,
 ) -> Tensor:  # fmt: skip
     return torch.empty(offsets.shape[0], dy.shape[1], x.shape[1], device=x.device, dtype=out)
 

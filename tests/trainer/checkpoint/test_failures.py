@@ -194,7 +194,8 @@ random.seed(int(sys.argv[3]))
 torch.set_num_threads(1)  # other threads would not survive the fork
 acknowledged = 0
 seconds = None  # that a save takes on this disk
-while rounds:
+while rounds > 0 or acknowledged < 5:
+    assert rounds > -200, "no save is ever done"
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:  # go on from the newest checkpoint, saving as fast as it can, until killed
@@ -242,9 +243,8 @@ def test_sigkill_at_any_moment_leaves_whole_checkpoints_and_no_leftovers(
     folder: Path, events: Any, run_python: Callable[..., Any]
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    done = run_python("-c", KILLS, folder, 20, seed)
+    done = run_python("-c", KILLS, folder, 12, seed)
     assert done.returncode == 0, f"seed {seed}: {done.stderr}"
-    assert int(done.stdout) >= 5
     Checkpointer(folder, 2, events).close()
     assert all(path.name.startswith("step_") for path in folder.iterdir())
     assert 1 <= len(list_checkpoints(folder)) <= 3  # a third one if the kill came before the oldest was deleted
@@ -268,7 +268,7 @@ def test_a_process_that_ends_normally_finishes_its_last_save(folder: Path) -> No
         "c = Checkpointer(Path(sys.argv[1]), 2, lambda *a, **k: None); c.save(1, {'t': torch.ones(1 << 22)}, {})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stderr == ""
     assert read(folder / "step_00000001")[0]["t"].sum() == 1 << 22

@@ -237,7 +237,8 @@ def test_what_a_run_writes(config: Configs) -> None:
 
 
 def test_a_look_inside_with_every_logged_line(config: Configs) -> None:
-    keys = ["+recipe=fp8_delayed", "logging.every=2", "trainer.max_steps=5", "health.dashboard=false"]
+    keys = ["+recipe=fp8_delayed", "logging.every=2", "trainer.max_steps=5", "trainer.microbatch_size=4"]
+    keys += ["model.num_layers=1", "model.num_mtp_layers=0"]
     for every, inside in (("null", [1, 2, 4, 5]), ("4", [4]), ("0", [])):
         folder = Trainer(config(*keys, f"health.every={every}", f"run.name=every{every}")).train().folder
         logged = [line for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
@@ -253,7 +254,7 @@ def test_a_shadow_without_memory_costs_shadows_and_not_the_run(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(shadow, "compare", full)
-    keys = ["+recipe=fp8_delayed", "health.shadow_every=2", "trainer.max_steps=4", "health.dashboard=false"]
+    keys = ["+recipe=fp8_delayed", "health.shadow_every=2", "trainer.max_steps=4"]
     folder = Trainer(config(*keys)).train().folder
     (alert,) = (event for event in lines(folder / "events.jsonl") if event["kind"] == "alert")
     assert alert["step"] == 2 and alert["message"].startswith("health.shadow_every=2: no memory for it")

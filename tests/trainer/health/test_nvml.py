@@ -118,7 +118,7 @@ def test_reasons_are_as_nvml_numbers_them() -> None:
     assert not ours.THROTTLED & (harmless | p.nvmlClocksEventReasonDisplayClockSetting)
 
 
-def test_the_benches_meter_counts_between_moves_of_the_energy_counter(nvml) -> None:
+def test_the_benches_meter_counts_between_moves_of_the_energy_counter(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(__file__).parents[3] / "scripts" / "bench" / "measure.py"
     spec = importlib.util.spec_from_file_location("measure_of_power", path)
     assert spec is not None and spec.loader is not None
@@ -128,13 +128,22 @@ def test_the_benches_meter_counts_between_moves_of_the_energy_counter(nvml) -> N
     gpu = nvml.add(f"GPU-{UUID}")
     meter = measure.Meter()
     meter._gpu = find_by(UUID)
-    began = time.perf_counter()
+    now, deadline = 100.0, time.monotonic() + 60
+
+    def wait(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
     with meter:
-        for _ in range(5):
-            time.sleep(0.02)
+        for count in range(2, 7):
+            now, looked = now + 0.02, nvml.calls("energy")
+            wait(lambda: nvml.calls("energy") > looked + 1)  # noqa: B023 (it has seen the time)
             gpu.set(energy=gpu.struct.value[0] + 10_000)
-    seconds = time.perf_counter() - began
-    assert 50 / seconds * 0.5 < meter.watts < 10 / 0.02 * 1.5 and meter.megahertz == 1980
+            wait(lambda: len(meter._moves) == count)  # noqa: B023
+        now += 1.0  # whatever the length of the window
+    assert meter.watts == pytest.approx(10 / 0.02) and meter.megahertz == 1980
     with meter:
-        time.sleep(0.02)
+        now += 1.0
     assert meter.watts == 0  # the counter stands still

@@ -78,6 +78,13 @@ class Screen:
     def text(self) -> str:
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw)
 
+    def shows(self, pattern: str, since: int = 0) -> None:
+        """Wait until it does; rich redraws four times a second."""
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, self.text[since:]):
+            assert time.monotonic() < deadline, self.text[since:]
+            time.sleep(0.02)
+
 
 @pytest.fixture
 def screen() -> Screen:
@@ -227,18 +234,13 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(run: RunFolder) -> No
         for step in range(1, 21):
             sinks.progress(step)
         sinks.metrics(METRICS)
-        time.sleep(0.4)  # rich redraws four times a second
+        screen.shows(r"━.* 20/200 loss 5.4321  12,346 tok/s .* left")
         print("printed by somebody")
-        live = screen.text
+        assert "step  20/200  loss 5.4321  lm 5.1234" in screen.text
         sinks.doing("evaluating 12/34")
-        time.sleep(0.4)
-        assert re.search(r"━.* 20/200 evaluating 12/34 .* left", screen.text)
+        screen.shows(r"━.* 20/200 evaluating 12/34 .* left")
         sinks.metrics({"step": 20, "loss/validation": 4.5})
-        before = len(screen.text)
-        time.sleep(0.4)
-        assert "20/200 loss 5.4321" in screen.text[before:]
-    assert re.search(r"━.* 20/200 loss 5.4321  12,346 tok/s .* left", live)
-    assert "step  20/200  loss 5.4321  lm 5.1234" in live
+        screen.shows(r"20/200 loss 5.4321", since=len(screen.text))
     assert "printed by somebody\n" in screen.text
     assert screen.raw.count("\x1b[?25l") == screen.raw.count("\x1b[?25h") == 1  # cursor hidden, shown
 

@@ -14,7 +14,8 @@ STATE = re.compile(r'"state":"(\w+)","state_text":"([^"]*)"')
 
 
 def test_of_a_run_that_finishes(config: Callable[..., Config]) -> None:
-    summary = Trainer(config("+recipe=fp8_delayed", "trainer.max_steps=2", "health.every=2", "run.name=done")).train()
+    keys = "+recipe=fp8_delayed", "trainer.max_steps=2", "health.every=2", "health.dashboard=true"
+    summary = Trainer(config(*keys, "run.name=done")).train()
     text = (summary.folder / "dashboard.html").read_text()
     assert STATE.findall(text) == [("finished", "")]
     for key in (
@@ -32,7 +33,7 @@ def test_of_a_run_that_finishes(config: Callable[..., Config]) -> None:
 def test_of_a_run_that_is_stopped(config: Callable[..., Config], tmp_path: Path) -> None:
     broken = config(
         "+recipe=bf16", "trainer.max_steps=4", "run.name=broken", "recovery.max_consecutive_skips=1",
-        "recovery.rewind.max=0", "debug.inject={step: 1, steps: 9, where: loss, value: nan}",
+        "recovery.rewind.max=0", "health.dashboard=true", "debug.inject={step: 1, steps: 9, where: loss, value: nan}",
     )  # fmt: skip
     with pytest.raises(TrainingStopped) as stopped:
         Trainer(broken).train()

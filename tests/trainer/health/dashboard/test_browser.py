@@ -186,10 +186,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory, long_run: Run, made: Callable[..., Path]) -> Path:
-    """one.html, of a run of 4,000 steps; two.html, with a run in BF16 and an awkward name before it."""
+    """one.html, of a run of 4,000 steps; two.html, with a run in BF16 and an awkward name before it; short.html, of a
+    run of 40."""
     folder = tmp_path_factory.mktemp("pages")
     other = Run(made(folder / "<b onclick=alert(1)>&lt;", steps=1000, recipe="bf16", seed=2))
-    other.poll()
+    short = Run(made(folder / "short", steps=40))
+    for run in (other, short):
+        run.poll()
+    (folder / "short.html").write_text(page(payload([short])))
     (folder / "one.html").write_text(page(payload([long_run])))
     (folder / "two.html").write_text(page(payload([other, long_run])))
     return folder
@@ -227,10 +231,13 @@ def empty(browser: Browser) -> list[str]:
     return browser.run(script)
 
 
-def test_a_run_of_thousands_of_steps_opens_at_once(browser: Browser, pages: Path, tmp_path: Path) -> None:
+def test_a_run_of_thousands_of_steps_opens_about_as_fast_as_one_of_forty(
+    browser: Browser, pages: Path, tmp_path: Path
+) -> None:
     browser.show(1400, 900)
     url = (pages / "one.html").as_uri()
-    assert any(browser.open(url) < 2.0 for _ in range(3))  # other tests may have the machine for a moment
+    few, many = (min(browser.open(each) for _ in range(3)) for each in ((pages / "short.html").as_uri(), url))
+    assert many < 10 * few
     assert browser.problems == [] and browser.requests == [url]
     there = titles(browser)
     expected = {

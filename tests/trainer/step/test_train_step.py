@@ -1,0 +1,78 @@
+"""One step: what it reports and changes is that of its whole batch, however that is cut into microbatches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.step.engine import Engine, build_engine
+from trainer.step.evaluation import mean_loss
+from trainer.step.train_step import train_step
+
+Configs = Callable[..., Config]
+KEYS = "precision=fp32", "optim.clip=null"  # a clipped step scales the gradients in place
+
+
+@pytest.fixture
+def make(config: Configs) -> Callable[[int], Engine]:
+    """make(microbatch_size): an engine whose gradients stay after a step."""
+
+    def engine(size: int) -> Engine:
+        made = build_engine(config(*KEYS, f"trainer.microbatch_size={size}"), torch.device("cpu"))
+        made.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
+        return made
+
+    return engine
+
+
+def windows(count: int) -> Tensor:
+    return torch.randint(320, (count, 25), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(engine: Engine) -> list[Tensor]:
+    return [p.grad for p in engine.model.parameters() if p.grad is not None]
+
+
+def test_microbatches_make_one_step(make: Callable[[int], Engine]) -> None:
+    """Up to the order of FP32 sums."""
+    whole, *split = (make(size) for size in (4, 2, 1))
+    expected = train_step(whole, 1, windows(4), 4)
+    for engine, size in zip(split, (2, 1), strict=True):
+        result = train_step(engine, 1, windows(4), size)
+        for ours, theirs in zip(gradients(engine), gradients(whole), strict=True):
+            assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+        assert torch.equal(result.load, expected.load) and result.load.sum(1).tolist() == [4 * 24 * 2] * 2
+        for key, value in expected.metrics.items():
+            torch.testing.assert_close(result.metrics[key], value, rtol=1e-4, atol=0)
+
+
+def test_the_norm_is_that_of_all_gradients_together(make: Callable[[int], Engine]) -> None:
+    engine = make(2)
+    result = train_step(engine, 1, windows(4), 2)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(engine)]).double().norm()
+    torch.testing.assert_close(result.metrics["optim/grad_norm"].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_dropped_step_does_not_advance_the_learning_rate(config: Configs) -> None:
+    bad = "debug.inject={step: 2, where: loss, value: nan}"
+    engine = build_engine(config("precision=fp32", "optim.warmup_steps=10", bad), torch.device("cpu"))
+    rates = [float(train_step(engine, step, windows(4), 2).metrics["optim/lr"]) for step in (1, 2, 3, 4)]
+    assert rates == pytest.approx([rates[0] * times for times in (1, 2, 2, 3)])
+    assert (int(engine.guard.committed), int(engine.guard.skipped)) == (3, 1)
+
+
+def test_a_validation_loss_is_the_mean_over_all_windows_also_of_a_last_batch_that_is_smaller(
+    make: Callable[[int], Engine],
+) -> None:
+    engine, tokens, told = make(4), windows(8), list[Any]()
+    with torch.no_grad():
+        model = engine.model.eval()
+        alone = [model.loss(model.hidden(one[None, :-1]), one[None, 1:]) for one in tokens]
+        model.train()
+    found = mean_loss(model, tokens.split(3), 3, engine.world, told.append)
+    assert found == pytest.approx(float(torch.stack(alone).double().mean()), rel=1e-5)
+    assert max(alone) - min(alone) > 1e-3, "windows differ"
+    assert told == [3, 6, 8] and model.training
