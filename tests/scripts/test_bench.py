@@ -198,7 +198,8 @@ def test_the_baseline_of_experts_on_a_gpu_is_the_plain_one() -> None:
 import argparse, sys
 sys.path[:0] = [{str(BENCH)!r}, {str(ROOT / "src")!r}]
 import torch, experts, limits
-problem = experts.Problem(argparse.Namespace(tokens=40, experts=4, chosen=2, hidden=64, width=48, backend=None))
+sizes = dict(tokens=40, experts=4, chosen=2, hidden=64, width=48)
+problem = experts.Problem(argparse.Namespace(**sizes, backend=None, accumulation=["fp32"]))
 w1, w2 = limits.random(4, 96, 64, scale=0.02).requires_grad_(), limits.random(4, 64, 48, scale=0.02).requires_grad_()
 found = []
 for fast in (False, True):

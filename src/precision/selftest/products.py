@@ -8,7 +8,7 @@ from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
 from precision.selftest import operands
-from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, plain, zeros
+from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, TENSOR, plain, zeros
 from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_rows, near, numbers_of, same
 
 T, K, E = 40, 2, 3
@@ -67,18 +67,19 @@ def experts_products(device: torch.device) -> None:
         x, dy = (torch.where(live, plain(device, len(to.token), n), 0).bfloat16() for n in (inner, outer))
         w = plain(device, E, outer, inner, dtype=torch.float32)
         for mode in MODES:
-            _experts_in_fp8(x, dy, w, mode, to)
+            for fast in (False, True) if mode == TENSOR else (False,):
+                _experts_in_fp8(x, dy, w, mode, to, fast)
         _experts_in_bf16(x, dy, w.bfloat16(), to)
 
 
-def _experts_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route) -> None:
-    device, where = x.device, f"mode {mode}, {w.shape[2]} -> {w.shape[1]}"
+def _experts_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast: bool) -> None:
+    device, where = x.device, f"mode {mode}{', fast' * fast}, {w.shape[2]} -> {w.shape[1]}"
     x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
     _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
     assert x_t is not None and x_t_inv is not None and dy_t is not None and dy_t_inv is not None
     w8, w_inv, _, _ = cast_weight(w, zeros(device, E), zeros(device, E), FORWARD[mode], None)
-    y = grouped_gemm.nt(x8, x_inv, w8, w_inv, mode, to)
-    dw = grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, to)
+    y = grouped_gemm.nt(x8, x_inv, w8, w_inv, mode, to, fast)
+    dw = grouped_gemm.wgrad(dy_t, dy_t_inv, x_t, x_t_inv, mode, to, torch.float32, fast)
     x_read = numbers_of(x8, x_inv, mode)
     spread = w_inv.view(E, 1, 1) if w_inv.dim() == 1 else w_inv
     w_read = numbers_of(w8, spread.repeat_interleave(128, 1)[:, : w.shape[1]] if mode == BLOCK else spread, mode, 2)

@@ -53,7 +53,7 @@ class GemmRecorder:
 
     def sums(self, is_fp32: bool) -> None:
         """What the latest product's rows say, multiplied again."""
-        self._note("sums", "fp32" if is_fp32 else "less than fp32")
+        self._note("sums", "fp32" if is_fp32 else "fast")
 
     def rows_of_tokens(self, rows: Tensor) -> None:
         """Tokens on their way to the experts of the latest layer."""
@@ -157,8 +157,8 @@ def _after_head(recorder: GemmRecorder) -> Callable[..., None]:
 def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
     """What to note after each function through which `kernels.ffn_ops` reaches its kernels."""
 
-    def product(y: Tensor, a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, to: Any, *rest: Any) -> None:
-        name, layer = recorder._by_address[w.data_ptr()]
+    def product(y: Tensor, a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, casts: Any, to: Any, *rest: Any) -> None:
+        mode, (name, layer) = casts.mode, recorder._by_address[w.data_ptr()]
         is_forward = w.shape == layer.weight.shape and (mode == 0 or w.data_ptr() == _data(layer).data_ptr())
         if mode == 0 and w.shape[-1] == w.shape[-2]:
             is_forward = w.is_contiguous()

@@ -133,7 +133,7 @@ def _planned(row: GemmRow) -> str:
     if recipe.is_fp8:
         scales = recipe.scaling.granularity.value
         scales += (", from history" if recipe.delayed else ", from itself") if scales == "tensor" else ""
-    parts = recipe.input, recipe.input, recipe.grad, recipe.saved, recipe.output, scales, "fp32"
+    parts = recipe.input, recipe.input, recipe.grad, recipe.saved, recipe.output, scales, recipe.accumulation.value
     return "  ".join(f"{part} {value}" for part, value in zip(GEMM_PARTS, parts, strict=True))
 
 
