@@ -173,7 +173,7 @@ class Ladder:
 
     def load_state_dict(self, state: Mapping[str, Any], rewinds: Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint. rewinds: as rank 0 has read them."""
-        self.streak = [SkippedStep(**step) for step in state["streak"]]
+        self.streak = [SkippedStep(**step) for step in state.get("streak", [])]
         self.rewinds = [_rewind(entry) for entry in rewinds]
 
 
