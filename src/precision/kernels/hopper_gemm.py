@@ -1,6 +1,8 @@
 """`grouped_gemm` on Hopper, in tiles of 128 x 256: one warp loads, two groups of four warps multiply, 64 rows each.
 
-    sum          acc += x[64, 128] y[256, 128]^T          tensor cores, in their own precision over the whole sum
+    fast, BF16   acc += x[64, 128] y[256, 128]^T          tensor cores, in their own precision over the whole sum
+    fp32         p    = x[64, 128] y[128 of 256, 128]^T   tensor cores, a fresh product every 128 of the sum
+                 acc += p                                 FP32, twice: for each half of 128 columns
     BLOCK        p    = x[64, 128] y[128 of 256, 128]^T   tensor cores, a fresh product every 128 of the sum
                  acc += p * scales                        FP32, twice: for each half of 128 columns
 
@@ -10,11 +12,12 @@ stored, and while one group scales or stores, the other multiplies. For that, on
 and they stay so. `tl.dot` in a plain loop has a barrier of all warps every step, and nothing multiplies while it
 stores.
 
-One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after a rest, `tl.dot` in brackets: one scale a tensor
-1,210 to 1,370 (1,150 to 1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to
-1,150) with BF16; BLOCK 1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). What
-holds nt is the way from L2, 48 KiB a step and multiprocessor: without the loads the same kernel takes 0.72 ms where it
-takes 0.86.
+One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after a rest. FP32 sums cost 7 to 10 % of a product:
+1,210 to 1,350 in nt, 1,120 to 1,280 in wgrad. With `fast`, `tl.dot` in brackets: one scale a tensor 1,210 to 1,370
+(1,150 to 1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to 1,150) with
+BF16; BLOCK 1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). What holds nt
+is the way from L2, 48 KiB a step and multiprocessor: without the loads the same kernel takes 0.72 ms where it takes
+0.86.
 
 Registers (240 a thread, none spilled): acc 128, BLOCK's p 64. There is no room for a second p, so each half is scaled
 behind a branch that is always taken: the assembler does not start the second product above it.
@@ -34,8 +37,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from precision.kernels import const
 from precision.kernels.hopper_tiles import block_sums, sums, tiles, where
 from precision.kernels.route import Route
-
-PROMOTED = 2  # how partial sums become FP32: from registers, 64 columns at a time (`hopper_tiles`: HOW)
 
 
 @gluon.jit
@@ -75,21 +76,21 @@ def _produce(
 def _consume(
     c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr,
-    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr, HOW: gl.constexpr,
+    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     if MODE == const.BLOCK:
         block_sums(c, sx, sy, sl, sr, sc.index(G), full, empty, scale_b, group, ends, R, E, M, N, K, GRID, S, WGRAD, P,
                    TRANS, G)  # fmt: skip
     else:
         sums(c, sx, sy, sf.index(G), sc.index(G), full, empty, ahead, scale_a, scale_b, group, ends, E, M, N, K, GRID,
-             S, MODE, WGRAD, P, TRANS, G, HOW)  # fmt: skip
+             S, MODE, WGRAD, P, TRANS, G, PROMOTE)  # fmt: skip
 
 
 @gluon.jit
 def _nt_wgrad_kernel(
     a, b, c, left, right, scale_a, scale_b, group, ends, R, E: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr,
-    TRANS: gl.constexpr, HOW: gl.constexpr,
+    TRANS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 128 // a.block_shape[0]  # of a stage of a
     sx = gl.allocate_shared_memory(a.dtype, [S * PARTS, a.block_shape[0], a.block_shape[1]], a.layout)
@@ -114,9 +115,9 @@ def _nt_wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_consume, (c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E, M, N, K, GRID,
-                    S, MODE, WGRAD, P, TRANS, 0, HOW)),
+                    S, MODE, WGRAD, P, TRANS, 0, PROMOTE)),
         (_consume, (c, sx, sy, sl, sr, sf, sc, full, empty, ahead, scale_a, scale_b, group, ends, R, E, M, N, K, GRID,
-                    S, MODE, WGRAD, P, TRANS, 1, HOW)),
+                    S, MODE, WGRAD, P, TRANS, 1, PROMOTE)),
         (_produce, (a, b, left, right, sx, sy, sl, sr, full, empty, group, ends, R, E, M, N, K, GRID, S, MODE, WGRAD)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -127,8 +128,6 @@ def nt(
     """`grouped_gemm.nt` and `nt_bf16`; any N and K (in multiples of 16 bytes), R a multiple of 128 (130 ended in an
     illegal instruction). BF16 b may lie transposed, and K is then a multiple of 64."""
     (E, N, K), R, bits = b.shape, a.shape[0], 8 * a.element_size()
-    how = _how(mode, fast)
-    piece = 64 if how in (2, 3) else 128
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     left = right = None
     if mode == const.BLOCK.value:
@@ -138,9 +137,9 @@ def nt(
     _nt_wgrad_kernel[(programs,)](  # pyright: ignore[reportIndexIssue]  (a type that `gluon.jit` hides)
         TensorDescriptor.from_tensor(a, [128, depth], _layout(bits)),
         TensorDescriptor.from_tensor(flat, box, _layout(bits)),
-        TensorDescriptor.from_tensor(y, [64, piece], _layout(16)),
-        left, right, scale_a, scale_b, to.tile_expert, to.ends, R, E, 0, N, K, programs, 4, mode, False, piece, False,
-        how, num_warps=4,
+        TensorDescriptor.from_tensor(y, [64, 128], _layout(16)),
+        left, right, scale_a, scale_b, to.tile_expert, to.ends, R, E, 0, N, K, programs, 4, mode, False, 128, False,
+        _promotes(mode, fast), num_warps=4,
     )  # fmt: skip
     return y
 
@@ -154,10 +153,9 @@ def wgrad(
     flat = d.view(-1, N)
     if trans:
         a, b, scale_a, scale_b, M, N = b, a, scale_b, scale_a, N, M
-    how = _how(mode, fast)
     plain, block, bytes_ = mode == const.PLAIN.value, mode == const.BLOCK.value, d.element_size()
     R = a.shape[0] if plain else a.shape[1]
-    stages, piece = (3 if block else 4, 128 if block else 64) if bytes_ == 4 else (4, 64 if block or how == 2 else 128)
+    stages, piece = (3 if block else 4, 128 if block else 64) if bytes_ == 4 else (4, 64 if block else 128)
     left = right = None
     if block:
         left = TensorDescriptor.from_tensor(scale_a.view(-1), [128], _layout(32, 0, 1))
@@ -168,7 +166,7 @@ def wgrad(
         TensorDescriptor.from_tensor(b, [64, 256] if plain else [256, 128], _layout(bits)),
         TensorDescriptor.from_tensor(flat, [piece, 64] if trans else [64, piece], _layout(8 * bytes_)),
         left, right, scale_a, scale_b, to.starts, to.ends, R, E, M, N, 0, programs, stages, mode, True, piece, trans,
-        how, num_warps=4,
+        _promotes(mode, fast), num_warps=4,
     )  # fmt: skip
 
 
@@ -177,8 +175,9 @@ def fits(M: int, N: int, mode: int) -> bool:
     return M % 128 == 0 and N % (128 if mode == const.BLOCK.value else 8) == 0
 
 
-def _how(mode: int, fast: bool) -> int:
-    return 0 if fast or mode in (const.PLAIN.value, const.BLOCK.value) else PROMOTED
+def _promotes(mode: int, fast: bool) -> bool:
+    """Whether FP32 adds are the kernel's own: BF16 needs none, blocks have theirs."""
+    return not fast and mode in (const.TENSOR.value, const.ROW.value)
 
 
 @cache

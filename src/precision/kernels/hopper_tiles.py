@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -138,9 +137,9 @@ def _sum(
 
 
 @gluon.jit
-def _product(x, sy, s, none, AT: gl.constexpr, W: gl.constexpr):
-    """A fresh product of one step with W columns of y, under way."""
-    return warpgroup_mma(x, sy.index(s).slice(AT, W).permute((1, 0)), none, use_acc=False, is_async=True)
+def _product(x, sy, s, none, AT: gl.constexpr):
+    """A fresh product of one step with 128 columns of y from AT on, under way."""
+    return warpgroup_mma(x, sy.index(s).slice(AT, 128).permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -161,95 +160,43 @@ def _finish(
 def _promoted(
     c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M: gl.constexpr, N: gl.constexpr,
     S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
-    W: gl.constexpr, HOW: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
-    """As `_sum`, each step's product fresh and added up in FP32."""
-    V: gl.constexpr = 128 if HOW == 1 or HOW == 4 else 64
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V, 32])
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=4)
+    """As `_sum`, each step's product fresh, in halves of 128 columns, and added up in FP32."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     if MODE == const.ROW and not WGRAD:
         f = gl.load(scale_a + m + G * 64 + gl.arange(0, 64, gl.SliceLayout(1, L)))
         at = n + gl.arange(0, sf.shape[0], gl.BlockedLayout([sf.shape[0] // 128], [32], [4], [0]))
         sf.store(gl.load(scale_b + e * N + at, mask=at < N, other=1.0))
     else:
         f = gl.load(scale_a) * gl.load(scale_b + (0 if WGRAD else e))
-    none = gl.full([64, V], 0.0, gl.float32, L)
+    none = gl.full([64, 128], 0.0, gl.float32, L)
     acc0 = none
     acc1 = none
-    acc2 = none
-    acc3 = none
-    q3 = warpgroup_mma_init(none)
-    for k in range(steps):
+    for _ in range(steps):
         s = it % S
         mbarrier.wait(full.index(s), it // S & 1)
         x = sx.index(s).slice(G * 64, 64)
-        if HOW != 1:
-            x = x.load(A)
-        if HOW == 1 or HOW == 4:
-            q0 = _product(x, sy, s, none, 0, V)
-            p0 = warpgroup_mma_wait(0, deps=(q0,))
+        q0 = _product(x, sy, s, none, 0)
+        p0 = warpgroup_mma_wait(0, deps=(q0,))
+        if it >= 0:  # always: see `hopper_gemm` on registers
+            acc0 += p0
+        if W == 256:
+            q1 = _product(x, sy, s, none, 128)
+            p1 = warpgroup_mma_wait(0, deps=(q1,))
+            mbarrier.arrive(empty.index(s), count=1)
             if it >= 0:
-                acc0 += p0
-            if W == 256:
-                q1 = _product(x, sy, s, none, 128, V)
-                p1 = warpgroup_mma_wait(0, deps=(q1,))
-                mbarrier.arrive(empty.index(s), count=1)
-                if it >= 0:
-                    acc1 += p1
-            else:
-                mbarrier.arrive(empty.index(s), count=1)
+                acc1 += p1
         else:
-            q0 = _product(x, sy, s, none, 0, V)
-            if HOW == 3:
-                p3 = warpgroup_mma_wait(1, deps=(q3,))
-                if k > 0:
-                    mbarrier.arrive(empty.index((it - 1) % S), count=1)
-                if W == 256:
-                    acc3 += p3
-                else:
-                    acc1 += p3
-            q1 = _product(x, sy, s, none, 64, V)
-            p0 = warpgroup_mma_wait(1, deps=(q0,))
-            if it >= 0:
-                acc0 += p0
-            if W == 256:
-                q2 = _product(x, sy, s, none, 128, V)
-                p1 = warpgroup_mma_wait(1, deps=(q1,))
-                if it >= 0:
-                    acc1 += p1
-                q3 = _product(x, sy, s, none, 192, V)
-                p2 = warpgroup_mma_wait(1, deps=(q2,))
-                if it >= 0:
-                    acc2 += p2
-                if HOW == 2:
-                    p3 = warpgroup_mma_wait(0, deps=(q3,))
-                    mbarrier.arrive(empty.index(s), count=1)
-                    acc3 += p3
-            else:
-                q3 = q1
-                if HOW == 2:
-                    p1 = warpgroup_mma_wait(0, deps=(q1,))
-                    mbarrier.arrive(empty.index(s), count=1)
-                    acc1 += p1
+            mbarrier.arrive(empty.index(s), count=1)
         it += 1
         if G == 0:
             if it == S - 1:
                 mbarrier.arrive(ahead, count=1)
-    if HOW == 3:
-        p3 = warpgroup_mma_wait(0, deps=(q3,))
-        if steps > 0:
-            mbarrier.arrive(empty.index((it - 1) % S), count=1)
-        if W == 256:
-            acc3 += p3
-        else:
-            acc1 += p3
     row, col = _corner(e, m, n, M, N, WGRAD, TRANS, G)
     _finish(c, buf, acc0, sf, f, row, col, MODE, WGRAD, 0, P, TRANS, L)
-    if V == 64 or W == 256:
-        _finish(c, buf, acc1, sf, f, row, col, MODE, WGRAD, V, P, TRANS, L)
-    if V == 64 and W == 256:
-        _finish(c, buf, acc2, sf, f, row, col, MODE, WGRAD, 2 * V, P, TRANS, L)
-        _finish(c, buf, acc3, sf, f, row, col, MODE, WGRAD, 3 * V, P, TRANS, L)
+    if W == 256:
+        _finish(c, buf, acc1, sf, f, row, col, MODE, WGRAD, 128, P, TRANS, L)
     return it
 
 
@@ -257,14 +204,14 @@ def _promoted(
 def _tile(
     c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M: gl.constexpr, N: gl.constexpr,
     S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
-    W: gl.constexpr, HOW: gl.constexpr,
+    W: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    if HOW == 0:
+    if not PROMOTE:
         it = _sum(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S, MODE,
                   WGRAD, P, TRANS, G, W)  # fmt: skip
     else:
         it = _promoted(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S,
-                       MODE, WGRAD, P, TRANS, G, W, HOW)  # fmt: skip
+                       MODE, WGRAD, P, TRANS, G, W)  # fmt: skip
     return it
 
 
@@ -272,8 +219,7 @@ def _tile(
 def sums(
     c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, group, ends, E: gl.constexpr, M: gl.constexpr,
     N: gl.constexpr, K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr,
-    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
-    HOW: gl.constexpr,
+    P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """Group G's part of every tile of a program, without BLOCK scales. The other group starts S - 1 steps later."""
     STEP: gl.constexpr = 64 if MODE == const.PLAIN else 128
@@ -284,17 +230,17 @@ def sums(
         e, m, n, first, steps = where(tile, group, ends, E, M, N, K, WGRAD, STEP)
         if N % 256 == 0 or N % 256 > 128:
             it = _tile(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S, MODE,
-                      WGRAD, P, TRANS, G, 256, HOW)  # fmt: skip
+                      WGRAD, P, TRANS, G, 256, PROMOTE)  # fmt: skip
         elif N <= 128:
             it = _tile(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S, MODE,
-                      WGRAD, P, TRANS, G, 128, HOW)  # fmt: skip
+                      WGRAD, P, TRANS, G, 128, PROMOTE)  # fmt: skip
         else:
             if n + 128 < N:
                 it = _tile(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S, MODE,
-                          WGRAD, P, TRANS, G, 256, HOW)  # fmt: skip
+                          WGRAD, P, TRANS, G, 256, PROMOTE)  # fmt: skip
             else:
                 it = _tile(c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M, N, S, MODE,
-                          WGRAD, P, TRANS, G, 128, HOW)  # fmt: skip
+                          WGRAD, P, TRANS, G, 128, PROMOTE)  # fmt: skip
     if G == 0:
         if it < S - 1:
             mbarrier.arrive(ahead, count=1)
