@@ -248,6 +248,7 @@ def test_ranks_are_told_that_auto_would_take_transformer_engine(config: Make, mo
     """On a chip newer than Hopper."""
     monkeypatch.setattr("trainer.forecast.preflight.detect", lambda _: Gpu("NVIDIA B200", (10, 0)))
     monkeypatch.setattr("trainer.forecast.preflight.build_problem", lambda: None)
+    monkeypatch.setattr("trainer.forecast.preflight.proof.prove", lambda _: None)  # there is no such GPU
     monkeypatch.setattr("precision.resolve.te_problem", lambda *_: None)
     made = config("+recipe=fp8_delayed", "parallel=fsdp", "trainer.device=auto", "precision.backend=auto")
     assert check(made, world_size=1).served_by("transformer_engine")
