@@ -153,9 +153,9 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
     before = {step: config.read_text() for step, config in configs_before(path).items()}
     texts = [*before.values(), (path / CONFIG).read_text()]
-    told = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
+    changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
     first, last = (flat(yaml.safe_load(text)) for text in (texts[0], texts[-1]))
-    return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in told.items() if keys})
+    return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in changed.items() if keys})
 
 
 def names(place: Any) -> Any:
@@ -280,8 +280,8 @@ def remarks(runs: list[Run]) -> list[str]:
         began = ", ".join(f"{run.label} with {f'those of {run.origin}' if run.origin else 'its own'}" for run in runs)
         lines.append(f"They did not begin with the same weights: {began}.")
     for run in runs:
-        for step, told in run.changed.items():
-            lines.append(f"{run.label}: from step {step:,} on with other settings: {told}.")
+        for step, keys in run.changed.items():
+            lines.append(f"{run.label}: from step {step:,} on with other settings: {keys}.")
     for a, b in twins(runs):
         gap = percent(b.validation, a.validation)
         if gap is not None:

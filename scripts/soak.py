@@ -253,10 +253,10 @@ def fill_disk(course: Course, chance: random.Random, target: int) -> str:
         course.end()
         return "done before its disk was full"
     before, hard = course.step(), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    told = alarms(course.run)
+    alarmed = alarms(course.run)
     for process in course.processes:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (DISK_LIMIT, hard))
-    heard = course.wait(lambda: alarms(course.run) > told)
+    heard = course.wait(lambda: alarms(course.run) > alarmed)
     where = f"disk full after step {before}"
     if heard and chance.random() < 0.5:
         for process in course.processes:

@@ -25,16 +25,16 @@ def main() -> int:
     try:
         torchrun()
     except ChildFailedError as failed:
-        told = [failure for failure in failed.failures.values() if isinstance(failure.message, dict)]
+        reported = [failure for failure in failed.failures.values() if isinstance(failure.message, dict)]
         unknown: list[int] = []
-        named = " ".join(str(failure.message) for failure in told)
+        named = " ".join(str(failure.message) for failure in reported)
         for rank, failure in failed.failures.items():
-            known = failure in told or f"process {failure.pid})" in named.replace(") has died,", " ")
+            known = failure in reported or f"process {failure.pid})" in named.replace(") has died,", " ")
             if not known and failure.exitcode not in ENDED_BY_TORCHRUN:
                 unknown.append(failure.exitcode)
                 how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
                 print(f"octet: error: rank {rank} (process {failure.pid}) ended {how}", file=sys.stderr)
-        codes = [failure.exitcode for failure in told or failed.failures.values()]
+        codes = [failure.exitcode for failure in reported or failed.failures.values()]
         codes = [code for code in codes if code not in ENDED_BY_TORCHRUN] or unknown or codes
         return max(code if code > 0 else 128 - code for code in codes)
     except SignalException as ended:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models.layers import FFN, RMSNorm
 from models.mla import MLA, LatentCache
 from models.moe import MoE
-from precision import Kurtosis, Plan, Watch
+from precision import AmaxProbe, Kurtosis, Plan
 
 
 class Block(nn.Module):
@@ -29,9 +29,9 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = RMSNorm(plan, f"{name}.attn_norm", hidden_size, eps)
         self.attn = attn
-        self.attn_watch = plan.watch(f"{name}.attn")
+        self.attn_probe = plan.amax_probe(f"{name}.attn")
         self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
-        self.ffn_watch: Watch
+        self.ffn_probe: AmaxProbe
         self.kurtosis = Kurtosis("block")
         self.around_attention: Callable[..., Tensor] | None = None  # (function, *args) -> function(*args), recomputed
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
         return self.around_attention(self._attend, *args)
 
     def _attend(self, h_BSD: Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
-        return h_BSD + self.attn_watch(self.attn(self.attn_norm(h_BSD, self.attn.feed), rope_2SP, mask))
+        return h_BSD + self.attn_probe(self.attn(self.attn_norm(h_BSD, self.attn.feed), rope_2SP, mask))
 
 
 class DenseBlock(Block):
@@ -56,14 +56,14 @@ class DenseBlock(Block):
     def __init__(self, plan: Plan, name: str, attn: MLA, ffn: FFN, hidden_size: int, eps: float):
         super().__init__(plan, name, attn, hidden_size, eps)
         self.ffn = ffn
-        self.ffn_watch = plan.watch(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
+        self.ffn_probe = plan.amax_probe(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
 
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
-        h_BSD = h_BSD + self.ffn_watch(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
+        h_BSD = h_BSD + self.ffn_probe(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
         self.kurtosis(h_BSD)
         no_loss = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         return h_BSD, no_loss, torch.zeros(0, dtype=torch.int64, device=h_BSD.device)
@@ -75,7 +75,7 @@ class MoEBlock(Block):
     def __init__(self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float):
         super().__init__(plan, name, attn, hidden_size, eps)
         self.moe = moe
-        self.ffn_watch = plan.watch(f"{name}.moe")
+        self.ffn_probe = plan.amax_probe(f"{name}.moe")
 
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
@@ -84,6 +84,6 @@ class MoEBlock(Block):
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         B, S, _ = h_BSD.shape
         y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_BSD.flatten(0, 1), self.moe.feed), B)
-        h_BSD = h_BSD + self.ffn_watch(y_TD).unflatten(0, (B, S))
+        h_BSD = h_BSD + self.ffn_probe(y_TD).unflatten(0, (B, S))
         self.kurtosis(h_BSD)
         return h_BSD, balance_loss, load_E  # no view: FSDP warns of one

@@ -1,8 +1,8 @@
 """Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
 
+from precision.amax_probe import AmaxProbe
 from precision.attention import attention_core, document_mask, latent_attention
 from precision.binding import begin_step, bind
-from precision.choice import choose_experts
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
@@ -14,10 +14,11 @@ from precision.operand import Feed, GradRows, Operand
 from precision.plan import Plan
 from precision.rows import GemmRow
 from precision.scaling import ScalingArena
-from precision.watch import Watch
+from precision.topk_experts import choose_experts
 
 __all__ = [
     "IGNORED",
+    "AmaxProbe",
     "Feed",
     "GemmRow",
     "GradRows",
@@ -28,7 +29,6 @@ __all__ = [
     "Plan",
     "PrecisionConfig",
     "ScalingArena",
-    "Watch",
     "attention_core",
     "begin_step",
     "bind",

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from precision.amax_probe import AmaxProbe
 from precision.backends import get_backend
 from precision.kurtosis import Kurtosis, bind_kurtosis
 from precision.linear import GroupedLinear, Linear, refresh_weights
 from precision.plan import Plan
 from precision.scaling import ScalingArena
-from precision.watch import Watch
 
 
 def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
@@ -18,7 +18,7 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
     Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
     modules.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | Watch)]
+    layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | AmaxProbe)]
     slots = [slot for layer in layers for slot in layer.slots()]
     for layer in layers:
         if isinstance(layer, Linear | GroupedLinear) and layer.te is None:

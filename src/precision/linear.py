@@ -4,18 +4,41 @@
     dgrad  dx [R, K] = dy [R, N] w [N, K]
     wgrad  dw [N, K] = dy [R, N]^T x [R, K]
 
-The parameter is the FP32 master weight. What multiplies is the compute weight: BF16(master), or FP8 quantised from that
-BF16 (never from FP32: 1.7 % of E4M3 values would differ, and every layout of devices must compute the same numbers). It
-is made once after each change of the masters, not in each microbatch: `refresh_weights` does it for a model.
+The path of one FP8 linear, forward (left) and backward (right):
 
-Where ranks share a weight, each holds a shard of the master. The whole compute weight comes to a rank for as long as it
-is used: in `gather_dtype`, and `receive` makes the operand of it; or in FP8 that each rank made of its part by
-`quantize_part`, and `receive_quantized` takes it as it is. The layer's `weight` is an autograd edge meanwhile: a tensor
-of the master's shape and dtype that takes gradients and holds nothing.
+    fused op (norm, SwiGLU, ...)               gradient of y, BF16 [R, N]
+      |  its `Feed` lists what the               |
+      |  consumers read: FP8, BF16 or both       |
+      v                                          v
+    `Operand`: carrier, data, scale_inv        `backend.quantize_grad`: dy in FP8, once for two GEMMs,
+      |  made by `backend.quantize` under        |  under `grad_slot`'s scale
+      |  `input_slot`'s scale; records amax      |
+      v                                          v
+    `_Gemms.forward`                           `_Gemms.backward`
+      |  backend.forward(x, w, recipe)           |  backend.dgrad(dy, w), backend.wgrad(dy, x)
+      v                                          v
+    y, BF16 [R, N]                             dx to the carrier, dw to the master weight
 
-x may be an `Operand` that a fused op has quantised already; a plain tensor is quantised here. In FP8 only the FP8 x is
-kept for the backward pass. dy is quantised once for dgrad and wgrad. dw leaves its kernel in the dtype of the weight
-that autograd sees: FP32, the master's, also where ranks share it. It goes into FP32 sums.
+- The *carrier* is the autograd edge of x: the BF16 tensor itself if a consumer reads it, else a stand-in without
+  memory. The gradient of the unquantised x flows into it (straight-through).
+- A *Slot* names the arena rows of one quantised tensor. `bind` sets its `scale` and `amax` to views of the
+  `ScalingArena`, which holds the scales and amax histories of the whole model. The kernel that casts reads the scale
+  and raises the amax.
+- The *recipe* (`GemmRecipe`) is the resolved plan row: formats, granularity, accumulation, backend.
+- A *backend* (`reference`, `cuda`) computes. `cuda` calls operators registered with torch (`precision.operators`),
+  which `torch.compile` keeps whole. Transformer Engine replaces the whole path by its own module (`te`).
+
+The parameter is the FP32 master weight. The compute weight is BF16(master), or FP8 quantised from that BF16. Quantising
+from FP32 would change 1.7 % of E4M3 values, and layouts that gather BF16 would compute other numbers. The compute
+weight (`operand`) is made once after each change of the masters, not in each microbatch: `refresh_weights` does it.
+
+Where ranks share a weight, each holds a shard of the master. FSDP gathers the whole compute weight for as long as it is
+used: in `gather_dtype`, from which `receive` makes the operand; or in FP8 that each rank made of its part with
+`quantize_part`, which `receive_quantized` takes as it is. Meanwhile the layer's `weight` is an autograd edge: a tensor
+of the master's shape and dtype that takes gradients and holds no memory.
+
+A plain tensor x is quantised here. In FP8 only the FP8 x is saved for backward. dw leaves its kernel in the dtype of
+the weight that autograd sees, FP32, and is added to FP32 sums.
 """
 
 from __future__ import annotations

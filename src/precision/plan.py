@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from precision.amax_probe import AmaxProbe
 from precision.backends.availability import te_scaling
 from precision.config import (
     Accumulation,
@@ -36,7 +37,6 @@ from precision.hardware import Gpu
 from precision.report import plan_text
 from precision.resolve import Gemm, Resolver
 from precision.rows import REFERENCE, TE, GemmRecipe, GemmRow, TensorRow
-from precision.watch import Watch
 
 GEMM_OPS = (
     *("attn.kv_a", "attn.q_a", "attn.q", "attn.q_b", "attn.kv_b", "attn.o"),
@@ -141,9 +141,9 @@ class Plan:
         self.tensors[name] = TensorRow(name, op, fmt, why)
         return fmt
 
-    def watch(self, name: str) -> Watch:
-        """A module that records the amax of what passes through it, forward and backward. See `watch`."""
-        return Watch(name)
+    def amax_probe(self, name: str) -> AmaxProbe:
+        """A module that records the amax of what passes through it, forward and backward. See `amax_probe`."""
+        return AmaxProbe(name)
 
     def finish(self) -> None:
         """Called when the model is complete. ValueError for a rule that matched nothing."""

@@ -17,7 +17,7 @@ Rules that keep one bad step from poisoning later ones:
 - a row whose history holds nothing positive has scale 0, which means: scale by your own amax this step;
 - microbatches and recomputation only ever raise `amax`, so that both are idempotent.
 
-Rows without a format are watched, not scaled: see `watch`.
+Rows without a format are recorded, not scaled: see `amax_probe`.
 """
 
 from collections.abc import Iterable

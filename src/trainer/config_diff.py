@@ -31,5 +31,5 @@ def changes(before: str, now: str, most: int = 8, but: Collection[str] = ("run",
     except yaml.YAMLError:
         return ""
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
-    told = [f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}" for key in keys[:most]]
-    return ", ".join([*told, *([f"and {len(keys) - most} more"] if len(keys) > most else [])])
+    changed = [f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}" for key in keys[:most]]
+    return ", ".join([*changed, *([f"and {len(keys) - most} more"] if len(keys) > most else [])])

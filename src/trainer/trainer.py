@@ -155,12 +155,12 @@ class Trainer:
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        told = iter(self.run.diagnosis.tell(dropped) if dropped else [])
+        reports = iter(self.run.diagnosis.tell(dropped) if dropped else [])
         for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
             if not is_bad:
                 self.run.ladder.note(None)
                 continue
-            bad, spike = next(told), self.run.engine.guard.spike(verdict)
+            bad, spike = next(reports), self.run.engine.guard.spike(verdict)
             self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
             if spike is None:
                 self.run.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)

@@ -11,7 +11,7 @@ from torch import Tensor
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
 from models.flops import count_parameters, flops_per_token, head_gradient_bytes, kept_bytes_per_token
-from precision import Plan, begin_step, bind, choice, gemm_layers
+from precision import Plan, begin_step, bind, gemm_layers, topk_experts
 from precision.config import BackendChoice, Precision
 from precision.hardware import Gpu
 
@@ -122,7 +122,7 @@ def test_experts_in_kernels_keep_one_result(
 def test_router_shared_and_routed_experts_keep_the_same_x(
     recipe: str, kinds: list[torch.dtype], on_meta: OnMeta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "has_kernel", lambda score: True)
+    monkeypatch.setattr(topk_experts, "has_kernel", lambda score: True)
     sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
     config = ModelConfig(num_layers=2, num_experts=2, num_experts_per_token=2, num_mtp_layers=0, **sizes)
     model, plan = in_kernels(config, recipe, on_meta)

@@ -39,7 +39,7 @@ class MoeBlock(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.feeds = Feed(self.shared_up, self.up, tensor=True), Feed(self.shared_down), Feed(self.down)
         self.up_feed = Feed(self.up)
-        self.watch = plan.watch(f"{name}.moe")
+        self.probe = plan.amax_probe(f"{name}.moe")
 
     def forward(self, x: Tensor, index: Tensor, inverse: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
         normed = rms_norm(x, self.gain, 1e-6, self.feeds[0])
@@ -47,7 +47,7 @@ class MoeBlock(nn.Module):
         rows = gather_rows(normed, index, inverse, self.up_feed)
         rows = self.down(swiglu(self.up(rows, offsets), self.feeds[2], weight), offsets)
         routed = combine_rows(rows, index, inverse, torch.float32)
-        return x + self.watch(shared + routed.to(x.dtype))
+        return x + self.probe(shared + routed.to(x.dtype))
 
 
 def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,16 +3,16 @@
 import torch
 
 from precision.attention import attention_core, document_mask
-from precision.choice import plain_choice
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3
 from precision.kernels import cast_statistics, cross_entropy, document_attention
 from precision.kernels.adamw import FusedAdamW
-from precision.kernels.choose import choose
 from precision.kernels.kurtosis import add_kurtosis
+from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
 from precision.selftest.operands import plain
 from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP32_SUM, near, same
+from precision.topk_experts import plain_choice
 
 LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.3)
 

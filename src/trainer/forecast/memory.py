@@ -38,7 +38,7 @@ from trainer.config import Config, Recompute, Switch
 from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
-ALONE = Degrees()
+ONE_PROCESS = Degrees()
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
 
 
@@ -76,7 +76,7 @@ def total_memory(device: torch.device) -> float | None:
 
 
 def forecast_memory(
-    config: Config, plan: Plan, degrees: Degrees = ALONE, policy: FsdpPolicy | None = None, graphs: bool = False
+    config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS, policy: FsdpPolicy | None = None, graphs: bool = False
 ) -> dict[str, float]:
     """Bytes that a rank holds, by category; see the module docstring.
 

@@ -41,7 +41,7 @@ from trainer.launch.launcher import Launch
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
-ALONE = Launch()
+NO_LAUNCHER = Launch()
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
-def compose(configs: Path, launch: Launch = ALONE, name: str = "train") -> list[Job]:
+def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") -> list[Job]:
     """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
 
     launch: of the processes that do the same.
@@ -183,7 +183,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
         ):  # `--help | head`
             return CUT_OFF
         rank_group.decided()
-        end = _judge(error, main, rank_group.told)
+        end = _judge(error, main, rank_group.stop_signal)
         if rank_group.connected and end.by_signal:
             rank_group.stopped(end.message or "", end.code)
         if rank_group.connected and not end.orderly:
@@ -244,8 +244,8 @@ class _End:
     by_signal: bool = False
 
 
-def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
-    """told: number of the signal that has told main to end, 0: none."""
+def _judge(error: BaseException, main: Callable[[], None], stop_signal: int) -> _End:
+    """stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
@@ -258,8 +258,8 @@ def _judge(error: BaseException, main: Callable[[], None], told: int) -> _End:
         word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
-    if told:  # an interrupt within an import of torch, say, may come out as anything
-        return _by_signal(told)
+    if stop_signal:  # an interrupt within an import of torch, say, may come out as anything
+        return _by_signal(stop_signal)
     return _End(None, FAILED)
 
 

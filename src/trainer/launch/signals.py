@@ -42,7 +42,7 @@ class StopSignals:
         self._heard = 0
         self._world = world if world is not None and world.many else None
         self._noted = (
-            world.rank_group.told if world is not None else 0
+            world.rank_group.stop_signal if world is not None else 0
         )  # before training, and something has swallowed it
         self._since: dict[int, float] = {}  # when each was noted first
         self._before: dict[int, object] = {}

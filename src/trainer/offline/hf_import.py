@@ -72,13 +72,13 @@ class Imported:
     @property
     def overrides(self) -> list[str]:
         """What train.py is told to go on from it, as a shell wants it."""
-        told = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
-        told.append(_override("run.init_from", str(self.folder)))
+        words = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
+        words.append(_override("run.init_from", str(self.folder)))
         if self.tokenizer is not None:
-            told.append(_override("data.tokenizer", str(self.tokenizer)))
+            words.append(_override("data.tokenizer", str(self.tokenizer)))
         if self.end_of_text is not None:
-            told.append(_override("data.end_of_text", self.end_of_text))
-        return told
+            words.append(_override("data.end_of_text", self.end_of_text))
+        return words
 
 
 def _override(key: str, value: str) -> str:

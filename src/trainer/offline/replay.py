@@ -28,7 +28,7 @@ from trainer.data import Loader, Prepared, prepare
 from trainer.data.document_masking import set_document_masking
 from trainer.forecast.preflight import check
 from trainer.launch.device import pick_device
-from trainer.offline.saved_model import ALONE, config_at, with_overrides
+from trainer.offline.saved_model import ONE_PROCESS, config_at, with_overrides
 from trainer.recovery.ladder import Ladder
 from trainer.recovery.nonfinite_probe import NonfiniteProbe, probe_microbatch
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_backends
@@ -125,7 +125,7 @@ def find(run: Path, step: int, most: int) -> Course:
 def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, Any]:
     """The tree of the run's config as of that step, for one process; `overrides`: KEY=VALUE."""
     tree = with_overrides(config_at(course.run, course.step), overrides)
-    tree["parallel"] |= ALONE
+    tree["parallel"] |= ONE_PROCESS
     tree["profile"]["steps"] = None
     if not faults:
         tree["debug"]["inject"] = None

@@ -33,7 +33,7 @@ from trainer.offline.row_reader import SavedTensors
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
-ALONE = {"replicate": 1, "shard": 1, "expert": 1}
+ONE_PROCESS = {"replicate": 1, "shard": 1, "expert": 1}
 
 
 @dataclass
@@ -80,7 +80,7 @@ def open_run(
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder = checkpoint.parent.parent
     tree = with_overrides(config_at(folder, checkpoint_step(checkpoint) or 0), overrides)
-    tree["parallel"] |= ALONE
+    tree["parallel"] |= ONE_PROCESS
     tree |= {} if precision is None else {"precision": dict(precision)}
     config = load(tree)
     check_sizes(config)

@@ -90,15 +90,15 @@ class Diagnosis:
         """dropped: all verdicts since the last call that are not ok, each with the windows that its step was given."""
         kept = self._engine.snapshot.take()
         assert len(kept) == len(dropped)
-        committed, told, looked = int(self._guard.committed), [], False
+        committed, reports, looked = int(self._guard.committed), [], False
         for (verdict, served), evidence in zip(dropped, kept, strict=True):
             place, origin = self._where(verdict, evidence)
             again = None
             same_weights = evidence is not None and evidence.committed == committed
             if origin is not None and same_weights and not looked and self._may_look:
                 again, looked = self._look_again(verdict.step, place, served, origin), True
-            told.append(self._tell(verdict.step, place, origin, served, evidence, again))
-        return told
+            reports.append(self._tell(verdict.step, place, origin, served, evidence, again))
+        return reports
 
     def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
         """The place where it began, and on which rank, in which of its microbatches, if one of them shows it."""

@@ -4,7 +4,7 @@ What the arena keeps of a tensor is its amax. Here a pass is made again, off the
 and of each tensor is told how many of its numbers are not finite, in which sequences, and what the cast into FP8 did
 to it:
 
-    NAME           what a GEMM, a sublayer (its watch), a block, the embedding or the final norm gives
+    NAME           what a GEMM, a sublayer (its `AmaxProbe`), a block, the embedding or the final norm gives
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
     NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from models import Losses
 from models.block import Block
 from models.layers import Embedding
-from precision import GroupedLinear, Linear, Watch, refresh_weights
+from precision import AmaxProbe, GroupedLinear, Linear, refresh_weights
 from precision.formats import Format
 from precision.observe import observing
 from precision.scaling import absolute_max
@@ -121,7 +121,7 @@ class NonfiniteProbe:
         model = self._engine.model
         hooks = []
         for name, module in model.named_modules():
-            if isinstance(module, Watch):
+            if isinstance(module, AmaxProbe):
                 name = module.slot.names[0]
             elif module is not model.norm and not isinstance(module, Linear | GroupedLinear | Embedding | Block):
                 continue

@@ -155,9 +155,9 @@ class RunFolder:
                 opened.append(ours)
                 return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
 
-            told = world.on_first(first, "opened")  # which may have to read whole checkpoints
+            answer = world.on_first(first, "opened")  # which may have to read whole checkpoints
             on_error.pop_all()
-        return opened[0] if opened else cls._opened_by_another(*told)
+        return opened[0] if opened else cls._opened_by_another(*answer)
 
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
@@ -241,8 +241,8 @@ class RunFolder:
         trim(self.path / EVENTS, None)
         if dropped:
             self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
-        if told := changes((self.path / CONFIG).read_text(), texts[CONFIG]):
-            self._note("resume", step, f"other settings than before: {told}")
+        if changed := changes((self.path / CONFIG).read_text(), texts[CONFIG]):
+            self._note("resume", step, f"other settings than before: {changed}")
         for name, text in texts.items():
             path = self.path / name
             if path.exists() and path.read_text() != text:

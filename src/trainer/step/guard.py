@@ -111,10 +111,10 @@ class StepGuard:
             for name, value, limit, is_spike in zip(("loss", "gradient norm"), values, limits, spiked, strict=True)
             if is_spike
         ]
-        told = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
+        above_limits = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
         name, value, limit = above[0]
         what = {"module": name, "value": value, "threshold": limit}
-        return Spike(f"step {verdict.step} is a spike: {told}; nothing of it was kept", what)
+        return Spike(f"step {verdict.step} is a spike: {above_limits}; nothing of it was kept", what)
 
     def count(self, verdict: Verdict) -> None:
         """Add the step to the counters, and to what is usual."""

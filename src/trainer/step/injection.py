@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models import DeepSeek
-from precision import Linear, Watch, gemm_layers
+from precision import AmaxProbe, Linear, gemm_layers
 from trainer.config import InjectConfig, Where
 
 
@@ -28,11 +28,11 @@ class Injector:
         self._armed = False
         self._reads = True
         _, block = model.iter_blocks()[len(model.layers) // 2]
-        self._watch: FaultyWatch | None = None
+        self._probe: FaultyProbe | None = None
         if config.where in (Where.activation, Where.gradient):
             device = next(block.parameters()).device
-            self._watch = FaultyWatch(block.attn_watch, config.where, config.value, device)
-            block.add_module("attn_watch", self._watch)
+            self._probe = FaultyProbe(block.attn_probe, config.where, config.value, device)
+            block.add_module("attn_probe", self._probe)
         elif config.where is Where.weight:
             # not in `before`: where ranks share the weights, there is none before the block has gathered it
             block.register_forward_pre_hook(self._spoil_weight)
@@ -42,8 +42,8 @@ class Injector:
         """Call before each microbatch's forward pass, after the weights were made."""
         c = self._config
         self._armed = c.step <= step < c.step + c.steps and microbatch == 0 and self._reads
-        if self._watch is not None:
-            self._watch.armed.fill_(self._armed)
+        if self._probe is not None:
+            self._probe.armed.fill_(self._armed)
 
     def data(self, windows: np.ndarray) -> None:
         """Numbers, in the run's stream, of the windows that the next step reads; call it before each."""
@@ -64,26 +64,26 @@ class Injector:
         spoilt.view(-1)[:1].fill_(self._value)  # stands for all; filled, since an item that is set waits for the GPU
 
 
-class FaultyWatch(nn.Module):
-    """A watch that, while it is armed, sees a number in what passes through it, or in its gradient, spoilt.
+class FaultyProbe(nn.Module):
+    """A probe that, while it is armed, sees a number in what passes through it, or in its gradient, spoilt.
 
     A module of a class of its own, not a hook: compiled graphs are shared by all blocks whose modules are of the same
     classes, whatever hooks they have. And armed by a tensor, so that the graph stays the same.
     """
 
-    def __init__(self, watch: Watch, where: Where, value: float, device: torch.device):
+    def __init__(self, probe: AmaxProbe, where: Where, value: float, device: torch.device):
         super().__init__()
-        self.watch, self.where = watch, where
+        self.probe, self.where = probe, where
         self.value = torch.tensor(value, device=device)
         self.armed = torch.zeros((), dtype=torch.bool, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x, spoilt if it is its turn."""
         if not torch.is_grad_enabled():
-            return self.watch(x)
+            return self.probe(x)
         if self.where is Where.activation:
-            return self.watch(_spoilt(x, self.armed, self.value))
-        return _SpoilGradient.apply(self.watch(x), self.armed, self.value)
+            return self.probe(_spoilt(x, self.armed, self.value))
+        return _SpoilGradient.apply(self.probe(x), self.armed, self.value)
 
 
 class _SpoilGradient(torch.autograd.Function):

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is missing")
 from triton.runtime.interpreter import GridExecutor
 
 from precision import kernels
-from precision.kernels import choose, norm
+from precision.kernels import norm, topk_experts
 from precision.selftest.table import CHECKS, Check
 from precision.selftest.twins import Mismatch, near, same
 
@@ -54,7 +54,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from precision.selftest import others
 
     def off_by_one(*args: Any) -> torch.Tensor:
-        return (choose.choose(*args) + 1) % args[0].shape[1]
+        return (topk_experts.choose(*args) + 1) % args[0].shape[1]
 
     monkeypatch.setattr(others, "choose", off_by_one)
     with pytest.raises(Mismatch, match=r"choice of 4 of 10 experts: \d+ of 132 numbers differ, the first at \[0, 0\]"):

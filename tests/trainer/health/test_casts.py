@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from precision import GroupedLinear, Linear, Plan, PrecisionConfig, ScalingArena, Watch
+from precision import AmaxProbe, GroupedLinear, Linear, Plan, PrecisionConfig, ScalingArena
 from precision.backends import get_backend
 from precision.formats import E4M3, saturating_cast
 from trainer.health import casts
@@ -64,8 +64,8 @@ def test_scales_of_every_kind(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, n
 def arena(recipe: Recipe) -> tuple[ScalingArena, Linear, GroupedLinear]:
     plan = Plan(recipe("fp8_delayed", backend="reference"), 1)
     a = Linear(plan.gemm("a", "ffn", 32, 32))
-    watch, experts = Watch("w"), GroupedLinear(plan.gemm("e", "moe.experts", 32, 16, 4, 1.0))
-    slots = [*a.slots(), *watch.slots(), *experts.slots()]
+    probe, experts = AmaxProbe("w"), GroupedLinear(plan.gemm("e", "moe.experts", 32, 16, 4, 1.0))
+    slots = [*a.slots(), *probe.slots(), *experts.slots()]
     return ScalingArena(slots, plan.config.scaling, True, "cpu"), a, experts
 
 
@@ -76,7 +76,7 @@ def test_a_stack_of_experts_is_one_row(arena: tuple[ScalingArena, Linear, Groupe
     assert experts.weight_slot is not None and experts.weight_slot.place is not None and a.grad_slot is not None
     assert rows.at(int(experts.weight_slot.place)) == 4
     assert a.grad_slot.place is not None and rows.at(int(a.grad_slot.place)) == 2
-    assert rows.at(3) is None  # a watch
+    assert rows.at(3) is None  # a probe
     made.amax.copy_(torch.arange(11.0))
     made.scale.copy_(torch.tensor([1.0, 0, 3, 9, 9, 4, 8, 7, 0, 6, 5]))
     assert rows.largest(made.amax).tolist() == [0, 1, 2, 5, 9, 10]

@@ -254,10 +254,10 @@ def test_what_an_interrupt_comes_out_as_is_no_bug(capsys: pytest.CaptureFixture[
     def main() -> None:
         [][0]
 
-    rank_group.told = signal.SIGINT
+    rank_group.stop_signal = signal.SIGINT
     assert guarded(main, rank_group) == 130
     assert capsys.readouterr().err == "octet: interrupted\n"
-    rank_group.told = 0
+    rank_group.stop_signal = 0
     with pytest.raises(IndexError):
         guarded(main, rank_group)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
-from precision import Plan, PrecisionConfig, begin_step, bind, choice
+from precision import Plan, PrecisionConfig, begin_step, bind, topk_experts
 from precision.hardware import Gpu
 from trainer.config.schema import Recompute
 from trainer.parallel.blocks import parallelize
@@ -57,7 +57,7 @@ def step(group: Any, compiled: bool) -> dict[str, Tensor]:
 
 
 def test_compiled_blocks_compute_the_same(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "has_kernel", lambda score: True)
+    monkeypatch.setattr(topk_experts, "has_kernel", lambda score: True)
     plain, compiled, spread = step(None, False), step(None, True), step(group, True)
     assert plain.keys() == compiled.keys() == spread.keys()
     for name in plain:

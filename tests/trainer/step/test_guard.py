@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from precision import Linear, Plan, PrecisionConfig, ScalingArena, Watch
+from precision import AmaxProbe, Linear, Plan, PrecisionConfig, ScalingArena
 from trainer.config.recovery import RecoveryConfig, RewindConfig, SpikesConfig
 from trainer.step.guard import StepGuard
 
@@ -16,11 +16,11 @@ Make = Callable[..., StepGuard]
 
 @pytest.fixture
 def make(recipe: Callable[..., PrecisionConfig]) -> Make:
-    """make(spikes=False): a guard over the rows of one FP8 layer and a watch."""
+    """make(spikes=False): a guard over the rows of one FP8 layer and a probe."""
 
     def guard(spikes: bool = False) -> StepGuard:
         plan = Plan(recipe("fp8_delayed", backend="reference"), 1)
-        slots = [*Linear(plan.gemm("a", "ffn", 32, 32)).slots(), *Watch("w").slots()]
+        slots = [*Linear(plan.gemm("a", "ffn", 32, 32)).slots(), *AmaxProbe("w").slots()]
         arena = ScalingArena(slots, plan.config.scaling, True, "cpu")
         assert arena.names == ["a:input", "a:weight", "a:grad", "w", "w:grad"]
         config = RecoveryConfig(2, SpikesConfig(spikes, 8, 2, 6.0), RewindConfig(2, 0, 1.0, 0))

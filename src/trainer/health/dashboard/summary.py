@@ -95,8 +95,8 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     if ended is None:
         ended = ending(run)
     if ended:
-        told = ("SIGTERM", "SIGINT", "SIGHUP", "interrupted")
-        kind = "stopped" if any(word in ended for word in told) else "failed"
+        by_user = ("SIGTERM", "SIGINT", "SIGHUP", "interrupted")
+        kind = "stopped" if any(word in ended for word in by_user) else "failed"
         return kind, ended
     if goal and run.last_step >= goal:
         return "finished", ""

@@ -8,7 +8,7 @@ Each process runs a thread, the watch, that shares the job's store (torchrun's o
     gone/R    rank R has stopped its watch               rank 0 waits for it, if it serves the store itself
     late/R    what rank R waited in, in vain             see `failed`
     news      why the job ends                           written once, by whoever knows first
-    told      somebody has said it                       rank 0, where it lives
+    reported  a rank has reported the news               rank 0, while it is alive
 
 A process dies in one of three ways. **It fails**: it writes the news itself. **It is killed** (by the kernel for want
 of memory, say): its neighbours on the node hold a file descriptor of each other (pidfd) that becomes ready at that
@@ -61,8 +61,8 @@ def stopping() -> list[signal.Signals]:
 class RankGroup:
     """This process's part in the job.
 
-    step: the last one it has begun; 0: none yet. told: number of the signal that told it to stop before it trained; 0:
-    none. met: whether all have come together. on_end: called with the news, in the process that tells them.
+    step: the last one it has begun; 0: none yet. stop_signal: number of the signal that asked it to stop before it
+    trained; 0: none. met: whether all have come together. on_end: called with the news, in the process that tells them.
     on_leave: called when all have done their work. overdue: says whether the others should have come to where this rank
     has been; it is asked while main waits for the GPU, say, and can tell nobody.
     """
@@ -70,7 +70,7 @@ class RankGroup:
     def __init__(self) -> None:
         self.launch = Launch()
         self.step = 0
-        self.told = 0
+        self.stop_signal = 0
         self.met = False
         self.overdue: Callable[[], bool] = lambda: False
         self.on_end: list[Callable[[News], None]] = []
@@ -174,7 +174,7 @@ class RankGroup:
                     time.sleep(0.02)
             if first:
                 rank = self.launch.rank
-                store.set(self.name("told"), "1")
+                store.set(self.name("reported"), "1")
                 store.compare_set(self.name("news"), "", json.dumps(asdict(News(message, code, rank, rank, 0))))
         except RuntimeError:
             return self.launch.is_first
@@ -207,7 +207,7 @@ class RankGroup:
             self._key("left", rank, "1")
             if self.launch.is_first:
                 print(f"octet: {message}", file=sys.stderr, flush=True)
-                self._key("told", None, "1")
+                self._key("reported", None, "1")
             everybody = range(self.launch.size)
             self._await_all("left", everybody, time.monotonic() + heartbeat.PATIENCE)
             if not all(self.has("left", other) for other in everybody):
@@ -218,7 +218,7 @@ class RankGroup:
     def deaf(self, number: int) -> NoReturn:
         """A signal has told this process to end, and main, which waits for others to come, has not."""
         code = 128 + number
-        if self.told:  # it has heard, and said so
+        if self.stop_signal:  # it has heard, and said so
             _exit(code)
         rank, word = self.launch.rank, "interrupted" if number == signal.SIGINT else "terminated"
         self.end(News(word, code, rank, rank, self.step))
@@ -278,10 +278,10 @@ class RankGroup:
         rank = self.launch.rank
         self._key("seen", rank, "1")
         teller = news.finder if news.rank == 0 and news.finder != 0 else 0
-        if rank == teller and not self._store.check([self.name("told")]):
+        if rank == teller and not self._store.check([self.name("reported")]):
             self._tell(news)
         deadline = time.monotonic() + heartbeat.PATIENCE
-        while not self._store.check([self.name("told")]):
+        while not self._store.check([self.name("reported")]):
             if time.monotonic() > deadline:
                 if rank == news.finder:
                     self._tell(news)
@@ -305,7 +305,7 @@ class RankGroup:
             print(news.traceback, file=sys.stderr, end="")
         print(f"octet: {news.message}", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
-            self._key("told", None, "1")
+            self._key("reported", None, "1")
 
     def _await_news(self, seconds: float) -> News | None:
         assert self._store is not None
@@ -372,7 +372,7 @@ class RankGroup:
 
     def _told(self, number: int, frame: FrameType | None) -> NoReturn:
         """Raise, and remember: libraries under way may swallow what is raised."""
-        self.told = number
+        self.stop_signal = number
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def name(self, kind: str, which: object = None) -> str:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is missing")
 
-from precision.choice import plain_choice
-from precision.kernels.choose import choose
+from precision.kernels.topk_experts import choose
+from precision.topk_experts import plain_choice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [  # tokens, experts, chosen, groups, groups kept

@@ -1,4 +1,4 @@
-"""A token's experts in one pass over its scores; what is chosen, and the twin: `precision.choice`.
+"""A token's experts in one pass over its scores; what is chosen, and the twin: `precision.topk_experts`.
 
 A program holds all scores of some tokens and takes the largest K times. (The library's top-k, sorted, takes 0.3 ms for
 65,536 tokens, three times over where experts are in groups; this reads the scores once.)
@@ -59,7 +59,7 @@ def _choose_kernel(
 
 
 def choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
-    """See `precision.choice.choose_experts`; score [T, E] FP32 -> [T, K] int64."""
+    """See `precision.topk_experts.choose_experts`; score [T, E] FP32 -> [T, K] int64."""
     T, E = score.shape
     chosen = torch.empty(T, num_chosen, device=score.device, dtype=torch.int64)
     EP = power_of_2(E)

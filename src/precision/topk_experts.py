@@ -1,8 +1,8 @@
-"""Which experts a token passes, from its scores: the K largest of score + bias, among the experts of the best groups.
+"""The experts of a token: the K largest of score + bias, among the experts of the best groups.
 
-The score of a group is the sum of its two largest; see `models.router`, whose matter the scores are. On a GPU one
-kernel reads them once (`precision.kernels.choose`); elsewhere, and as its twin, plain PyTorch. Both count NaN as the
-largest. Of experts with equal scores either may be chosen, each at most once.
+The score of a group is the sum of its two largest; `models.router` computes the scores. On a GPU one kernel reads them
+once (`precision.kernels.topk_experts`); elsewhere plain PyTorch does, which is also the kernel's twin. Both count NaN
+as the largest. Of experts with equal scores either may be chosen, each at most once.
 
 T tokens, E experts, G groups of E / G, K chosen experts of a token.
 """
@@ -31,7 +31,7 @@ def choose_experts(
 
 
 def has_kernel(score: Tensor) -> bool:
-    """Whether `precision.kernels.choose` takes it."""
+    """Whether `precision.kernels.topk_experts` takes it."""
     return score.is_cuda and _HAS_TRITON and ROUTER not in refused
 
 
@@ -52,7 +52,7 @@ def plain_choice(
 @operator("choose_experts")
 def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
     """score [T, E]."""
-    from precision.kernels.choose import choose
+    from precision.kernels.topk_experts import choose
 
     return choose(score.contiguous(), bias, num_chosen, num_groups, num_groups_kept)
 

@@ -1,4 +1,4 @@
-"""Watch: which sublayer went bad first.
+"""`AmaxProbe`: reports which sublayer went bad first.
 
 An identity at the end of a sublayer that records the absolute maximum of the tensor in the forward pass and of its
 gradient in the backward pass, in arena rows of its own. In every recipe, BF16 included, the rows tell after a dropped
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from precision.scaling import Slot, absolute_max, record_amax
 
 
-class _Watch(torch.autograd.Function):
+class _AmaxProbe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, forward_row: Tensor, grad_row: Tensor) -> Tensor:
         ctx.grad_row = grad_row  # not saved for backward: other rows of the arena change in between
@@ -25,7 +25,7 @@ class _Watch(torch.autograd.Function):
         return grads[0], None, None
 
 
-class Watch(nn.Module):
+class AmaxProbe(nn.Module):
     """Identity that records amax(x) as row NAME and the amax of x's gradient as row NAME:grad. Without an arena:
     identity."""
 
@@ -42,4 +42,4 @@ class Watch(nn.Module):
         """x, unchanged."""
         if self.slot.amax is None or self.grad_slot.amax is None:
             return x
-        return _Watch.apply(x, self.slot.amax, self.grad_slot.amax)
+        return _AmaxProbe.apply(x, self.slot.amax, self.grad_slot.amax)
