@@ -48,6 +48,6 @@ CHECKS = (  # those that compile longest first
         hopper=False,
     ),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
-    Check(ROUTER, others.choices, _of("choose", "choose"), hopper=False),
+    Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )
