@@ -1,4 +1,4 @@
-"""Export a run to a folder in Hugging Face's layout: transformers, vLLM and SGLang load it. No GPU, little memory.
+"""Export a run to a folder in Hugging Face's layout, which transformers loads. No GPU, little memory.
 
     python scripts/export_hf.py runs/mine mine-hf                     BF16, from the newest checkpoint
     python scripts/export_hf.py runs/mine mine-fp8 --dtype fp8        what was trained in FP8 is served in FP8
