@@ -1,4 +1,4 @@
-"""A checkpoint -> a folder in the layout of Hugging Face, which transformers loads; in a small memory and without a GPU.
+"""A checkpoint -> a folder in the layout of Hugging Face, which transformers loads; in little memory, without a GPU.
 
     config.json   model-0000x-of-0000y.safetensors   model.safetensors.index.json
     tokenizer.json   tokenizer_config.json   special_tokens_map.json   generation_config.json
