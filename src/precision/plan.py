@@ -36,7 +36,7 @@ from precision.formats import BF16, BY_NAME, FP32, Format
 from precision.hardware import Gpu
 from precision.report import plan_text
 from precision.resolve import Gemm, Resolver
-from precision.rows import REFERENCE, TE, GemmRecipe, GemmRow, TensorRow
+from precision.rows import TE, GemmRecipe, GemmRow, TensorRow
 
 GEMM_OPS = (
     *("attn.kv_a", "attn.q_a", "attn.q", "attn.q_b", "attn.kv_b", "attn.o"),
@@ -47,7 +47,6 @@ TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments"
 FP8_OPS = {*GEMM_OPS, "moe.dispatch"} - {"moe.router"}
 RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to; mtp.* does not mean its norms
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: scales want FP32 sums of 128 products"
-REFERENCE_PROMOTES = "accumulation=fast has no effect on the reference backend, which sums in FP32"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
 
 
@@ -241,10 +240,6 @@ class Plan:
     def _recipe(self, precision: Precision, output: Format, backend: str, accumulation: Accumulation) -> GemmRecipe:
         """One object for each kind of GEMM, so that equal layers share it."""
         accumulation = accumulation if precision is Precision.fp8 else Accumulation.fp32
-        if accumulation is Accumulation.fast and backend == REFERENCE:
-            if REFERENCE_PROMOTES not in self.notes:
-                self.notes.append(REFERENCE_PROMOTES)
-            accumulation = Accumulation.fp32
         key = precision, output, backend, accumulation
         if key not in self._recipes:
             scaling = te_scaling(self.config.scaling) if backend == TE else self.config.scaling

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from precision.backends import grouped
+from precision.backends import products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -14,7 +14,7 @@ def test_grouped_products(dtype: torch.dtype, inner: int, sizes: tuple[int, ...]
     offsets = torch.tensor(sizes, device="cuda").cumsum(0).int()
     a, b = (torch.randn(sum(sizes), width, device="cuda", dtype=dtype) for width in (inner, 32))
     w = torch.randn(len(sizes), 32, inner, device="cuda", dtype=dtype)
-    y, dw = grouped.matmul(a, w.mT, offsets), grouped.matmul_over_rows(b, a, offsets)
+    y, dw = products.matmul(a, w.mT, offsets, dtype), products.matmul_over_rows(b, a, offsets, dtype)
     start = 0
     for g, size in enumerate(sizes):
         rows = slice(start, start := start + size)

@@ -1,8 +1,9 @@
 """The reference backend: plain PyTorch, any device. What it computes is what every other backend must compute.
 
-Quantise with a saturating cast, read the FP8 numbers back, multiply with FP32 accumulation. FP8 numbers are exact in
-BF16 and so are their products in FP32, so the multiplication runs on BF16 tensors without loss, four times as fast as
-on FP32 ones.
+Quantise with a saturating cast, read the FP8 numbers back, multiply, scale the FP32 sums in float64, round once to the
+format of the result. Products of FP8 numbers are exact in FP32; the product of two scales may lie outside its range.
+With `precision.accumulation=fast` the sums of numbers that a GPU scales after the product are cut as its tensor cores
+cut them (see `products`), so that their effect can be studied anywhere.
 
 What shares a scale, and where the scale is applied (y [R, N] = x [R, K] w [N, K]^T):
 
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.backends import grouped
+from precision.backends import products
 from precision.backends.interface import GradOperand, WeightOperand
 from precision.config import Granularity
 from precision.formats import E4M3, E5M2, Format, fp8_values, saturating_cast
@@ -151,30 +152,21 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         out: torch.dtype,
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G], in `out`; products of BF16 operands come in BF16."""
-        return self._wgrad(dy, x, x_inv, offsets, recipe).to(out)
-
-    def _wgrad(
-        self, dy: GradOperand, x: Tensor, x_inv: Tensor | None, offsets: Tensor | None, recipe: GemmRecipe
-    ) -> Tensor:
+        """dw [N, K], or [G, N, K] for offsets [G], in `out`."""
         if dy.scale_inv is None or x_inv is None:
-            return _matmul_over_rows(dy.data, x, offsets)
-        scaling = recipe.scaling
-        if scaling.granularity is Granularity.tensor:
-            factor = (dy.scale_inv * x_inv).to(torch.float32)
-            return _matmul_over_rows(fp8_values(dy.data), fp8_values(x), offsets).to(torch.float32).mul_(factor)
+            return products.matmul_over_rows(dy.data, x, offsets, out)
+        fast, granularity = recipe.sums_fast, recipe.scaling.granularity
+        if granularity is Granularity.tensor:
+            product = products.matmul_over_rows(fp8_values(dy.data), fp8_values(x), offsets, torch.float32, fast)
+            return _scaled(product, dy.scale_inv, x_inv, out)
+        if granularity is Granularity.row:
+            (a, a_inv), (b, b_inv) = _recast_under_largest(dy.data, dy.scale_inv), _recast_under_largest(x, x_inv)
+            return _scaled(products.matmul_over_rows(a, b, offsets, torch.float32, fast), a_inv, b_inv, out)
         x_read = _dequantize(x, x_inv, 1, recipe)
-        if scaling.granularity is Granularity.row:
-            dy_read = _dequantize(dy.data, dy.scale_inv, 1, recipe)
-            read = [
-                _recast_under_largest(t, inv, t8)
-                for t, inv, t8 in ((dy_read, dy.scale_inv, dy.data), (x_read, x_inv, x))
-            ]
-            return _matmul_over_rows(read[0], read[1], offsets)
         tile = _row_tiles(x.shape[0], offsets, x.device)
         x_tiles = _cast_in_row_tiles(x_read, tile, recipe.input, recipe)
         dy_tiles = _cast_in_row_tiles(dy.exact, tile, recipe.grad, recipe)
-        return _matmul_over_rows(dy_tiles, x_tiles, offsets)
+        return products.matmul_over_rows(dy_tiles, x_tiles, offsets, out)
 
     def _nt(
         self,
@@ -189,36 +181,17 @@ class ReferenceBackend:
         """a times w^T (transpose) or w; per group if offsets are given."""
         out = recipe.output.dtype
         if a_inv is None or w_inv is None:
-            wide = torch.promote_types(out, a.dtype)  # FP32 results of BF16 operands: products and sums in FP32
-            return _matmul(a.to(wide), w.to(wide), offsets, transpose).to(out)
+            return products.matmul(a, w.mT if transpose else w, offsets, out)
         if recipe.scaling.granularity is Granularity.block:
             a, w = _dequantize(a, a_inv, 1, recipe), _dequantize(w, w_inv, BLOCK, recipe)
-            return _matmul(a, w, offsets, transpose).to(out)
-        product = _matmul(fp8_values(a), fp8_values(w), offsets, transpose)
+            return products.matmul(a, w.mT if transpose else w, offsets, out)
+        a, w = fp8_values(a), fp8_values(w)
+        product = products.matmul(a, w.mT if transpose else w, offsets, torch.float32, recipe.sums_fast)
         if offsets is None:
-            factor = a_inv * (w_inv.view(1, -1) if w_inv.dim() else w_inv)
-        else:
-            group = torch.searchsorted(
-                offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True
-            )
-            of_row = w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)]
-            factor = a_inv * (of_row if of_row.dim() > 1 else of_row[:, None])
-        if recipe.scaling.power_of_two and out == product.dtype:
-            return product.mul_(factor.to(out))  # exact
-        return (
-            product.to(torch.float32).mul_(factor).to(out)
-        )  # BF16 times a 0-d FP32 would round the factor to BF16 first
-
-
-def _matmul(a: Tensor, w: Tensor, offsets: Tensor | None, transpose: bool) -> Tensor:
-    """a [R, K] times w [N, K]^T or w [K, N]; w [G, ...] and offsets: each group's rows with its own matrix."""
-    w = w.mT if transpose else w
-    return a @ w if offsets is None else grouped.matmul(a, w, offsets)
-
-
-def _matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
-    """a [R, N]^T times b [R, K], summed over rows; with offsets one product for each group's rows."""
-    return a.t() @ b if offsets is None else grouped.matmul_over_rows(a, b, offsets)
+            return _scaled(product, a_inv, w_inv.view(1, -1) if w_inv.dim() else w_inv, out)
+        group = torch.searchsorted(offsets, torch.arange(a.shape[0], device=a.device, dtype=offsets.dtype), right=True)
+        of_row = w_inv.flatten(1 if w_inv.dim() > 1 else 0)[group.clamp_(max=offsets.shape[0] - 1)]
+        return _scaled(product, a_inv, of_row if of_row.dim() > 1 else of_row[:, None], out)
 
 
 def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -247,26 +220,33 @@ def _untile(tiles: Tensor, like: Tensor) -> Tensor:
     return (x[..., :rows, : like.shape[-1]].contiguous() if padded else x).view(like.shape)
 
 
-def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
-    """The numbers that row- or block-scaled FP8 data stand for: BF16 where that is exact (power-of-two scales), else
-    FP32.
+def _scaled(product: Tensor, a_inv: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
+    """product * a_inv * b_inv in `out`."""
+    return (product.double() * a_inv * b_inv).to(out)
 
-    rows: rows of a block, 1 for activations and gradients, 128 for weights.
-    """
-    values = fp8_values(data) if recipe.scaling.power_of_two else data.to(torch.float32)
+
+def _values(data: Tensor, recipe: GemmRecipe) -> Tensor:
+    """FP8 numbers that scales of blocks will multiply: FP32, or on a GPU BF16 where scales are powers of two, for its
+    tensor cores. That is exact for results down to 2^-126."""
+    values = fp8_values(data)
+    return values if recipe.scaling.power_of_two and data.device.type != "cpu" else values.float()
+
+
+def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
+    """The numbers that block-scaled FP8 data stand for. rows: of a block, 1 for activations and gradients, 128 for
+    weights."""
+    values = _values(data, recipe)
     scale_inv = scale_inv.to(values.dtype)
-    if recipe.scaling.granularity is Granularity.row:
-        return values * scale_inv
     spread = scale_inv[..., None, None, :, None] if rows == 1 else scale_inv[..., :, None, :, None]
     return _untile(_tile(values, rows, BLOCK) * spread, data)
 
 
-def _recast_under_largest(x: Tensor, scale_inv: Tensor, like: Tensor) -> Tensor:
-    """x [R, C] as FP8 under one scale, the coarsest of its rows', read back."""
+def _recast_under_largest(data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 data [R, C] with scales of rows, cast under the coarsest of them: its FP8 numbers, and that scale."""
     largest = scale_inv.amax() if scale_inv.numel() else scale_inv.new_ones(())
     largest = torch.where(largest == 0, 1.0, largest)
-    fmt = E4M3 if like.dtype == torch.float8_e4m3fn else E5M2
-    return fp8_values(saturating_cast(x, largest.reciprocal(), fmt)).mul_(largest.to(torch.bfloat16))
+    fmt = E4M3 if data.dtype == torch.float8_e4m3fn else E5M2
+    return fp8_values(saturating_cast(fp8_values(data) * scale_inv, largest.reciprocal(), fmt)), largest
 
 
 def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
@@ -284,13 +264,12 @@ def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple
 
 
 def _cast_in_row_tiles(x: Tensor, tile: tuple[Tensor, int], fmt: Format, recipe: GemmRecipe) -> Tensor:
-    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back: BF16 with power-of-two scales, else
-    FP32."""
+    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back."""
     scaling = recipe.scaling
     index, count = tile
     amax = x.new_zeros(count, x.shape[1], dtype=torch.float32)
     amax.scatter_reduce_(0, index[:, None].expand(-1, x.shape[1]), x.abs().float(), "amax")
     scale = scale_from_amax(amax, fmt.max, scaling.margin, scaling.power_of_two)[index]
     data = saturating_cast(x, scale, fmt)
-    values = fp8_values(data) if scaling.power_of_two else data.to(torch.float32)
+    values = _values(data, recipe)
     return values.mul_(scale.reciprocal_().to(values.dtype))
