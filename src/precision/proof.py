@@ -2,7 +2,10 @@
 
     prove(gpu)      at the start of a run: what was found before, or run the self-test now, a few seconds
     recall(gpu)     what was found before, if anything
-    refused         op: why it does without kernels here. `cuda` is refused for its GEMMs, the rest takes its twin
+    refused         op: why it does without kernels here
+
+Where the casts are wrong, `cuda` serves nothing. Where the GEMMs of linears are, or those of experts, it serves the
+other (`resolve`). The rest takes its twin.
 
 What is found is kept in the user's cache folder under those four names, so the test runs once for each of them. Ranks
 of a node wait for the first one. The test runs in processes of its own (`precision.selftest`): a kernel that reads
@@ -28,7 +31,7 @@ from filelock import FileLock
 
 from precision.hardware import Gpu
 
-GEMMS, EXPERTS, ATTENTION = "GEMMs", "experts", "attention within documents"
+CASTS, GEMMS, EXPERTS, ATTENTION = "casts", "linears", "experts", "attention within documents"
 LOSS, OPTIMIZER, ROUTER, STATISTICS = "cross entropy", "AdamW", "choice of experts", "statistics"
 PACKAGE = Path(__file__).parent
 PROCESSES = 8  # compile at once

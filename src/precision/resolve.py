@@ -2,7 +2,7 @@
 
     `precision.backend`   BF16 and FP8 rows                                          FP32 rows
     reference             reference                                                  reference
-    cuda                  cuda; refused off sm_90                                    reference
+    cuda                  cuda; refused off sm_90, or where its kernels are wrong     reference
     transformer_engine    transformer_engine; refused where it is missing            reference
     auto                  the fastest that can serve here, by the measured rates     reference
 
@@ -13,6 +13,9 @@ take that same default: the rates compare FP8. Transformer Engine's modules retu
 
 `precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row is left in BF16.
 
+Where the self-test found the products of linears or of experts wrong (`precision.proof`), `auto` gives these rows to
+reference, with a note, and `cuda` refuses them.
+
 What was chosen is kept with the run (`saved`) and taken again when it goes on, as long as GPU and settings are the
 same.
 """
@@ -22,10 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling
+from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_products
 from precision.config import Accumulation, BackendChoice, Precision, PrecisionConfig
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
+from precision.proof import EXPERTS, GEMMS
 from precision.rates import Entry, RateTable, load_rates
 from precision.rows import CUDA, REFERENCE, TE
 
@@ -169,6 +173,10 @@ class Resolver:
         row = self._saved.get(gemm.name)
         if row is None or row["backend"] not in (REFERENCE, *self._candidates):
             return None
+        if CUDA in self._candidates and row["backend"] == REFERENCE:
+            return None  # its kernels were wrong then: they may be right now
+        if self._served(row["backend"], gemm) != row["backend"]:
+            return None
         if row.get("accumulation", Accumulation.fast.value) != gemm.accumulation.value:
             return None  # other times count (a run without the key summed fast)
         precision, why = Precision(row["precision"]), row["why"]
@@ -181,6 +189,8 @@ class Resolver:
         if not rated:
             return Choice(Precision.fp8, self._served(self._default, gemm))
         candidates = [name for name in self._candidates if self._served(name, gemm) == name]
+        if self._candidates and not candidates:  # none of them is right here
+            return Choice(Precision.fp8, REFERENCE)
         kind = "grouped" if gemm.groups > 1 else "linear"
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
         entry = self._rates.nearest(kind, self._scaling, gemm.accumulation.value, shape, gemm.rows, candidates)
@@ -203,6 +213,14 @@ class Resolver:
 
     def _served(self, backend: str, gemm: Gemm) -> str:
         """Who serves the row if `backend` is to."""
+        if backend == CUDA and (problem := wrong_products(gemm.groups)) is not None:
+            if self._config.backend is not BackendChoice.auto:
+                raise ValueError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
+            what = EXPERTS if gemm.groups > 1 else GEMMS
+            note = f"{what} are served by reference instead of cuda: {problem}"
+            if note not in self.notes:
+                self.notes.append(note)
+            return REFERENCE
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 
     def _note_far(self, gemm: Gemm, entry: Entry) -> None:

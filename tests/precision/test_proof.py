@@ -12,12 +12,15 @@ import torch
 from precision import PrecisionConfig, proof
 from precision.attention import _kernel_takes
 from precision.backends.availability import cuda_problem
-from precision.config import BackendChoice
+from precision.config import BackendChoice, Precision
+from precision.formats import BF16
 from precision.hardware import Gpu
 from precision.proof import Combination, Proof, read_report
-from precision.resolve import Resolver
+from precision.rates import RateTable
+from precision.resolve import Gemm, Resolver
 
 H200 = Gpu("NVIDIA H200", (9, 0))
+LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))
 Run = Callable[[Combination], Proof]
 
 
@@ -84,18 +87,15 @@ def test_a_folder_that_cannot_be_written_leaves_the_kernels_unproved(tmp_path: P
     assert not found.is_proved and "the self-test was not run" in found.line and not proof.refused
 
 
-@pytest.mark.parametrize("op", [proof.GEMMS, proof.EXPERTS])
-def test_wrong_kernels_refuse_the_backend_and_name_the_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def test_wrong_casts_refuse_the_backend_and_name_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")
-    find(monkeypatch, {op: "product of expert 0: relative error 3.0e-01"})
+    find(monkeypatch, {proof.CASTS: "cast: 3 of 5 numbers differ"})
     found = proof.prove(H200, tmp_path)
     problem = cuda_problem(H200)
     assert problem is not None and "\n" not in problem + found.line
-    for part in ("product of expert 0", "Triton 9.9", f"torch {found.combination.torch}", "NVIDIA H200"):
+    for part in ("cast: 3 of 5 numbers differ", "Triton 9.9", f"torch {found.combination.torch}", "NVIDIA H200"):
         assert part in problem and part in found.line
-    with pytest.raises(ValueError, match=f"precision.backend=cuda: its kernels for {op} are wrong here"):
+    with pytest.raises(ValueError, match=r"precision\.backend=cuda: its kernels for casts are wrong here"):
         Resolver(PrecisionConfig(backend=BackendChoice.cuda), H200)
     assert Resolver(PrecisionConfig(backend=BackendChoice.auto), H200).kernels == "reference"
     assert json.loads(json.dumps(found.record))["proved"] is False
@@ -103,6 +103,43 @@ def test_wrong_kernels_refuse_the_backend_and_name_the_versions(
     monkeypatch.setattr(proof, "_source_digest", lambda: "corrected")
     proof.prove(H200, tmp_path)
     assert cuda_problem(H200) is None
+
+
+@pytest.mark.parametrize(("op", "wrong", "right"), [(proof.GEMMS, LINEAR, GROUPED), (proof.EXPERTS, GROUPED, LINEAR)])
+def test_wrong_products_are_refused_for_their_op_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, wrong: Gemm, right: Gemm
+) -> None:
+    monkeypatch.setattr(proof, "_triton_version", lambda: "9.9")
+    find(monkeypatch, {op: "product: relative error 3.0e-01"})
+    proof.prove(H200, tmp_path)
+    auto, cuda = (
+        Resolver(PrecisionConfig(backend=choice), H200, rates=RateTable([]))
+        for choice in (BackendChoice.auto, BackendChoice.cuda)
+    )
+    for precision in (Precision.fp8, Precision.bf16):
+        assert auto.choose(wrong, precision).backend == "reference"
+        for resolver in (auto, cuda):
+            assert resolver.choose(right, precision).backend == resolver.kernels == "cuda"
+        with pytest.raises(ValueError, match=f"precision.backend=cuda: its kernels for {op} are wrong") as error:
+            cuda.choose(wrong, precision)
+        assert "Triton 9.9" in str(error.value) and "\n" not in str(error.value)
+    (note,) = (note for note in auto.notes if "served by reference" in note)
+    assert note.startswith(f"{op} are served by reference") and "Triton 9.9" in note and "\n" not in note
+    saved = auto.state()
+    assert Resolver(PrecisionConfig(), H200, saved=saved).choose(wrong, Precision.fp8).backend == "reference"
+    proof.refused.clear()
+    assert Resolver(PrecisionConfig(), H200, saved=saved).choose(wrong, Precision.fp8).backend == "cuda"
+
+
+def test_kernels_found_wrong_since_the_run_began_are_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Resolver(PrecisionConfig(), H200)
+    assert first.choose(GROUPED, Precision.fp8).backend == "cuda"
+    find(monkeypatch, {proof.EXPERTS: "product: relative error 3.0e-01"})
+    proof.prove(H200, tmp_path)
+    again = Resolver(PrecisionConfig(), H200, saved=first.state())
+    assert again.choose(GROUPED, Precision.fp8).backend == "reference" and len(again.notes) >= 1
 
 
 def test_what_is_no_gemm_takes_its_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

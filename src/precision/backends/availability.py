@@ -2,7 +2,7 @@
 
     reference            everywhere
     cuda                 Hopper (sm_90): its kernels are written for those tensor cores and nothing else; not where the
-                         self-test has found them wrong (`precision.proof`)
+                         self-test has found its casts wrong; linears and experts each by themselves
     transformer_engine   Transformer Engine 2.20 or later, a GPU with FP8 (sm_89, blocks sm_90), and a scaling out of
                          DelayedScaling, Float8CurrentScaling and Float8BlockScaling
 
@@ -22,7 +22,7 @@ from importlib.util import find_spec
 
 from precision.config import Fp8Format, Granularity, Method, ScalingConfig
 from precision.hardware import Gpu
-from precision.proof import EXPERTS, GEMMS, refused
+from precision.proof import CASTS, EXPERTS, GEMMS, refused
 
 HOPPER = (9, 0)
 TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
@@ -34,8 +34,17 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
         return "it needs a Hopper GPU (sm_90) and there is no GPU"
     if gpu.capability != HOPPER:
         return f"it needs a Hopper GPU (sm_90); {gpu.name} is {gpu.sm}"
-    wrong = next((op for op in (GEMMS, EXPERTS) if op in refused), None)
-    return None if wrong is None else f"its kernels for {wrong} are wrong here: {refused[wrong]}"
+    return wrong_kernels(CASTS)
+
+
+def wrong_products(groups: int) -> str | None:
+    """Why the `cuda` backend cannot serve GEMMs of a linear (groups 1), or of experts."""
+    return wrong_kernels(EXPERTS if groups > 1 else GEMMS)
+
+
+def wrong_kernels(op: str) -> str | None:
+    """What the self-test found."""
+    return f"its kernels for {op} are wrong here: {refused[op]}" if op in refused else None
 
 
 @functools.cache

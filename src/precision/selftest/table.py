@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
 from precision.selftest import operands, others, products
 
 
@@ -33,12 +33,12 @@ CHECKS = (  # those that compile longest first
         (*_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"),
     ),
     Check(ATTENTION, others.attention, _of("document_attention", "forward", "delta", "keys", "queries"), hopper=False),
-    Check(GEMMS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
+    Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
-    Check(GEMMS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
+    Check(CASTS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
     Check(EXPERTS, products.experts_casts, (*_of("cast", "blocks", "transpose"), *_of("route", "gather"))),
-    Check(GEMMS, operands.weights, _of("weights", "amax", "amaxes", "cast", "transpose")),
-    Check(GEMMS, operands.norms, _of("norm", "amax", "forward", "backward")),
+    Check(CASTS, operands.weights, _of("weights", "amax", "amaxes", "cast", "transpose")),
+    Check(CASTS, operands.norms, _of("norm", "amax", "forward", "backward")),
     Check(GEMMS, products.products, ("hopper_gemm._nt_wgrad_kernel", "grouped_gemm._wgrad_kernel")),
     Check(EXPERTS, products.routes, _of("route", "count", "scan", "place", "gather", "combine")),
     Check(
