@@ -70,36 +70,41 @@ def errors() -> None:
                 measure.say(f"{name:13} {kind:7} {K:8}   {'   '.join(cells)}")
 
 
-def error(kernel: str, mode: int, K: int, mean: float, fast: bool) -> tuple[float, float]:
-    """Bias and relative error of one kernel; see the module docstring."""
+def error(kernel: str, mode: int, K: int, mean: float, fast: bool, width: int | None = None) -> tuple[float, float]:
+    """Bias and relative error of one kernel; see the module docstring. width: of the weight (nt) or of the gradient
+    (wgrad)."""
     torch.manual_seed(0)
     make, transposed = (linear if kernel.startswith("linear") else grouped), kernel.endswith("wgrad")
-    got, want = make(mode, K, mean, fast, transposed)
+    got, want = make(mode, K, mean, fast, transposed, width)
     difference = got.double() - want
     return float(difference.mean() / want.mean()), float(difference.norm() / want.norm())
 
 
-def linear(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+def linear(
+    mode: int, K: int, mean: float, fast: bool, transposed: bool, width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """One plain GEMM, and float64."""
     block = mode == const.BLOCK.value
     if transposed:
         grad = E4M3 if block else E5M2  # as each recipe has it
-        a, b = draw(ROWS, K, mean, grad, mode, over_rows=True), draw(384, K, mean, E4M3, mode, over_rows=True)
+        a, b = (draw(n, K, mean, fmt, mode, over_rows=True) for n, fmt in ((width or ROWS, grad), (384, E4M3)))
         return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
-    a, b = draw(ROWS, K, mean, E4M3, mode), draw(384 if block else COLUMNS, K, mean, E4M3, mode, weight=True)
+    a, b = draw(ROWS, K, mean, E4M3, mode), draw(width or (384 if block else COLUMNS), K, mean, E4M3, mode, weight=True)
     return scaled_nt(a.data, a.inv, b.data, b.inv, mode, torch.bfloat16, fast), a.read @ b.read.t()
 
 
-def grouped(mode: int, K: int, mean: float, fast: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+def grouped(
+    mode: int, K: int, mean: float, fast: bool, transposed: bool, width: int | None = None
+) -> tuple[Tensor, Tensor]:
     """A grouped GEMM, and float64. Experts of different sizes in wgrad: the sum is over rows."""
     if transposed:
         sizes, grad = [K, max(128, K // 4)], E4M3 if mode == const.BLOCK.value else E5M2
-        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((256, grad), (512, E4M3)))
+        a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((width or 256, grad), (512, E4M3)))
         got = grouped_gemm.wgrad(a.data, a.inv, b.data, b.inv, mode, route(sizes), torch.float32, fast)
         return got[0], a.read[:, :K] @ b.read[:, :K].t()
     sizes = [128, ROWS - 128]
     a = draw(ROWS, K, mean, E4M3, mode)
-    weights = [draw(384, K, mean, E4M3, mode, weight=True) for _ in sizes]
+    weights = [draw(width or 384, K, mean, E4M3, mode, weight=True) for _ in sizes]
     data, inv = (torch.stack([getattr(w, key) for w in weights]) for key in ("data", "inv"))
     got = grouped_gemm.nt(a.data, a.inv, data, inv, mode, route(sizes), fast)
     starts = [0, sizes[0]]

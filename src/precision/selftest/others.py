@@ -39,28 +39,37 @@ def losses(device: torch.device) -> None:
             near(ours, theirs, rounding, f"gradient of {where}")
 
 
-def attention(device: torch.device) -> None:
-    """Attention within documents, forward and backward, MLA's head sizes among them. The gradient of a score is a
-    difference (`ds` there); its parts, one of them from the rounded result, are several times as large as it is."""
-    for S, D, V in ((77, 24, 16), (150, 192, 128)):
-        starts = torch.tensor([0, 1, 2, 20, 50], device=device)
-        ends = torch.tensor([1, 2, 20, 50, S], device=device)
-        which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
-        bounds = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous()
-        q, k, v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2).requires_grad_() for i, w in enumerate((D, D, V)))
-        wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        mask = document_mask(bounds, torch.float64, D, V)
-        exact = attention_core(wide[0], wide[1], wide[2], D**-0.5, mask)
-        probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
-        exact.backward(probe.double())
-        with torch.no_grad():
-            out, lse = document_attention.forward(q, k, v, bounds, D**-0.5)
-            grads = document_attention.backward(probe, q, k, v, bounds, out, lse, D**-0.5)
-        names = "result", "gradient of q", "gradient of k", "gradient of v"
-        wants = exact.detach(), *(t.grad for t in wide)
-        for name, ours, want in zip(names, (out, *grads), wants, strict=True):
-            assert want is not None
-            near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
+def attention_mla(device: torch.device) -> None:
+    """Attention within documents with MLA's head sizes."""
+    _attention(device, 150, 192, 128)
+
+
+def attention_small(device: torch.device) -> None:
+    """Attention within documents with head sizes that are no powers of two."""
+    _attention(device, 77, 24, 16)
+
+
+def _attention(device: torch.device, S: int, D: int, V: int) -> None:
+    """Forward and backward. The gradient of a score is a difference (`ds` there); its parts, one of them from the
+    rounded result, are several times as large as it is."""
+    starts = torch.tensor([0, 1, 2, 20, 50], device=device)
+    ends = torch.tensor([1, 2, 20, 50, S], device=device)
+    which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
+    bounds = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous()
+    q, k, v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2).requires_grad_() for i, w in enumerate((D, D, V)))
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    mask = document_mask(bounds, torch.float64, D, V)
+    exact = attention_core(wide[0], wide[1], wide[2], D**-0.5, mask)
+    probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
+    exact.backward(probe.double())
+    with torch.no_grad():
+        out, lse = document_attention.forward(q, k, v, bounds, D**-0.5)
+        grads = document_attention.backward(probe, q, k, v, bounds, out, lse, D**-0.5)
+    names = "result", "gradient of q", "gradient of k", "gradient of v"
+    wants = exact.detach(), *(t.grad for t in wide)
+    for name, ours, want in zip(names, (out, *grads), wants, strict=True):
+        assert want is not None
+        near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
 
 
 def optimizer(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Checks of routing, and of GEMMs over experts' rows and over all rows."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
 from precision.selftest import operands
-from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, TENSOR, plain, zeros
+from precision.selftest.operands import BLOCK, FORWARD, GRAD, MODES, ROW, TENSOR, plain, zeros
 from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_rows, near, numbers_of, same
 
 T, K, E = 40, 2, 3
@@ -58,21 +60,42 @@ def experts_casts(device: torch.device) -> None:
     operands.experts_casts(device, routed(device)[0])
 
 
-def experts_products(device: torch.device) -> None:
-    """Forward product, input gradient and weight gradient of the experts, in FP8 and BF16; widths that are whole tiles
-    and widths that are not take different kernels."""
+def experts_products_tensor(device: torch.device) -> None:
+    """Products and weight gradients of the experts, one scale a tensor."""
+    _experts_in_fp8(device, TENSOR)
+
+
+def experts_products_fast(device: torch.device) -> None:
+    """The same, summed by the tensor cores."""
+    _experts_in_fp8(device, TENSOR, fast=True)
+
+
+def experts_products_row(device: torch.device) -> None:
+    """The same, one scale a row."""
+    _experts_in_fp8(device, ROW)
+
+
+def experts_products_block(device: torch.device) -> None:
+    """The same, one scale a block."""
+    _experts_in_fp8(device, BLOCK)
+
+
+def _experts_operands(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Route]]:
+    """x, dy, w and their route, in widths that are not whole tiles and in widths that are, which take different
+    kernels."""
     to, _, _ = routed(device)
     live = to.token[:, None] >= 0
     for inner, outer in ((144, 272), (256, 128)):
         x, dy = (torch.where(live, plain(device, len(to.token), n), 0).bfloat16() for n in (inner, outer))
-        w = plain(device, E, outer, inner, dtype=torch.float32)
-        for mode in MODES:
-            for fast in (False, True) if mode == TENSOR else (False,):
-                _experts_in_fp8(x, dy, w, mode, to, fast)
-        _experts_in_bf16(x, dy, w.bfloat16(), to)
+        yield x, dy, plain(device, E, outer, inner, dtype=torch.float32), to
 
 
-def _experts_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast: bool) -> None:
+def _experts_in_fp8(device: torch.device, mode: int, fast: bool = False) -> None:
+    for x, dy, w, to in _experts_operands(device):
+        _compare_in_fp8(x, dy, w, mode, to, fast)
+
+
+def _compare_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast: bool) -> None:
     device, where = x.device, f"mode {mode}{', fast' * fast}, {w.shape[2]} -> {w.shape[1]}"
     x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
     _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)
@@ -90,14 +113,17 @@ def _experts_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast
         near(dw[e], want, SUM, f"weight gradient of expert {e}, {where}")
 
 
-def _experts_in_bf16(x: Tensor, dy: Tensor, w: Tensor, to: Route) -> None:
-    y, dx = grouped_gemm.nt_bf16(x, w, to), grouped_gemm.nt_bf16(dy, w.mT, to)
-    dw = grouped_gemm.wgrad_bf16(dy, x, to)
-    for e, part in enumerate(experts_rows(to)):
-        where = f"of expert {e}, BF16, {w.shape[2]} -> {w.shape[1]}"
-        near(y[part], x[part].double() @ w[e].double().t(), BF16_ROUNDING, f"product {where}")
-        near(dx[part], dy[part].double() @ w[e].double(), BF16_ROUNDING, f"input gradient {where}")
-        near(dw[e], dy[part].double().t() @ x[part].double(), FP32_SUM, f"weight gradient {where}")
+def experts_products_bf16(device: torch.device) -> None:
+    """Products, input gradients and weight gradients of the experts, without FP8."""
+    for x, dy, wide, to in _experts_operands(device):
+        w = wide.bfloat16()
+        y, dx = grouped_gemm.nt_bf16(x, w, to), grouped_gemm.nt_bf16(dy, w.mT, to)
+        dw = grouped_gemm.wgrad_bf16(dy, x, to)
+        for e, part in enumerate(experts_rows(to)):
+            where = f"of expert {e}, BF16, {w.shape[2]} -> {w.shape[1]}"
+            near(y[part], x[part].double() @ w[e].double().t(), BF16_ROUNDING, f"product {where}")
+            near(dx[part], dy[part].double() @ w[e].double(), BF16_ROUNDING, f"input gradient {where}")
+            near(dw[e], dy[part].double().t() @ x[part].double(), FP32_SUM, f"weight gradient {where}")
 
 
 def products(device: torch.device) -> None:

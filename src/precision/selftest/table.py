@@ -26,13 +26,16 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}._{name}_kernel" for name in names)
 
 
-CHECKS = (  # those that compile longest first
-    Check(
-        EXPERTS,
-        products.experts_products,
-        (*_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"),
-    ),
-    Check(ATTENTION, others.attention, _of("document_attention", "forward", "delta", "keys", "queries"), hopper=False),
+_ATTENTION = _of("document_attention", "forward", "delta", "keys", "queries")
+_EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
+CHECKS = (  # those that compile longest first: processes take them in turn, and each check compiles its own variants
+    Check(ATTENTION, others.attention_mla, _ATTENTION, hopper=False),
+    Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
+    Check(EXPERTS, products.experts_products_row, _EXPERTS),
+    Check(EXPERTS, products.experts_products_block, _EXPERTS),
+    Check(EXPERTS, products.experts_products_fast, _EXPERTS),
+    Check(EXPERTS, products.experts_products_bf16, _EXPERTS[1:]),
+    Check(ATTENTION, others.attention_small, _ATTENTION, hopper=False),
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(CASTS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
