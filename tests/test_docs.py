@@ -16,6 +16,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 PAGES = [
     "README.md",
     "docs/precision.md",
+    "docs/fully_fp8.md",
     "docs/benchmarks.md",
     "docs/parallelism.md",
     "docs/recovery.md",

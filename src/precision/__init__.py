@@ -6,7 +6,7 @@ from precision.choice import choose_experts
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
-from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
+from precision.fused import combine_rows, deliver, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
@@ -34,6 +34,7 @@ __all__ = [
     "bind",
     "choose_experts",
     "combine_rows",
+    "deliver",
     "document_mask",
     "expert_ffn",
     "gated_ffn",

@@ -46,12 +46,16 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor |
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tensor:
+def latent_attention(
+    q: Tensor, latent: Tensor, rank: int, scale: float, key_factor_BHL: Tensor | None = None
+) -> Tensor:
     """Attention of all heads to one shared key and value a position: softmax(scale q latent^T) latent, cut to `rank`.
 
     q [B, H, T, C], latent [B, L, C], one dtype -> [B, H, T, rank]; the T queries are the last of the L positions, and
     each sees the positions up to its own. Softmax in FP32. The heads are queries of one head, so that nothing is
     repeated for them; what is cut off is cheaper than values in memory of their own.
+
+    key_factor [B, H, L] FP32: multiplies the scores of a key, head by head. No kernel takes that: two products then.
     """
     B, H, T, _ = q.shape
     mask = None
@@ -59,6 +63,11 @@ def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tens
         L = latent.shape[1]
         mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T).repeat(H, 1)
     shared = latent[:, None]
+    if key_factor_BHL is not None:
+        score_BHTL = (q @ shared.mT).float() * (scale * key_factor_BHL[:, :, None])
+        if mask is not None:
+            score_BHTL = score_BHTL.masked_fill(~mask[:T], -torch.inf)
+        return score_BHTL.softmax(-1).to(q.dtype) @ shared[..., :rank]
     out = F.scaled_dot_product_attention(q.reshape(B, 1, H * T, -1), shared, shared, mask, scale=scale)
     return out[..., :rank].view(B, H, T, rank)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import DeepSeek, YarnConfig
+from models import DeepSeek, NormPosition, YarnConfig
 from models.generate import Decoder, Sampling, Tally, choose, generate
 from precision import Plan, PrecisionConfig, bind, refresh_weights
 
@@ -17,6 +17,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "direct queries": {},
     "query latent, YaRN": {"q_lora_rank": 24, "rope_scaling": YARN},
     "values wider than keys": {"v_head_dim": 48, "qk_nope_head_dim": 8},
+    "QK norm": {"norm_position": NormPosition.post, "qk_norm": True, "qk_scale": 2.0},
+    "QK norm, query latent, YaRN": {"qk_norm": True, "q_lora_rank": 24, "rope_scaling": YARN},
 }
 LOW = {"hidden_size": 64, "v_head_dim": 32, "num_layers": 2, "num_dense_layers": 2, "num_mtp_layers": 0}
 
