@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.block import Block, DenseBlock, MoEBlock
 from models.config import ModelConfig, NormPosition
 from models.documents import beyond, bounds_of, documents_of
-from models.layers import FFN, Embedding, RMSNorm, normed, rope_table, softmax_scale
+from models.layers import FFN, Embedding, RMSNorm, normed, qk_bound, rope_table, softmax_scale
 from models.loss import Losses, targets_ahead
 from models.mla import MLA
 from models.moe import MoE
@@ -221,6 +221,7 @@ def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:
         v_head_dim=config.v_head_dim,
         softmax_scale=config.qk_scale * softmax_scale(config.qk_head_dim, config.rope_scaling),
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_bound=qk_bound(config.qk_head_dim, config.rope_scaling) if config.qk_norm else None,
     )
 
 

@@ -123,8 +123,9 @@ def kept_bytes_per_token(
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
         if row.op == "attn.core":
             kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
-            widths = c.v_head_dim if selective else 2 * c.qk_head_dim + kv_b + c.v_head_dim
-            kept["attention"] += c.num_heads * widths * row.format.bytes
+            result = plan.cores[name].recipe.output.bytes * c.v_head_dim
+            operands = 2 * c.qk_head_dim + (c.v_head_dim if row.format.is_fp8 else kv_b)
+            kept["attention"] += c.num_heads * (result + (0 if selective else operands * row.format.bytes))
     kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
     return kept
 

@@ -143,15 +143,25 @@ def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, dev
     table_2SP = torch.stack([angle_SP.cos(), angle_SP.sin()])
     if yarn is None:
         return table_2SP
-    if yarn.mscale and yarn.mscale_all_dim:
-        return table_2SP * (_growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim))
-    return table_2SP * _growth(yarn, 1.0)
+    return table_2SP * _rope_growth(yarn)
 
 
 def softmax_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
     """1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
     growth = 1.0 if yarn is None else _growth(yarn, yarn.mscale_all_dim)
     return qk_head_dim**-0.5 * growth**2
+
+
+def qk_bound(qk_head_dim: int, yarn: YarnConfig | None) -> float:
+    """No number of a normed query or key, turned, is larger."""
+    return qk_head_dim**0.5 * (1.0 if yarn is None else max(1.0, _rope_growth(yarn)))
+
+
+def _rope_growth(yarn: YarnConfig) -> float:
+    """Of cos and sin."""
+    if yarn.mscale and yarn.mscale_all_dim:
+        return _growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim)
+    return _growth(yarn, 1.0)
 
 
 def _growth(yarn: YarnConfig, a: float) -> float:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import RMSNorm, apply_rope, normed
-from precision import Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
+from precision import AttentionCore, Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
 
 LATENT_NORM_EPS = 1e-6
 
@@ -59,6 +59,7 @@ class MLA(nn.Module):
         v_head_dim: int,
         softmax_scale: float,
         qk_norm_eps: float | None = None,
+        qk_bound: float | None = None,
     ):
         super().__init__()
         gain = 1.0 if qk_norm_eps is None else None
@@ -87,7 +88,9 @@ class MLA(nn.Module):
         self.kv_b = linear("kv_b", kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.o = linear("o", num_heads * v_head_dim, hidden_size)
         self.q_head_norm, self.k_head_norm = head_norm("q_head_norm"), head_norm("k_head_norm")
-        self.core_dtype = plan.tensor(f"{name}.core", "attn.core").dtype
+        row = plan.core(f"{name}.core", num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, qk_bound)
+        self.core_dtype = row.recipe.output.dtype
+        self.core = AttentionCore(row) if row.recipe.is_fp8 else attention_core
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
@@ -149,7 +152,7 @@ class MLA(nn.Module):
         if self.k_head_norm is not None:
             k = self._turned(normed(k, self.k_head_norm), rope_2SP)
         q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q_BSHd, k, v_BSHV))
-        out_BHSV = attention_core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
+        out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
         return self.o(out_BHSV.transpose(1, 2).flatten(2))
 
     def _queries(self, x: Operand | Tensor) -> Tensor:

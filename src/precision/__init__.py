@@ -6,6 +6,7 @@ from precision.choice import choose_experts
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
+from precision.fp8_attention import AttentionCore
 from precision.fused import combine_rows, deliver, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.kurtosis import Kurtosis
@@ -18,6 +19,7 @@ from precision.watch import Watch
 
 __all__ = [
     "IGNORED",
+    "AttentionCore",
     "Feed",
     "GemmRow",
     "GradRows",

@@ -80,6 +80,18 @@ def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -
     """
     if _kernel_takes(bounds_2BS.device, dtype, d_qk, d_v):
         return bounds_2BS.contiguous()
+    return _within(bounds_2BS)
+
+
+def visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Who sees whom [S, S] or [B, 1, S, S] bool, of what `document_mask` made; None: every position all up to it."""
+    if mask is None:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if mask.dtype is torch.bool else _within(mask)
+
+
+def _within(bounds_2BS: Tensor) -> Tensor:
+    """[B, 1, S, S] bool."""
     start_BS = bounds_2BS[0]
     place_S = torch.arange(start_BS.shape[1], device=start_BS.device)
     return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]

@@ -61,7 +61,8 @@ def test_300m_is_what_it_is_called_and_at_most_110_million_active(model_config: 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "head"), [("fp32", None), ("bf16", None), ("fp8_delayed", None), ("fp8_delayed", Precision.fp8)]
+    ("recipe", "head"),
+    [("fp32", None), ("bf16", None), ("fp8_delayed", None), ("fp8_delayed", Precision.fp8), ("fp8_full", None)],
 )
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
 @pytest.mark.parametrize("shape", ["deepseek_tiny", "fog_mla_tiny"])

@@ -1,17 +1,20 @@
 """FOG-MLA against its equations (docs/fully_fp8.md), written down again in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from models import DeepSeek, NormPosition
+from models import DeepSeek, ModelConfig, NormPosition
 from models.block import DenseBlock, MoEBlock
 from models.hf import to_hf_config
 from models.layers import apply_rope, rope_table
-from precision import Linear, Operand
+from precision import Linear, Operand, Plan, begin_step, bind
+from precision.plain import in_bf16
 
 Build = Callable[..., DeepSeek]
 FOG: dict[str, Any] = {"norm_position": NormPosition.post, "qk_norm": True, "qk_scale": 2.0}
@@ -93,3 +96,43 @@ def test_hugging_face_has_no_such_architecture(build: Build) -> None:
     for key, value in FOG.items():
         with pytest.raises(ValueError, match=rf"model\.{key}=.*no architecture of transformers"):
             to_hf_config(build(**{key: value}).config)
+
+
+def test_fp8_attention_in_a_model(on_meta: Callable[..., tuple[DeepSeek, Plan]], tokens: Tensor) -> None:
+    """Every GEMM of a block but the router's is in FP8; recomputed or compiled, gradients are the same bits; in BF16
+    aside, no cast is made."""
+    config = ModelConfig(vocab_size=96, hidden_size=32, num_layers=2, num_mtp_layers=1, intermediate_size=32, **FOG)
+    model, plan = on_meta(replace(config, num_experts=2, moe_intermediate_size=16), "fp8_full")
+    assert plan.fp8_shares_at(64)[1] > plan.blocks_fp8_share > 0.98 and not plan.notes
+    assert [row.name for row in plan.gemms.values() if not row.recipe.is_fp8 and row.op != "lm_head"] == [
+        "layers.1.moe.router",
+        "mtp.0.moe.router",
+    ]
+    model.to_empty(device="cpu").init_weights(0)
+    arena = bind(model, plan, "cpu")
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        begin_step(model, arena)
+        model(tokens).total.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    assert bool((arena.amax > 0).all()) and bool(arena.finite())
+    amax = arena.amax.clone()
+    for _, block in model.iter_blocks():
+        block.around_attention = lambda function, *args: checkpoint(function, *args, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    for _, block in model.iter_blocks():
+        block.around_attention = None
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().max()))
+    assert torch.equal(arena.amax > 0, amax > 0)
+    for _, block in model.iter_blocks():
+        del block.forward
+    arena.begin_step()
+    with in_bf16(model):
+        model(tokens)
+    casts = [i for i, name in enumerate(arena.names) if ".core" in name]
+    assert casts and not arena.amax[casts].any()
