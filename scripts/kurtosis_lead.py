@@ -2,8 +2,8 @@
 
     python scripts/kurtosis_lead.py runs/fp8 --twin runs/bf16
 
-The twin is the same run in BF16: same model, data, seed and learning rate. Reads metrics.jsonl and events.jsonl of both.
-Printed: the step of each, and how many steps before the divergence it came.
+The twin is the same run in BF16: same model, data, seed and learning rate. Read are metrics.jsonl of both and
+events.jsonl. Printed: the step of each sign, and how many steps before the divergence it came.
 
     divergence       the first step of a loss (loss/lm) that is 0.5 nats above its lowest over 100 steps and not back
                      within 500, or of 10 dropped steps in a row, as far as logged lines tell
@@ -20,6 +20,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,8 @@ def run() -> None:
     parser.add_argument("--looks", type=int, default=3, metavar="N", help="lines in a row (3)")
     arguments = parser.parse_args()
     if arguments.ratio <= 1 or arguments.looks < 1:
-        raise ValueError(
-            f"--ratio {arguments.ratio} --looks {arguments.looks}: give a ratio above 1 and 1 or more looks"
-        )
+        given = f"--ratio {arguments.ratio} --looks {arguments.looks}"
+        raise ValueError(f"{given}: give a ratio above 1 and 1 or more looks")
     ours, theirs = series(arguments.run), series(arguments.twin)
     end = divergence(ours)
     print(f"divergence         {'none' if end is None else f'step {end}'}")
@@ -59,9 +59,8 @@ def run() -> None:
         found = departure(ours.get(kind, {}), theirs.get(kind, {}), arguments.ratio, arguments.looks)
         signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found
     if not any(ours.get(kind, {}).keys() & theirs.get(kind, {}).keys() for kind in KINDS):
-        raise ValueError(
-            f"{arguments.twin}: no step with kurtosis that {arguments.run} has too; log both at equal steps"
-        )
+        why = f"no step with kurtosis that {arguments.run} has too"
+        raise ValueError(f"{arguments.twin}: {why}; log both at equal steps")
     for name, step in signs.items():
         print(f"{name:<18} {verdict(step, end)}")
 
@@ -105,7 +104,7 @@ def divergence(run: dict[str, Series]) -> int | None:
         if value > lowest + RISE and min(later) > lowest + RISE:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())
-    for (before, count), (step, more) in zip(skipped, skipped[1:], strict=False):
+    for (before, count), (step, more) in pairwise(skipped):
         if more - count >= min(DROPPED, step - before) and more >= DROPPED:
             return before + 1
     return None
