@@ -54,10 +54,11 @@ def run() -> None:
     print(f"divergence         {'none' if end is None else f'step {end}'}")
     spike = norm_spike(ours.get("optim/grad_norm", {}))
     power = next((e["step"] for e in entries(arguments.run, EVENTS) if e.get("rule") == "kurtosis_power"), None)
-    signs = {"gradient norm": spike, "kurtosis_power": power}
+    signs: dict[str, int | str | None] = {"gradient norm": spike, "kurtosis_power": power}
     for kind in KINDS:
         found = departure(ours.get(kind, {}), theirs.get(kind, {}), arguments.ratio, arguments.looks)
-        signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found
+        both = ours.get(kind, {}).keys() & theirs.get(kind, {}).keys()
+        signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found if both else "not logged in both"
     if not any(ours.get(kind, {}).keys() & theirs.get(kind, {}).keys() for kind in KINDS):
         why = f"no step with kurtosis that {arguments.run} has too"
         raise ValueError(f"{arguments.twin}: {why}; log both at equal steps")
@@ -65,8 +66,10 @@ def run() -> None:
         print(f"{name:<18} {verdict(step, end)}")
 
 
-def verdict(step: int | None, end: int | None) -> str:
+def verdict(step: int | str | None, end: int | None) -> str:
     """What a sign was worth."""
+    if isinstance(step, str):
+        return step
     if step is None:
         return "none"
     if end is None:
@@ -96,12 +99,13 @@ def series(folder: Path) -> dict[str, Series]:
 
 
 def divergence(run: dict[str, Series]) -> int | None:
-    """See the module docstring. A loss that ends high counts, if it is high for 500 steps or to the end of the run."""
+    """See the module docstring."""
     loss = sorted(run.get("loss/lm", {}).items())
     for i, (step, value) in enumerate(loss):
         lowest = min((v for s, v in loss[: i + 1] if s > step - OVER), default=value)
         later = [v for s, v in loss[i:] if s <= step + BACK]
-        if value > lowest + RISE and min(later) > lowest + RISE:
+        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it can be told
+        if known and value > lowest + RISE and min(later) > lowest + RISE:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())
     for (before, count), (step, more) in pairwise(skipped):

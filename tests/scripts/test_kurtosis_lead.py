@@ -39,7 +39,7 @@ def test_steps_of_warning(tmp_path: Path, run_python: Run, dead: float | None) -
         "kurtosis_power     step 2600: 1400 steps before",
     ]
     assert "twin qkv           step 2100: 1900 steps before" in said, "three looks in a row"
-    assert "twin qkv_sequence  step 2100: 1900 steps before" in said and "twin ffn           none" in said
+    assert "twin qkv_sequence  step 2100: 1900 steps before" in said and "twin ffn           not logged in both" in said
 
 
 def test_a_run_that_lived_had_a_false_alarm(tmp_path: Path, run_python: Run) -> None:
