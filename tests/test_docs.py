@@ -22,6 +22,7 @@ PAGES = [
     "docs/health.md",
     "docs/export.md",
     "docs/data.md",
+    "docs/fully_fp8.md",
 ]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
@@ -113,6 +114,17 @@ def exported(words: list[str]) -> list[str]:
     )
 
 
+def brief(words: list[str]) -> list[str]:
+    """A command of docs/fully_fp8.md: its runs have a model of their own, and a shape that is small."""
+    if "bench" in words[0]:
+        return [words[0], "--length", "16", "--seeds", "1"]
+    if words[0] != "train.py" or "dry_run=true" in words:
+        return words
+    few = {"trainer.max_steps": "2", "trainer.sequence_length": "16", "eval.batches": "1", "model.vocab_size": "512"}
+    kept = [word for word in words if word.partition("=")[0] not in few]
+    return [*kept, *TEXT[:3], *(f"{key}={value}" for key, value in few.items()), "logging.every=1"]
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a user has it, with a place of its own for what commands write; prepared data is shared."""
@@ -141,7 +153,9 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
-            cut = {"docs/benchmarks.md": benched, "docs/export.md": exported}.get(page, on_text)
+            cut = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}.get(
+                page, on_text
+            )
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]

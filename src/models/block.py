@@ -1,7 +1,13 @@
 """The transformer block, in two kinds: with a dense feed-forward layer and with experts.
 
-    h' = h  + MLA(RMSNorm(h))
+    h' = h  + MLA(RMSNorm(h))          norm_position: pre
     y  = h' + FFN(RMSNorm(h'))
+
+    h' = h  + RMSNorm(MLA(h))          post: FOG (arXiv 2505.20524, appendix B), gains from 1 / sqrt(num_layers)
+    y  = h' + RMSNorm(FFN(h'))
+
+FOG's norm bounds what a sublayer adds, and is its layer scale; the stream itself, whose rms stays between 1 and about
+sqrt(3), is what GEMMs read. With experts there is one norm over the sum of shared and routed ones.
 
 A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance
 loss, expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends
@@ -16,21 +22,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.layers import FFN, RMSNorm
+from models.layers import FFN, RMSNorm, normed
 from models.mla import MLA, LatentCache
 from models.moe import MoE
-from precision import AmaxProbe, Kurtosis, Plan
+from precision import AmaxProbe, Feed, Kurtosis, Operand, Plan, deliver
 
 
 class Block(nn.Module):
-    """What both kinds share: norms, attention, and the watches that tell which sublayer went bad first."""
+    """What both kinds share: norms, attention, and the watches that tell which sublayer went bad first.
 
-    def __init__(self, plan: Plan, name: str, attn: MLA, hidden_size: int, eps: float):
+    post_gain: what the gains of norms behind the sublayers start at; None: the norms stand before them.
+    """
+
+    def __init__(self, plan: Plan, name: str, attn: MLA, hidden_size: int, eps: float, post_gain: float | None = None):
         super().__init__()
-        self.attn_norm = RMSNorm(plan, f"{name}.attn_norm", hidden_size, eps)
+
+        def norm(part: str) -> RMSNorm | None:
+            return RMSNorm(plan, f"{name}.{part}", hidden_size, eps) if post_gain is None else None
+
+        def post_norm(part: str) -> RMSNorm | None:
+            return None if post_gain is None else RMSNorm(plan, f"{name}.{part}", hidden_size, eps, post_gain)
+
+        self.attn_norm = norm("attn_norm")
         self.attn = attn
         self.attn_probe = plan.amax_probe(f"{name}.attn")
-        self.ffn_norm = RMSNorm(plan, f"{name}.ffn_norm", hidden_size, eps)
+        self.attn_post_norm = post_norm("attn_post_norm")
+        self.ffn_norm = norm("ffn_norm")
+        self.ffn_post_norm = post_norm("ffn_post_norm")
         self.ffn_probe: AmaxProbe
         self.kurtosis = Kurtosis("block")
         self.around_attention: Callable[..., Tensor] | None = None  # (function, *args) -> function(*args), recomputed
@@ -40,21 +58,25 @@ class Block(nn.Module):
     ) -> Tensor:
         """The first sublayer with its residual, called through `around_attention` where that is set."""
         if cache is not None:
-            return h_BSD + self.attn.cached(self.attn_norm(h_BSD, self.attn.feed), rope_2SP, cache)
+            y_BSD = self.attn.cached(_read(h_BSD, self.attn_norm, self.attn.feed), rope_2SP, cache)
+            return h_BSD + normed(y_BSD, self.attn_post_norm)
         args = (h_BSD, rope_2SP) if mask is None else (h_BSD, rope_2SP, mask)
         if self.around_attention is None:
             return self._attend(*args)
         return self.around_attention(self._attend, *args)
 
     def _attend(self, h_BSD: Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
-        return h_BSD + self.attn_probe(self.attn(self.attn_norm(h_BSD, self.attn.feed), rope_2SP, mask))
+        y_BSD = self.attn_probe(self.attn(_read(h_BSD, self.attn_norm, self.attn.feed), rope_2SP, mask))
+        return h_BSD + normed(y_BSD, self.attn_post_norm)
 
 
 class DenseBlock(Block):
     """A block with a dense feed-forward layer."""
 
-    def __init__(self, plan: Plan, name: str, attn: MLA, ffn: FFN, hidden_size: int, eps: float):
-        super().__init__(plan, name, attn, hidden_size, eps)
+    def __init__(
+        self, plan: Plan, name: str, attn: MLA, ffn: FFN, hidden_size: int, eps: float, post_gain: float | None = None
+    ):
+        super().__init__(plan, name, attn, hidden_size, eps, post_gain)
         self.ffn = ffn
         self.ffn_probe = plan.amax_probe(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
 
@@ -63,7 +85,8 @@ class DenseBlock(Block):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
-        h_BSD = h_BSD + self.ffn_probe(self.ffn(self.ffn_norm(h_BSD, self.ffn.feed)))
+        y_BSD = self.ffn_probe(self.ffn(_read(h_BSD, self.ffn_norm, self.ffn.feed)))
+        h_BSD = h_BSD + normed(y_BSD, self.ffn_post_norm)
         self.kurtosis(h_BSD)
         no_loss = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         return h_BSD, no_loss, torch.zeros(0, dtype=torch.int64, device=h_BSD.device)
@@ -72,8 +95,10 @@ class DenseBlock(Block):
 class MoEBlock(Block):
     """A block with experts."""
 
-    def __init__(self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float):
-        super().__init__(plan, name, attn, hidden_size, eps)
+    def __init__(
+        self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float, post_gain: float | None = None
+    ):
+        super().__init__(plan, name, attn, hidden_size, eps, post_gain)
         self.moe = moe
         self.ffn_probe = plan.amax_probe(f"{name}.moe")
 
@@ -83,7 +108,12 @@ class MoEBlock(Block):
         """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         B, S, _ = h_BSD.shape
-        y_TD, balance_loss, load_E = self.moe(self.ffn_norm(h_BSD.flatten(0, 1), self.moe.feed), B)
-        h_BSD = h_BSD + self.ffn_probe(y_TD).unflatten(0, (B, S))
+        y_TD, balance_loss, load_E = self.moe(_read(h_BSD.flatten(0, 1), self.ffn_norm, self.moe.feed), B)
+        h_BSD = h_BSD + normed(self.ffn_probe(y_TD), self.ffn_post_norm).unflatten(0, (B, S))
         self.kurtosis(h_BSD)
         return h_BSD, balance_loss, load_E  # no view: FSDP warns of one
+
+
+def _read(h: Tensor, norm: RMSNorm | None, feed: Feed) -> Operand | Tensor:
+    """What a sublayer reads of the stream."""
+    return deliver(h, feed) if norm is None else norm(h, feed)

@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class NormPosition(Enum):
+    """Where a sublayer's norm stands: before it (DeepSeek), or behind it, on what it adds to the stream (FOG)."""
+
+    pre = "pre"
+    post = "post"
+
+
 class RouterScoring(Enum):
     """How router logits become scores: sigmoid with bias balancing (DeepSeek-V3), or softmax (DeepSeek-V2)."""
 
@@ -89,6 +96,12 @@ class ModelConfig:
     """Groups the experts are divided into (V3: one a node); 1: no groups."""
     num_groups_per_token: int = 1
     """Groups a token may choose its experts from."""
+    norm_position: NormPosition = NormPosition.pre
+    """pre: DeepSeek's blocks. post: FOG's (`models.block`), with a scaled embedding, and no norm at the end."""
+    qk_norm: bool = False
+    """Divide each head's query and key by its rms; then no norm of attention has a trained gain."""
+    qk_scale: float = 1.0
+    """Factor on the softmax scale 1 / sqrt(d_qk): with qk_norm it bounds logits by qk_scale * sqrt(d_qk)."""
     router_scoring: RouterScoring = RouterScoring.sigmoid
     """sigmoid or softmax."""
     norm_topk_prob: bool = True
@@ -183,4 +196,4 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     *("num_dense_layers", "num_mtp_layers", "router_bias_update_rate", "balance_loss_weight", "mtp_loss_weight"),
 )
-_POSITIVE = ("routed_scaling_factor", "rope_theta", "rms_norm_eps", "init_std")
+_POSITIVE = ("routed_scaling_factor", "qk_scale", "rope_theta", "rms_norm_eps", "init_std")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from models.block import Block, DenseBlock, MoEBlock
-from models.config import ModelConfig
+from models.config import ModelConfig, NormPosition
 from models.documents import beyond, bounds_of, documents_of
-from models.layers import FFN, Embedding, RMSNorm, rope_table, softmax_scale
+from models.layers import FFN, Embedding, RMSNorm, normed, qk_bound, rope_table, softmax_scale
 from models.loss import Losses, targets_ahead
 from models.mla import MLA
 from models.moe import MoE
@@ -32,25 +32,28 @@ class DeepSeek(nn.Module):
         config.validate()
         self.config = config
         D, eps = config.hidden_size, config.rms_norm_eps
+        post = config.norm_position is NormPosition.post
+        gain = config.num_layers**-0.5 if post else None
         residual = plan.tensor("residual", "residual").dtype
-        self.embed = Embedding(plan, "embed", config.vocab_size, D, residual)
+        self.embed = Embedding(plan, "embed", config.vocab_size, D, residual, 1 / config.init_std if post else 1.0)
         blocks: list[Block] = []
         for i in range(config.num_layers):
             name = f"layers.{i}"
             attn = _mla(config, plan, f"{name}.attn")
             if i < config.num_dense_layers:
                 ffn = FFN(plan, f"{name}.ffn", "ffn", D, config.intermediate_size)
-                blocks.append(DenseBlock(plan, name, attn, ffn, D, eps))
+                blocks.append(DenseBlock(plan, name, attn, ffn, D, eps, gain))
             else:
-                blocks.append(MoEBlock(plan, name, attn, _moe(config, plan, f"{name}.moe", residual), D, eps))
+                moe = _moe(config, plan, f"{name}.moe", residual)
+                blocks.append(MoEBlock(plan, name, attn, moe, D, eps, gain))
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(plan, "norm", D, eps)
+        self.norm = None if post else RMSNorm(plan, "norm", D, eps)
         heads = 1 + config.num_mtp_layers  # one head, used so many times
         self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=heads))
         depths: list[Block] = []
         for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
             attn, moe = _mla(config, plan, f"{name}.attn"), _moe(config, plan, f"{name}.moe", residual)
-            depths.append(MTPBlock(plan, name, attn, moe, D, eps))
+            depths.append(MTPBlock(plan, name, attn, moe, D, eps, gain))
         self.mtp = nn.ModuleList(depths)
         self._blocks = [(f"layers.{i}", block) for i, block in enumerate(blocks)]
         self._blocks += [(f"mtp.{k}", block) for k, block in enumerate(depths)]
@@ -127,14 +130,18 @@ class DeepSeek(nn.Module):
         return list(self._blocks)
 
     def init_weights(self, seed: int) -> None:
-        """Weights ~ N(0, init_std), gains 1, router biases 0. Equal seeds give equal weights on one kind of device."""
+        """Weights ~ N(0, init_std), gains 1, of post-norms 1 / sqrt(num_layers), router biases 0.
+
+        Equal seeds give equal weights on one kind of device.
+        """
         generator = torch.Generator(device=self.lm_head.weight.device).manual_seed(seed)
         for part in self.parts():
             self.init_part(part, generator)
 
     def parts(self) -> list[nn.Module]:
         """Blocks and what stands beside them, in the order in which their weights are drawn."""
-        return [self.embed, *self.layers, self.norm, self.lm_head, *self.mtp]
+        last = [] if self.norm is None else [self.norm]
+        return [self.embed, *self.layers, *last, self.lm_head, *self.mtp]
 
     @torch.no_grad()
     def init_part(self, part: nn.Module, generator: torch.Generator) -> None:
@@ -142,9 +149,9 @@ class DeepSeek(nn.Module):
         for parameter in part.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, self.config.init_std, generator=generator)
-            else:
-                parameter.fill_(1.0)
         for module in part.modules():
+            if isinstance(module, RMSNorm) and module.weight is not None and module.initial is not None:
+                module.weight.fill_(module.initial)
             if isinstance(module, Gate) and module.bias is not None:
                 module.bias.zero_()
 
@@ -198,7 +205,7 @@ class DeepSeek(nn.Module):
             if isinstance(block, MoEBlock):
                 balance = balance + loss
                 loads.append(load_E)
-        return self.norm(h_BSD), balance, loads
+        return normed(h_BSD, self.norm), balance, loads
 
 
 def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:
@@ -212,7 +219,9 @@ def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:
         qk_nope_head_dim=config.qk_nope_head_dim,
         qk_rope_head_dim=config.qk_rope_head_dim,
         v_head_dim=config.v_head_dim,
-        softmax_scale=softmax_scale(config.qk_head_dim, config.rope_scaling),
+        softmax_scale=config.qk_scale * softmax_scale(config.qk_head_dim, config.rope_scaling),
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_bound=qk_bound(config.qk_head_dim, config.rope_scaling) if config.qk_norm else None,
     )
 
 
@@ -236,4 +245,5 @@ def _moe(config: ModelConfig, plan: Plan, name: str, residual: torch.dtype) -> M
         intermediate_size=config.moe_intermediate_size,
         num_shared_experts=config.num_shared_experts,
         residual=residual,
+        router_norm_eps=config.rms_norm_eps if config.norm_position is NormPosition.post else None,
     )

@@ -12,7 +12,7 @@ Everything here follows from the config alone, in closed form; the tests hold it
 
 from dataclasses import dataclass
 
-from models.config import ModelConfig
+from models.config import ModelConfig, NormPosition
 from precision import Plan
 from precision.ffn import is_fused
 from precision.head import is_chunked
@@ -50,8 +50,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     idle = (c.num_experts - c.num_experts_per_token) * expert
     num_moe = c.num_layers - c.num_dense_layers
     table = c.vocab_size * D
-    main = 2 * table + D + c.num_dense_layers * dense_block + num_moe * moe_block
-    mtp_block = moe_block + 2 * D * D + 3 * D
+    pre = c.norm_position is NormPosition.pre
+    main = 2 * table + D * pre + c.num_dense_layers * dense_block + num_moe * moe_block
+    mtp_block = moe_block + 2 * D * D + (3 * D if pre else D)
     return ParameterCount(
         main=main,
         main_active=main - table - num_moe * idle,
@@ -97,12 +98,15 @@ def kept_bytes_per_token(
         if fused and kind == "down":
             continue  # its input is computed again
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
+        if f"{name}_norm" in plan.tensors:  # the router's, with an input of its own
+            others = []
         in_tiles = rows = row.rows_per_token + (tiles if fused and row.op == "moe.experts" else 0.0)
         if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
             layer = ffn.removesuffix("experts")
             rows = arriving(config, spread)
             if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
-                others = [gemms[f"{layer}router"], gemms[f"{layer}shared.gate_up"]]
+                shares = [f"{layer}router", f"{layer}shared.gate_up"]
+                others = [gemms[other] for other in shares if f"{other}_norm" not in plan.tensors]
         again = selective and row.op.startswith("attn.")
         if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
@@ -110,12 +114,18 @@ def kept_bytes_per_token(
             kept["swiglu"] += row.out_features * in_tiles * row.recipe.output.bytes
     for name, row in plan.tensors.items():
         if row.op == "norm" and not (selective and ".attn." in name):
+            heads = c.num_heads * c.qk_head_dim
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
+            width |= {"q_head_norm": heads, "k_head_norm": heads}
+            if name.endswith("router_norm"):  # the shared experts' input, where that is kept as it is
+                shared = gemms[f"{name.removesuffix('router_norm')}shared.gate_up"].recipe.saved
+                width["router_norm"] = c.hidden_size if shared.is_fp8 else 0
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
         if row.op == "attn.core":
             kv_b = c.qk_nope_head_dim + c.v_head_dim  # v is a view of it
-            widths = c.v_head_dim if selective else 2 * c.qk_head_dim + kv_b + c.v_head_dim
-            kept["attention"] += c.num_heads * widths * row.format.bytes
+            result = plan.cores[name].recipe.output.bytes * c.v_head_dim
+            operands = 2 * c.qk_head_dim + (c.v_head_dim if row.format.is_fp8 else kv_b)
+            kept["attention"] += c.num_heads * (result + (0 if selective else operands * row.format.bytes))
     kept["head"] = (head.in_features if chunked else head.out_features) * head.rows_per_token * stream
     return kept
 
@@ -134,9 +144,9 @@ def head_gradient_bytes(plan: Plan) -> float:
 
 
 def _attention(c: ModelConfig) -> int:
-    """Parameters of MLA, its latents' norms included."""
-    q_out = c.num_heads * c.qk_head_dim
-    q = c.hidden_size * q_out if c.q_lora_rank is None else (c.hidden_size + 1 + q_out) * c.q_lora_rank
-    kv_a = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim) + c.kv_lora_rank
+    """Parameters of MLA, the gains of its latents' norms included."""
+    q_out, gain = c.num_heads * c.qk_head_dim, 0 if c.qk_norm else 1
+    q = c.hidden_size * q_out if c.q_lora_rank is None else (c.hidden_size + gain + q_out) * c.q_lora_rank
+    kv_a = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim) + gain * c.kv_lora_rank
     kv_b = c.kv_lora_rank * c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
     return q + kv_a + kv_b + c.num_heads * c.v_head_dim * c.hidden_size

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek import DeepSeek
-from models.layers import rope_table
+from models.layers import normed, rope_table
 from models.mla import LatentCache
 from models.mtp import MTPBlock
 from precision import refresh_weights
@@ -80,7 +80,7 @@ class Decoder:
         h_BTD = self._model.embed(tokens_BT)
         for block, cache in zip(self._blocks, self._caches, strict=True):
             h_BTD, _, _ = block(h_BTD, rope, cache)
-        return self._model.norm(h_BTD)
+        return normed(h_BTD, self._model.norm)
 
     @torch.no_grad()
     def ahead(self, h_BTD: Tensor, tokens_BT: Tensor) -> Tensor:

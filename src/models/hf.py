@@ -17,6 +17,7 @@ deepseek_v3's router: `to_hf_config` refuses a model that would compute somethin
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ _ROUTER = {  # model_type, architecture, scoring_func, topk_method
     RouterScoring.sigmoid: ("deepseek_v3", "DeepseekV3ForCausalLM", "sigmoid", "noaux_tc"),
     RouterScoring.softmax: ("deepseek_v2", "DeepseekV2ForCausalLM", "softmax", "greedy"),
 }
+_OWN = ("norm_position", "qk_norm", "qk_scale")  # keys of models that transformers does not know
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -184,6 +186,13 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model. ValueError if transformers would compute something else with it."""
     model_type, architecture, scoring, method = _ROUTER[config.router_scoring]
+    for key in _OWN:
+        if (value := getattr(config, key)) != getattr(ModelConfig, key):
+            value = value.value if isinstance(value, Enum) else value
+            raise ValueError(
+                f"model.{key}={value}: no architecture of transformers has it; the model cannot be exported to Hugging "
+                "Face (run.init_from starts a run from its checkpoints)"
+            )
     if config.router_scoring is RouterScoring.softmax:
         for key in ("num_mtp_layers", "norm_topk_prob"):
             if value := getattr(config, key):

@@ -1,6 +1,6 @@
 """What every block is made of: norm, rotary position, embedding, gated feed-forward layer.
 
-RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain.
+RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain; in FOG's models (arXiv 2505.20524) some without gain.
 
 SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half
 the gate.
@@ -33,23 +33,37 @@ from precision import Feed, Kurtosis, Linear, Operand, Plan, gated_ffn, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with an FP32 gain [features]."""
+    """RMSNorm with an FP32 gain [features] that starts at `initial`; None: without gain."""
 
-    def __init__(self, plan: Plan, name: str, features: int, eps: float):
+    def __init__(self, plan: Plan, name: str, features: int, eps: float, initial: float | None = 1.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(features, dtype=plan.tensor(name, "norm").dtype))
-        self.eps, self.kernels = eps, plan.kernels
+        dtype = plan.tensor(name, "norm").dtype
+        self.weight = None if initial is None else nn.Parameter(torch.empty(features, dtype=dtype))
+        self.eps, self.kernels, self.initial = eps, plan.kernels, initial
 
     def forward(self, x: Tensor, feed: Feed | None = None) -> Operand | Tensor:
         """x [..., features] -> the same shape, as `feed` asks for it; without a feed a tensor of x's dtype."""
         return rms_norm(x, self.weight, self.eps, feed, self.kernels)
 
 
-class Embedding(nn.Module):
-    """Token embedding: FP32 master [V, D], looked up in the plan's format and handed to the residual stream."""
+def normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """norm(x) as a tensor; x where there is no norm."""
+    if norm is None:
+        return x
+    out = norm(x)
+    assert isinstance(out, Tensor)
+    return out
 
-    def __init__(self, plan: Plan, name: str, vocab_size: int, hidden_size: int, residual: torch.dtype):
+
+class Embedding(nn.Module):
+    """Token embedding: FP32 master [V, D], looked up in the plan's format and handed to the residual stream, times
+    `factor`."""
+
+    def __init__(
+        self, plan: Plan, name: str, vocab_size: int, hidden_size: int, residual: torch.dtype, factor: float = 1.0
+    ):
         super().__init__()
+        self.factor = factor
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=torch.float32))
         self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
         self.table: Tensor | None = None  # the whole table in the plan's format, where ranks share it
@@ -68,8 +82,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [...] -> [..., D]. Cast after the lookup: the same numbers as looking up in a cast table."""
         if self.table is not None:
-            return _Lookup.apply(tokens, self.weight, self.table).to(self.residual)
-        return F.embedding(tokens, self.weight).to(self.dtype).to(self.residual)
+            found = _Lookup.apply(tokens, self.weight, self.table)
+        else:
+            found = F.embedding(tokens, self.weight).to(self.dtype)
+        return found.to(self.residual) if self.factor == 1 else found.to(self.residual) * self.factor
 
 
 class _Lookup(torch.autograd.Function):
@@ -127,15 +143,25 @@ def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, dev
     table_2SP = torch.stack([angle_SP.cos(), angle_SP.sin()])
     if yarn is None:
         return table_2SP
-    if yarn.mscale and yarn.mscale_all_dim:
-        return table_2SP * (_growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim))
-    return table_2SP * _growth(yarn, 1.0)
+    return table_2SP * _rope_growth(yarn)
 
 
 def softmax_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
     """1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
     growth = 1.0 if yarn is None else _growth(yarn, yarn.mscale_all_dim)
     return qk_head_dim**-0.5 * growth**2
+
+
+def qk_bound(qk_head_dim: int, yarn: YarnConfig | None) -> float:
+    """No number of a normed query or key, turned, is larger."""
+    return qk_head_dim**0.5 * (1.0 if yarn is None else max(1.0, _rope_growth(yarn)))
+
+
+def _rope_growth(yarn: YarnConfig) -> float:
+    """Of cos and sin."""
+    if yarn.mscale and yarn.mscale_all_dim:
+        return _growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim)
+    return _growth(yarn, 1.0)
 
 
 def _growth(yarn: YarnConfig, a: float) -> float:

@@ -19,6 +19,14 @@ ones have few queries and many keys; they expand nothing (section 2.1.2 of V2), 
 so that attention takes place among latents: for a query and a key H (2 C + R) multiplications instead of the H C (N +
 V) of the expansion.
 
+With `qk_norm` (FOG, arXiv 2505.20524; here over all features of a head, before RoPE, without gain, N(x) = x / rms(x)):
+
+    q^ = RoPE(N([q_c ; q_r])), k^ = RoPE(N([k_c ; k_r]))          RoPE on the rotary features; |x_i| <= sqrt(N + R)
+
+and the latents' norms have no gain either: trained gains there and on q and k are what grows until FP8 breaks. N of a
+key is one number for each head and position, rstd = 1 / rms([k_c ; k_r]), and RoPE leaves it alone. So the cache keeps
+rstd [L, H] too, and logits among latents are multiplied by it.
+
 The norms on the latents use eps 1e-6 whatever the model's rms_norm_eps says, as transformers 5.17 does.
 
 Legend: B batch, S sequence, D hidden, H heads, N nope, R rope, V value width of a head, C key-value latent; T new
@@ -28,8 +36,8 @@ positions, L positions in a cache.
 import torch
 from torch import Tensor, nn
 
-from models.layers import RMSNorm, apply_rope
-from precision import Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
+from models.layers import RMSNorm, apply_rope, normed
+from precision import AttentionCore, Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
 
 LATENT_NORM_EPS = 1e-6
 
@@ -50,14 +58,21 @@ class MLA(nn.Module):
         qk_rope_head_dim: int,
         v_head_dim: int,
         softmax_scale: float,
+        qk_norm_eps: float | None = None,
+        qk_bound: float | None = None,
     ):
         super().__init__()
+        gain = 1.0 if qk_norm_eps is None else None
 
         def linear(part: str, in_features: int, out_features: int) -> Linear:
             return Linear(plan.gemm(f"{name}.{part}", f"attn.{part}", in_features, out_features))
 
         def latent_norm(part: str, rank: int) -> RMSNorm:
-            return RMSNorm(plan, f"{name}.{part}", rank, LATENT_NORM_EPS)
+            return RMSNorm(plan, f"{name}.{part}", rank, LATENT_NORM_EPS, gain)
+
+        def head_norm(part: str) -> RMSNorm | None:
+            width = qk_nope_head_dim + qk_rope_head_dim
+            return None if qk_norm_eps is None else RMSNorm(plan, f"{name}.{part}", width, qk_norm_eps, None)
 
         q_features = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         if q_lora_rank is None:
@@ -72,7 +87,10 @@ class MLA(nn.Module):
         self.kv_norm = latent_norm("kv_norm", kv_lora_rank)
         self.kv_b = linear("kv_b", kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
         self.o = linear("o", num_heads * v_head_dim, hidden_size)
-        self.core_dtype = plan.tensor(f"{name}.core", "attn.core").dtype
+        self.q_head_norm, self.k_head_norm = head_norm("q_head_norm"), head_norm("k_head_norm")
+        row = plan.core(f"{name}.core", num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, qk_bound)
+        self.core_dtype = row.recipe.output.dtype
+        self.core = AttentionCore(row) if row.recipe.is_fp8 else attention_core
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
@@ -86,44 +104,55 @@ class MLA(nn.Module):
         q_BSx, latent, k_rope = self._queries(x), *self._latent(x, rope_2SP)
         kv_BSx = self.kv_b(latent)
         self.kurtosis(q_BSx, kv_BSx)
-        return self._expanded(*self._by_head(q_BSx, rope_2SP), kv_BSx, k_rope, mask)
+        return self._expanded(self._by_head(q_BSx, rope_2SP), kv_BSx, k_rope, rope_2SP, mask)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
         positions. Without gradients."""
         first = cache.length == 0
-        q_nope, q_rope = self._by_head(self._queries(x), rope_2SP)
+        q_BTHd = self._by_head(self._queries(x), rope_2SP)
         latent, k_rope = self._latent(x, rope_2SP)
-        cache.append(latent.read() if isinstance(latent, Operand) else latent, k_rope[:, :, 0])
+        turned = k_rope if self.k_head_norm is None else apply_rope(k_rope, rope_2SP)
+        cache.append(latent.read() if isinstance(latent, Operand) else latent, turned[:, :, 0], k_rope[:, :, 0])
         if first:
-            return self._expanded(q_nope, q_rope, self.kv_b(latent), k_rope)
+            return self._expanded(q_BTHd, self.kv_b(latent), k_rope, rope_2SP)
         w_k_HNC, w_v_HVC = cache.weights
-        q_BTHC = torch.einsum("bthn,hnc->bthc", q_nope.to(self.core_dtype), w_k_HNC)
-        q = torch.cat([q_BTHC, q_rope.to(self.core_dtype)], -1).transpose(1, 2)
-        out_BHTC = latent_attention(q, cache.latent_BLx, self.kv_a_widths[0], self.softmax_scale)
+        q_nope, q_rope = q_BTHd.to(self.core_dtype).split(self.q_widths, -1)
+        q_BTHC = torch.einsum("bthn,hnc->bthc", q_nope, w_k_HNC)
+        q = torch.cat([q_BTHC, q_rope], -1).transpose(1, 2)
+        out_BHTC = latent_attention(q, cache.latent_BLx, self.kv_a_widths[0], self.softmax_scale, cache.rstd_BHL)
         return self.o(torch.einsum("bhtc,hvc->bthv", out_BHTC, w_v_HVC).flatten(2))
 
-    def _by_head(self, q_BSx: Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor]:
-        """q_c [B, S, H, N], RoPE(q_r) [B, S, H, R]."""
-        q_nope_BSHN, q_rope_BSHR = q_BSx.unflatten(-1, (self.num_heads, -1)).split(self.q_widths, -1)
-        return q_nope_BSHN, apply_rope(q_rope_BSHR, rope_2SP)
+    def _by_head(self, q_BSx: Tensor, rope_2SP: Tensor) -> Tensor:
+        """Queries [B, S, H, N + R], normed and turned."""
+        q_BSHd = normed(q_BSx.unflatten(-1, (self.num_heads, -1)), self.q_head_norm)
+        return self._turned(q_BSHd, rope_2SP)
+
+    def _turned(self, x_BSHd: Tensor, rope_2SP: Tensor) -> Tensor:
+        """RoPE on the last R features."""
+        nope, rope = x_BSHd.split(self.q_widths, -1)
+        return torch.cat([nope, apply_rope(rope, rope_2SP)], -1)
 
     def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
-        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]."""
+        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before."""
         c_kv_BSC, k_rope_BSR = self.kv_a(x).split(self.kv_a_widths, -1)
-        return self.kv_norm(c_kv_BSC, self.kv_feed), apply_rope(k_rope_BSR[:, :, None], rope_2SP)
+        k_rope = k_rope_BSR[:, :, None]
+        if self.k_head_norm is None:
+            k_rope = apply_rope(k_rope, rope_2SP)
+        return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
 
     def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, kv_BSx: Tensor, k_rope: Tensor, mask: Tensor | None = None
+        self, q_BSHd: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Attention among these positions, of keys and values [B, S, H (N + V)] as `kv_b` makes them; see `_by_head`,
         `_latent` -> [B, S, D]."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
         k_nope_BSHN, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
-        q = torch.cat([q_nope, q_rope], -1)
         k = torch.cat([k_nope_BSHN, k_rope.expand(-1, -1, self.num_heads, -1)], -1)
-        q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q, k, v_BSHV))
-        out_BHSV = attention_core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
+        if self.k_head_norm is not None:
+            k = self._turned(normed(k, self.k_head_norm), rope_2SP)
+        q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q_BSHd, k, v_BSHV))
+        out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
         return self.o(out_BHSV.transpose(1, 2).flatten(2))
 
     def _queries(self, x: Operand | Tensor) -> Tensor:
@@ -134,7 +163,8 @@ class MLA(nn.Module):
 
 
 class LatentCache:
-    """What one MLA keeps of the positions behind: `latent_BLx` [B, L, C + R], c_kv and k_r, in the core's format.
+    """What one MLA keeps of the positions behind: `latent_BLx` [B, L, C + R], c_kv and k_r, in the core's format; with
+    QK norm `rstd_BHL` [B, H, L] FP32 of the keys, else None.
 
     capacity: positions there is room for. Made for the weights as they are: those of kv_b are kept beside it.
     """
@@ -146,18 +176,31 @@ class LatentCache:
         per_head = attn.kv_b.plain_weight().to(dtype).unflatten(0, (attn.num_heads, -1))
         self.weights = per_head.split(attn.kv_widths, 1)
         """W_UK [H, N, C] and W_UV [H, V, C]."""
+        self._eps = None if attn.k_head_norm is None else attn.k_head_norm.eps
+        heads = batch, attn.num_heads, capacity
+        self._rstd = None if self._eps is None else torch.empty(heads, device=self._room.device)
 
     @property
     def latent_BLx(self) -> Tensor:
         return self._room[:, : self.length]
 
-    def append(self, latent_BTC: Tensor, k_rope_BTR: Tensor) -> None:
-        """T more positions."""
+    @property
+    def rstd_BHL(self) -> Tensor | None:
+        return None if self._rstd is None else self._rstd[:, :, : self.length]
+
+    def append(self, latent_BTC: Tensor, k_rope_BTR: Tensor, unturned_BTR: Tensor) -> None:
+        """T more positions. unturned: k_r before RoPE, which the norm of keys takes in."""
         start, self.length = self.length, self.length + latent_BTC.shape[1]
         assert self.length <= self._room.shape[1], f"the cache has room for {self._room.shape[1]} positions"
         width = latent_BTC.shape[2]
         self._room[:, start : self.length, :width] = latent_BTC
         self._room[:, start : self.length, width:] = k_rope_BTR
+        if self._rstd is not None and self._eps is not None:
+            w_k_HNC = self.weights[0]
+            k_BHTN = torch.einsum("btc,hnc->bhtn", latent_BTC.to(w_k_HNC.dtype), w_k_HNC).float()
+            squares_BHT = k_BHTN.square().sum(-1) + unturned_BTR.float().square().sum(-1)[:, None]
+            mean_BHT = squares_BHT / (w_k_HNC.shape[1] + unturned_BTR.shape[-1])
+            self._rstd[:, :, start : self.length] = (mean_BHT + self._eps).rsqrt()
 
     def cut(self, length: int) -> None:
         """Forget the positions from `length` on."""

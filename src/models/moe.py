@@ -11,7 +11,8 @@ How tokens come to experts that are in other processes is the dispatcher's matte
 
 What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm,
 for the shared and the routed experts; else they are quantised after the permutation. The router reads the plain tensor
-in both cases.
+in both cases; where it is a stream that grows with depth (`norm_position=post`), through a norm of its own, without
+gain, so that scores do not saturate.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts, K chosen experts of a token, R = T K
 rows.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from models.layers import FFN
+from models.layers import FFN, RMSNorm
 from models.router import Gate
 from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, expert_ffn
 
@@ -107,10 +108,14 @@ class MoE(nn.Module):
         intermediate_size: int,
         num_shared_experts: int,
         residual: torch.dtype,
+        router_norm_eps: float | None = None,
     ):
         super().__init__()
         num_experts, num_chosen = gate.num_experts, gate.num_chosen
         self.gate = gate
+        self.router_norm = None
+        if router_norm_eps is not None:
+            self.router_norm = RMSNorm(plan, f"{name}.router_norm", hidden_size, router_norm_eps, None)
         self.router = Linear(plan.gemm(f"{name}.router", "moe.router", hidden_size, num_experts))
         self.shared = FFN(plan, f"{name}.shared", "moe.shared", hidden_size, num_shared_experts * intermediate_size)
         self.experts = Experts(
@@ -134,12 +139,12 @@ class MoE(nn.Module):
         self.dispatcher = dispatcher
 
     def forward(self, x: Operand | Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D], normalised and made for `self.feed`; the T tokens of `batch` sequences of one length.
+        """x [T, D], made for `self.feed`; the T tokens of `batch` sequences of one length.
 
         Returns y [T, D] in the residual stream's dtype, the weighted balance loss (0-d FP32) and the load [E] int64.
         """
         x_TD = x.tensor if isinstance(x, Operand) else x
-        logits_TE = self.router(x_TD)
+        logits_TE = self.router(x_TD if self.router_norm is None else self.router_norm(x_TD))
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
         begun = self.dispatcher.begin(expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
         shared_TD = self.shared(x)

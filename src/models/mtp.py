@@ -7,6 +7,11 @@ and predicts the token after that:
     h^k   = RMSNorm(Block_k(x^k))
     p(t_{i+k+1}) = softmax(head(h^k_i))
 
+With `norm_position=post` the embedding is scaled to the stream's size, so that both halves need no norm; the one norm
+is on what the projection makes, and nothing is normed behind the block:
+
+    x^k_i = RMSNorm(M_k [Emb(t_{i+k}) ; h^{k-1}_i])                   gain from 1: there is no residual to scale it for
+
 Embedding and head are the main model's. Which state is handed on differs between sources; here, as in transformers
 5.17's `MtpModel`, it is the one after the norm, for the main model and for each depth.
 
@@ -21,7 +26,7 @@ import torch
 from torch import Tensor
 
 from models.block import MoEBlock
-from models.layers import RMSNorm
+from models.layers import RMSNorm, normed
 from models.mla import MLA, LatentCache
 from models.moe import MoE
 from precision import Linear, Plan
@@ -30,12 +35,18 @@ from precision import Linear, Plan
 class MTPBlock(MoEBlock):
     """One depth: a block with experts behind a projection of two normalised inputs."""
 
-    def __init__(self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float):
-        super().__init__(plan, name, attn, moe, hidden_size, eps)
-        self.enorm = RMSNorm(plan, f"{name}.enorm", hidden_size, eps)
-        self.hnorm = RMSNorm(plan, f"{name}.hnorm", hidden_size, eps)
+    def __init__(
+        self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float, post_gain: float | None = None
+    ):
+        super().__init__(plan, name, attn, moe, hidden_size, eps, post_gain)
+
+        def norm(part: str, present: bool) -> RMSNorm | None:
+            return RMSNorm(plan, f"{name}.{part}", hidden_size, eps) if present else None
+
+        pre = post_gain is None
+        self.enorm, self.hnorm = norm("enorm", pre), norm("hnorm", pre)
         self.proj = Linear(plan.gemm(f"{name}.proj", "mtp.proj", 2 * hidden_size, hidden_size))
-        self.norm = RMSNorm(plan, f"{name}.norm", hidden_size, eps)
+        self.proj_norm, self.norm = norm("proj_norm", not pre), norm("norm", pre)
 
     def forward(
         self,
@@ -49,9 +60,10 @@ class MTPBlock(MoEBlock):
 
         Returns this depth's state [B, S, D], the weighted balance loss (0-d FP32) and the load [E] int64.
         """
-        both = torch.cat([self.enorm(embedded_BSD), self.hnorm(h_BSD)], -1)
-        h_BSD, balance_loss, load_E = super().forward(self.proj(both), rope_2SP, cache, mask)
-        return self.norm(h_BSD), balance_loss, load_E
+        both = torch.cat([normed(embedded_BSD, self.enorm), normed(h_BSD, self.hnorm)], -1)
+        x_BSD = normed(self.proj(both), self.proj_norm)
+        h_BSD, balance_loss, load_E = super().forward(x_BSD, rope_2SP, cache, mask)
+        return normed(h_BSD, self.norm), balance_loss, load_E
 
 
 def tokens_ahead(sequence: Tensor, k: int, length: int) -> Tensor:

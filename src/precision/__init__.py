@@ -6,7 +6,8 @@ from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
 from precision.ffn import expert_ffn, gated_ffn
-from precision.fused import combine_rows, gather_rows, rms_norm, swiglu
+from precision.fp8_attention import AttentionCore
+from precision.fused import combine_rows, deliver, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
@@ -19,6 +20,7 @@ from precision.topk_experts import choose_experts
 __all__ = [
     "IGNORED",
     "AmaxProbe",
+    "AttentionCore",
     "Feed",
     "GemmRow",
     "GradRows",
@@ -34,6 +36,7 @@ __all__ = [
     "bind",
     "choose_experts",
     "combine_rows",
+    "deliver",
     "document_mask",
     "expert_ffn",
     "gated_ffn",

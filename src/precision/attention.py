@@ -46,12 +46,16 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor |
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
-def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tensor:
+def latent_attention(
+    q: Tensor, latent: Tensor, rank: int, scale: float, key_factor_BHL: Tensor | None = None
+) -> Tensor:
     """Attention of all heads to one shared key and value a position: softmax(scale q latent^T) latent, cut to `rank`.
 
     q [B, H, T, C], latent [B, L, C], one dtype -> [B, H, T, rank]; the T queries are the last of the L positions, and
     each sees the positions up to its own. Softmax in FP32. The heads are queries of one head, so that nothing is
     repeated for them; what is cut off is cheaper than values in memory of their own.
+
+    key_factor [B, H, L] FP32: multiplies the scores of a key, head by head. No kernel takes that: two products then.
     """
     B, H, T, _ = q.shape
     mask = None
@@ -59,6 +63,11 @@ def latent_attention(q: Tensor, latent: Tensor, rank: int, scale: float) -> Tens
         L = latent.shape[1]
         mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T).repeat(H, 1)
     shared = latent[:, None]
+    if key_factor_BHL is not None:
+        score_BHTL = (q @ shared.mT).float() * (scale * key_factor_BHL[:, :, None])
+        if mask is not None:
+            score_BHTL = score_BHTL.masked_fill(~mask[:T], -torch.inf)
+        return score_BHTL.softmax(-1).to(q.dtype) @ shared[..., :rank]
     out = F.scaled_dot_product_attention(q.reshape(B, 1, H * T, -1), shared, shared, mask, scale=scale)
     return out[..., :rank].view(B, H, T, rank)
 
@@ -71,6 +80,18 @@ def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -
     """
     if _kernel_takes(bounds_2BS.device, dtype, d_qk, d_v):
         return bounds_2BS.contiguous()
+    return _within(bounds_2BS)
+
+
+def visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Who sees whom [S, S] or [B, 1, S, S] bool, of what `document_mask` made; None: every position all up to it."""
+    if mask is None:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if mask.dtype is torch.bool else _within(mask)
+
+
+def _within(bounds_2BS: Tensor) -> Tensor:
+    """[B, 1, S, S] bool."""
     start_BS = bounds_2BS[0]
     place_S = torch.arange(start_BS.shape[1], device=start_BS.device)
     return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]

@@ -5,6 +5,7 @@ from torch import nn
 
 from precision.amax_probe import AmaxProbe
 from precision.backends import get_backend
+from precision.fp8_attention import AttentionCore
 from precision.kurtosis import Kurtosis, bind_kurtosis
 from precision.linear import GroupedLinear, Linear, refresh_weights
 from precision.plan import Plan
@@ -18,7 +19,7 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
     Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
     modules.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | AmaxProbe)]
+    layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | AmaxProbe | AttentionCore)]
     slots = [slot for layer in layers for slot in layer.slots()]
     for layer in layers:
         if isinstance(layer, Linear | GroupedLinear) and layer.te is None:

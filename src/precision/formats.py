@@ -15,6 +15,7 @@ is dropped.
 Source of the formats: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,3 +82,8 @@ def fp8_values(data: Tensor) -> Tensor:
     is_nan = bits.bitwise_and(0x07F0).add_(0x0010).bitwise_right_shift_(11).neg_()  # -1 (all ones: a NaN) or 0
     values = bits.view(torch.bfloat16).mul_(2.0**120)
     return values.view(torch.int16).bitwise_or_(is_nan).view(torch.bfloat16)
+
+
+def static_scale(bound: float, largest: float) -> float:
+    """The largest power of two that maps numbers up to `bound`, and what BF16 may round them up by, into a format."""
+    return 2.0 ** math.floor(math.log2(largest / (bound * (1 + 2.0**-7))))

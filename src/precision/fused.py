@@ -30,12 +30,12 @@ class _RmsNorm(torch.autograd.Function):
     """y = x / rms(x) * gain. rstd [..., 1] is kept; dx = rstd (g - n mean(g n)) with n = x rstd, g = dy gain."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, rstd)
-        return _in(wide * rstd * gain, x.dtype)
+        return _in(wide * rstd if gain is None else wide * rstd * gain, x.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -43,6 +43,9 @@ class _RmsNorm(torch.autograd.Function):
         normed = x.float() * rstd
         dy = grads[0].float()
         product = dy * normed
+        if gain is None:
+            dx = dy.sub(normed.mul_(product.mean(-1, keepdim=True))).mul_(rstd)
+            return dx.to(x.dtype), None, None
         dgain = product.flatten(0, -2).sum(0).to(gain.dtype)
         mean = (product @ gain.to(product.dtype)).div_(gain.shape[0])[..., None]
         dx = (dy * gain).sub_(normed.mul_(mean)).mul_(rstd)
@@ -145,14 +148,15 @@ def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
 
 
 def rms_norm(
-    x: Tensor, gain: Tensor, eps: float, feed: Feed | None = None, kernels: str = "reference"
+    x: Tensor, gain: Tensor | None, eps: float, feed: Feed | None = None, kernels: str = "reference"
 ) -> Operand | Tensor:
-    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32: FP32 inside, result in x's dtype.
+    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32, or without: FP32 inside, result in x's dtype.
 
-    kernels: `cuda` norms BF16 and casts in one kernel.
+    kernels: `cuda` norms BF16 with a gain and casts in one kernel; without gain it is plain ops, which a compiled block
+    fuses.
     """
     fits = x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda"))
-    if kernels == "cuda" and fits and not is_observed():
+    if kernels == "cuda" and gain is not None and fits and not is_observed():
         return _norm_and_cast(x, gain, eps, feed)
     return deliver(_RmsNorm.apply(x, gain, eps), feed)
 

@@ -12,8 +12,10 @@ What is kept for the backward pass is dx [T, D] and dw; backward multiplies them
 known only then. Not x, nor logits. dw is handed to autograd as it is and becomes the master's `.grad`.
 
 The three GEMMs are those of the head's plan row, through its backend's door (Transformer Engine's modules have none:
-beside them a head in BF16 is torch's). A head in FP8 is computed whole, by Linear and `cross_entropy`, since the scale
-of one gradient is meant for all of its tokens.
+beside them a head in BF16 is torch's, and a head of theirs in FP8 is computed whole, by Linear and `cross_entropy`).
+
+In FP8 x is cast once, and dz chunk by chunk: under the history's scale, or where scales are a tensor's own, the
+chunk's. It is the gradient of a loss of weight 1, whatever weight multiplies it later.
 
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
@@ -24,7 +26,7 @@ from torch import Tensor
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend
 from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
 from precision.linear import Linear
-from precision.rows import GemmRecipe
+from precision.rows import TE, GemmRecipe
 
 _CHUNK_BYTES = 1 << 28  # of a chunk's logits
 _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it multiplies
@@ -41,14 +43,16 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> T
         return cross_entropy(lm_head(h_BSD), target_BS)
     assert operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
     h_TD, target_T = h_BSD.flatten(0, -2), target_BS.flatten()
+    slots = lm_head.input_slot, lm_head.grad_slot
+    rows = [None if slot is None else getattr(slot, key) for slot in slots for key in ("scale", "amax", "place")]
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, recipe)
-    return _in_chunks(h_TD, operand, target_T, recipe, None, False)[0]
+        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe)
+    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False)[0]
 
 
 def is_chunked(recipe: GemmRecipe) -> bool:
     """Whether a head of this recipe is computed in chunks; a whole one keeps its input and its logits' gradient."""
-    return not recipe.is_fp8
+    return not recipe.is_fp8 or recipe.backend != TE
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -56,10 +60,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, h_TD: Tensor, weight_VD: Tensor, operand: WeightOperand, target_T: Tensor, recipe: GemmRecipe
+        ctx,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        operand: WeightOperand,
+        target_T: Tensor,
+        x_scale: Tensor | None,
+        x_amax: Tensor | None,
+        x_place: Tensor | None,
+        dz_scale: Tensor | None,
+        dz_amax: Tensor | None,
+        dz_place: Tensor | None,
+        recipe: GemmRecipe,
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
-        loss, dw_VD = _in_chunks(h_TD, operand, target_T, recipe, dh_TD, ctx.needs_input_grad[1])
+        rows = [x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place]
+        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, ctx.needs_input_grad[1])
         ctx.save_for_backward(dh_TD, dw_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -72,42 +88,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dw_VD is not None:
             into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
             dw_VD = torch.mul(dw_VD, grads[0], out=into)
-        return dh_TD, dw_VD, None, None, None
+        return dh_TD, dw_VD, *(None,) * 9
 
 
 def _in_chunks(
-    h_TD: Tensor, operand: WeightOperand, target_T: Tensor, recipe: GemmRecipe, dh_TD: Tensor | None, wants_dw: bool
+    h_TD: Tensor,
+    operand: WeightOperand,
+    target_T: Tensor,
+    arena_rows: list[Tensor | None],
+    recipe: GemmRecipe,
+    dh_TD: Tensor | None,
+    wants_dw: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and dw [V, D] FP32 if wanted, both for a gradient of 1; dh is written into dh_TD if given."""
+    """The loss, and dw [V, D] FP32 if wanted, both for a gradient of 1; dh is written into dh_TD if given. arena_rows:
+    scale, amax and place of x and of dz, if they are cast."""
     backend = get_backend(recipe.backend)
     weight = mean_weight(target_T)
     gradient = wants_dw or dh_TD is not None
     losses, dw_VD = [], None
+    x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place = arena_rows
+    x_inv = None
+    if recipe.is_fp8:
+        assert x_scale is not None and x_amax is not None, "precision.bind(model, ...) has not been called"
+        x_TD, x_inv = backend.quantize(h_TD.detach(), x_scale, x_amax, recipe.input, recipe, x_place)
+    else:
+        x_TD = h_TD
     rows = chunk_rows(len(h_TD), operand.data.shape[0], recipe.output.bytes)
     for start in range(0, len(h_TD), rows):
         part = slice(start, start + rows)
-        x_cD = h_TD[part].to(recipe.input.dtype)
-        z_cV = backend.forward(x_cD, None, operand, None, recipe)
+        x_cD = x_TD[part].to(recipe.input.dtype)
+        inv = x_inv if x_inv is None or not x_inv.dim() else x_inv[part]
+        z_cV = backend.forward(x_cD, inv, operand, None, recipe)
         losses.append(cross_entropy_rows(z_cV, target_T[part], weight, gradient))
         if gradient:
-            dz_cV = z_cV.to(recipe.grad.dtype)
-            dz = GradOperand(dz_cV, dz_cV)
+            if dz_scale is None or dz_amax is None:
+                dz_cV = z_cV.to(recipe.grad.dtype)
+                dz = GradOperand(dz_cV, dz_cV)
+            else:
+                dz = backend.quantize_grad(z_cV, dz_scale, dz_amax, recipe, dz_place)
             if dh_TD is not None:
                 dh_TD[part] = backend.dgrad(dz, operand, None, recipe)
             if wants_dw:
-                dw_VD = _add_wgrad(dw_VD, dz, x_cD, backend, recipe)
-            del dz_cV, dz
+                dw_VD = _add_wgrad(dw_VD, dz, x_cD, inv, backend, recipe)
+            dz_cV = dz = None
         del z_cV  # before the next chunk's are made
     return torch.cat(losses).sum() if losses else weight.new_zeros(()), dw_VD
 
 
-def _add_wgrad(dw: Tensor | None, dz: GradOperand, x: Tensor, backend: Backend, recipe: GemmRecipe) -> Tensor:
+def _add_wgrad(
+    dw: Tensor | None, dz: GradOperand, x: Tensor, x_inv: Tensor | None, backend: Backend, recipe: GemmRecipe
+) -> Tensor:
     """dw + dz^T x in FP32, in dw's memory if there is one."""
     if x.is_cuda and x.dtype is torch.bfloat16 and backend.name != "reference":  # cuBLAS adds up in FP32, in place
         if dw is None:
             return torch.mm(dz.data.t(), x, out_dtype=torch.float32)
         return torch.addmm(dw, dz.data.t(), x, out_dtype=torch.float32, out=dw)
-    fresh = backend.wgrad(dz, x, None, None, recipe, torch.float32)
+    fresh = backend.wgrad(dz, x, x_inv, None, recipe, torch.float32)
     return fresh if dw is None else dw.add_(fresh)
 
 

@@ -4,7 +4,9 @@
 
 A `Kurtosis` stands in the model where a tensor passes and is given it; by itself it does nothing. While somebody
 samples, it adds to `sums` [2] FP64 the kurtosis of every k-th token, and how many tokens these were. Rows of nothing
-but zeros stand for no token and do not count.
+but zeros stand for no token and do not count. `sequences` [2] gets the same of all the numbers of a sequence together
+(the rows of it that are looked at), which also sees a few huge tokens: what the code of that paper measures. Rows that
+are in no sequence any more, the experts', count as one.
 
 `sums` is a view into one buffer of the model, bound like the rows of the arena (`bind`), with a version counter of its
 own: one module's write must not invalidate what another one saved. In a graph the module is an operator that changes
@@ -26,7 +28,9 @@ class _Row:
     """What a module holds of the buffer: no buffer of the module's, so that no checkpoint knows of it."""
 
     def __init__(self):
-        self.sums: Tensor | None = None
+        self.both: Tensor | None = None
+        self.sums: Tensor | None = None  # the halves of `both`: graphs take them as they are
+        self.sequences: Tensor | None = None
 
 
 class Kurtosis(nn.Module):
@@ -41,24 +45,29 @@ class Kurtosis(nn.Module):
         """[2] FP64: the sum over tokens, and their number; None where nothing is bound."""
         return self.row.sums
 
+    @property
+    def sequences(self) -> Tensor | None:
+        """[2] FP64: the sum over sequences, and their number."""
+        return self.row.sequences
+
     def forward(self, x: Tensor, beside: Tensor | None = None) -> None:
         """x [..., D]; beside [..., E]: more features of the same tokens."""
-        sums = self.row.sums
-        if sums is None:
+        both = self.row.both
+        if both is None:
             return
         if torch.compiler.is_compiling():
-            _kurtosis(sums, x.detach(), None if beside is None else beside.detach())
+            _kurtosis(both, x.detach(), None if beside is None else beside.detach())
         elif is_sampled():
-            _take(sums, x, beside)
+            _take(both, x, beside)
 
 
 def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Tensor:
-    """Give each module its row of a new buffer [modules, 2] FP64, which is returned."""
+    """Give each module its row of a new buffer FP64, of which the sums over tokens [modules, 2] are returned."""
     found = list(modules)
-    sums = torch.zeros(len(found), 2, dtype=torch.float64, device=device)
+    both = torch.zeros(len(found), 4, dtype=torch.float64, device=device)
     for i, module in enumerate(found):
-        module.row.sums = sums.data[i]
-    return sums
+        module.row.both, module.row.sums, module.row.sequences = both.data[i], both.data[i, :2], both.data[i, 2:]
+    return both[:, :2]
 
 
 @torch.no_grad()
@@ -73,12 +82,30 @@ def add_plain_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None) ->
     sums.add_(torch.stack([kurtosis.sum(), seen.sum(dtype=torch.float64)]))
 
 
-def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
-    """Of every k-th row."""
+@torch.no_grad()
+def add_sequence_kurtosis(sequences: Tensor, rows: Tensor, beside: Tensor | None, of_row: Tensor, count: int) -> None:
+    """Raise sequences [2] by those of rows [R, D] and beside [R, E], row r in sequence of_row[r] of `count`."""
+    squares = [part.float().square() for part in (rows, beside) if part is not None]
+    width = sum(square.shape[-1] for square in squares)
+    second = torch.stack([square.sum(-1).double() for square in squares]).sum(0)
+    fourth = torch.stack([torch.linalg.vector_norm(square, dim=-1).double().square() for square in squares]).sum(0)
+    sums = torch.zeros(3, count, dtype=torch.float64, device=rows.device)
+    sums.index_add_(1, of_row, torch.stack([second, fourth, torch.full_like(second, width)]))
+    seen = sums[1] > 0
+    kurtosis = torch.where(seen, sums[1] * sums[2] / sums[0].square(), 0.0)
+    sequences.add_(torch.stack([kurtosis.sum(), seen.sum(dtype=torch.float64)]))
+
+
+def _take(both: Tensor, x: Tensor, beside: Tensor | None) -> None:
+    """Of every k-th row. both [4]: sums over tokens, sums over sequences."""
+    sums, sequences = both[:2], both[2:]
     rows, more = (None if part is None else part.detach().flatten(0, -2) for part in (x, beside))
     assert rows is not None
     part = every(rows)
+    count, length = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, max(len(rows), 1))
+    of_row = torch.arange(len(rows), device=rows.device)[part] // length
     rows, more = rows[part], None if more is None else more[part]
+    add_sequence_kurtosis(sequences, rows, more, of_row, count)
     if rows.is_cuda and find_spec("triton") is not None and STATISTICS not in refused:
         from precision.kernels.kurtosis import add_kurtosis
 
@@ -87,12 +114,12 @@ def _take(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
         add_plain_kurtosis(sums, rows, more)
 
 
-@operator("kurtosis", mutates_args=("sums",))
-def _kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
+@operator("kurtosis", mutates_args=("both",))
+def _kurtosis(both: Tensor, x: Tensor, beside: Tensor | None) -> None:
     if is_sampled():
-        _take(sums, x, beside)
+        _take(both, x, beside)
 
 
 @torch.library.register_fake(_kurtosis)
-def _(sums: Tensor, x: Tensor, beside: Tensor | None) -> None:
+def _(both: Tensor, x: Tensor, beside: Tensor | None) -> None:
     return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from precision.fp8_attention import AttentionCore
 from precision.linear import GroupedLinear, Linear, gemm_layers
 from precision.operand import Feed
 from precision.rows import TE
@@ -31,6 +32,9 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
             assert layer.recipe.backend != TE, "Transformer Engine's modules have no BF16 variant here"
             if layer.recipe.is_fp8:
                 _switch(after, layer)
+        for module in model.modules():
+            if isinstance(module, AttentionCore):
+                _set(after, module, in_fp8=False)
         for feed in _feeds(model):
             _set(after, feed, slot=None)
         yield

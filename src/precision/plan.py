@@ -18,7 +18,7 @@ Results are in the residual stream's format (the router's in FP32), weight gradi
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precision.amax_probe import AmaxProbe
@@ -32,11 +32,11 @@ from precision.config import (
     PrecisionConfig,
     ScalingConfig,
 )
-from precision.formats import BF16, BY_NAME, FP32, Format
+from precision.formats import BF16, BY_NAME, E5M2, FP32, Format, static_scale
 from precision.hardware import Gpu
 from precision.report import plan_text
 from precision.resolve import Gemm, Resolver
-from precision.rows import TE, GemmRecipe, GemmRow, TensorRow
+from precision.rows import REFERENCE, TE, CoreRow, GemmRecipe, GemmRow, TensorRow
 
 GEMM_OPS = (
     *("attn.kv_a", "attn.q_a", "attn.q", "attn.q_b", "attn.kv_b", "attn.o"),
@@ -44,8 +44,13 @@ GEMM_OPS = (
 )
 TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.combine", "moe.accumulate")
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
-FP8_OPS = {*GEMM_OPS, "moe.dispatch"} - {"moe.router"}
-RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to; mtp.* does not mean its norms
+FP8_OPS = {*GEMM_OPS, "moe.dispatch", "attn.core"} - {"moe.router"}
+RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to, and a core in FP8; mtp.* does not mean its norms
+NO_KERNEL = "attn.core=fp8 has no GPU kernel yet: attention stays in BF16; precision.backend=reference emulates it"
+UNBOUNDED = (
+    "attn.core=fp8 without model.qk_norm: nothing bounds queries and keys, and models like this diverge with attention "
+    "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
+)
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: scales want FP32 sums of 128 products"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
 
@@ -80,6 +85,7 @@ class Plan:
         self.config, self.num_layers = config, num_layers
         self.gemms: dict[str, GemmRow] = {}
         self.tensors: dict[str, TensorRow] = {}
+        self.cores: dict[str, CoreRow] = {}
         self._rules = _rules(config, num_layers)
         self._recipes: dict[tuple[Precision, Format, str, Accumulation], GemmRecipe] = {}
         for op in TRAINER_OPS:
@@ -134,11 +140,29 @@ class Plan:
             experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
             if experts is not None and not experts.recipe.reads_fp8:  # nobody to read FP8 at the other end
                 precision, why = Precision.bf16, "follows moe.experts"
+        if op == "attn.core" and precision is Precision.fp8 and self.kernels != REFERENCE:
+            precision, why = Precision.bf16, "no FP8 kernel"
+            self._note(NO_KERNEL)
         fp8 = BY_NAME[self.config.scaling.forward.value]
         fmt = fp8 if precision is Precision.fp8 else BY_NAME[precision.value]
         self._register(name)
         self.tensors[name] = TensorRow(name, op, fmt, why)
         return fmt
+
+    def core(
+        self, name: str, num_heads: int, qk_head_dim: int, v_head_dim: int, qk_bound: float | None = None
+    ) -> CoreRow:
+        """The row of an attention core; registers it. qk_bound: of queries and keys, if they are normed."""
+        fmt = self.tensor(name, "attn.core")
+        scaling = replace(self.config.scaling, granularity=Granularity.tensor)
+        grad = E5M2 if fmt.is_fp8 else fmt
+        recipe = GemmRecipe(fmt, grad, fmt, BF16 if fmt.is_fp8 else fmt, scaling, REFERENCE)
+        static = static_scale(qk_bound, fmt.max) if qk_bound is not None and fmt.is_fp8 else None
+        if fmt.is_fp8 and qk_bound is None:
+            self._note(UNBOUNDED)
+        decided_by = self.tensors[name].decided_by
+        self.cores[name] = CoreRow(name, num_heads, qk_head_dim, v_head_dim, static, recipe, decided_by)
+        return self.cores[name]
 
     def amax_probe(self, name: str) -> AmaxProbe:
         """A module that records the amax of what passes through it, forward and backward. See `amax_probe`."""
@@ -188,10 +212,27 @@ class Plan:
             else 0.0
         )
 
+    def fp8_shares_at(self, sequence_length: int) -> tuple[float, float]:
+        """`fp8_share` and `blocks_fp8_share` with attention's core counted, at so many positions."""
+        rows = [(row.flops_per_token, row.recipe.is_fp8, row.op == "lm_head") for row in self.gemms.values()]
+        rows += [(row.flops_per_token(sequence_length), row.recipe.is_fp8, False) for row in self.cores.values()]
+        blocks = [(flops, is_fp8) for flops, is_fp8, is_head in rows if not is_head]
+        whole = [(flops, is_fp8) for flops, is_fp8, _ in rows]
+
+        def share(part: list[tuple[float, bool]]) -> float:
+            return sum(flops for flops, is_fp8 in part if is_fp8) / (sum(flops for flops, _ in part) or 1.0)
+
+        return share(whole), share(blocks)
+
     def to_text(self) -> str:
         """The plan as a table, equal rows of consecutive blocks on one line."""
         shares = self.fp8_share, self.blocks_fp8_share
-        return plan_text(self.config, self.gemms, self.tensors, self.notes, shares)
+        return plan_text(self.config, self.gemms, self.tensors, self.cores, self.notes, shares)
+
+    def _note(self, text: str) -> None:
+        """Once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _register(self, name: str) -> None:
         if name in self.gemms or name in self.tensors:
@@ -209,7 +250,8 @@ class Plan:
         table = self._table(op, name)
         decided: dict[Precision, str] = {}
         for rule in self._rules:
-            applies = table is Precision.fp8 if rule.fp8_only else op in RULED_OPS
+            ruled = op in RULED_OPS or (op == "attn.core" and table is Precision.fp8)
+            applies = table is Precision.fp8 if rule.fp8_only else ruled
             if rule.precision is not None and applies and rule.pattern.fullmatch(name):
                 rule.hits += 1
                 decided.setdefault(rule.precision, rule.text)

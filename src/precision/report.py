@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from precision.config import Method, PrecisionConfig
-from precision.rows import GemmRow, TensorRow
+from precision.rows import CoreRow, GemmRow, TensorRow
 
 _BLOCK = re.compile(r"^(layers|mtp)\.(\d+)(\..+)$")
 
@@ -13,6 +13,7 @@ def plan_text(
     config: PrecisionConfig,
     gemms: Mapping[str, GemmRow],
     tensors: Mapping[str, TensorRow],
+    cores: Mapping[str, CoreRow],
     notes: Iterable[str],
     fp8_shares: tuple[float, float],
 ) -> str:
@@ -31,6 +32,15 @@ def plan_text(
     lines += ["", *_columns([head, *merged])]
     others = _merge((row.name, (row.op, row.format.name, row.decided_by)) for row in tensors.values())
     lines += ["", *_columns([("tensor", "op", "format", "decided by"), *others])]
+    products = _merge(
+        (name, (*product, row.recipe.backend, row.decided_by))
+        for name, row in cores.items()
+        if row.recipe.is_fp8
+        for product in row.products
+    )
+    if products:
+        heads = ("attention", "product", "left, scale", "right, scale", "pass", "backend", "decided by")
+        lines += ["", *_columns([heads, *products])]
     return "\n".join(lines) + "\n"
 
 

@@ -92,6 +92,41 @@ class GemmRow:
 
 
 @dataclass(frozen=True)
+class CoreRow:
+    """Attention's core in one block: two products forward, five backward. qk_scale: static scale of queries and keys in
+    FP8, a power of two; None: scaled as the recipe says. recipe: formats of q, k, v, P and of dO, dS."""
+
+    name: str
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    qk_scale: float | None
+    recipe: GemmRecipe
+    decided_by: str
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Forward, causal: half of the positions are seen."""
+        return 1.0 * self.num_heads * (self.qk_head_dim + self.v_head_dim) * sequence_length
+
+    @property
+    def products(self) -> list[tuple[str, str, str, str]]:
+        """Of a core in FP8: product, formats and scales of its two operands, when it runs."""
+        e4m3, e5m2 = self.recipe.input.name, self.recipe.grad.name
+        made = "history" if self.recipe.delayed else "own amax"
+        q = k = f"{e4m3} {made if self.qk_scale is None else f'static {self.qk_scale:g}'}"
+        v, dout, ds = f"{e4m3} {made}", f"{e5m2} {made}", f"{e5m2} {made}"
+        return [
+            ("S = q k^T", q, k, "forward"),
+            ("O = P v", f"{e4m3} 256 / max", v, "forward"),
+            ("S = q k^T", q, k, "backward"),
+            ("dP = dO v^T", dout, v, "backward"),
+            ("dV = P^T dO", f"{e4m3} 448 / sum", dout, "backward"),
+            ("dQ = dS k", ds, k, "backward"),
+            ("dK = dS^T q", ds, q, "backward"),
+        ]
+
+
+@dataclass(frozen=True)
 class TensorRow:
     """One tensor or computation that is no GEMM, and its format."""
 

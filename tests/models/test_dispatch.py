@@ -91,6 +91,7 @@ def one_layer(case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, gro
     h, upstream = (torch.randn(2, SEQUENCES * LENGTH, 144, generator=generator)).to(dtype).unbind()
     h, upstream = (x.chunk(size)[rank].clone() for x in (h, upstream))
     h.requires_grad_()
+    assert block.ffn_norm is not None
     y, loss, load = block.moe(block.ffn_norm(h, block.moe.feed), SEQUENCES // size)
     (loss / size).backward(retain_graph=True)
     y.backward(upstream)

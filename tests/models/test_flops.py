@@ -19,7 +19,13 @@ FP8 = torch.float8_e4m3fn
 OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 
 
-@pytest.mark.parametrize("name", ["deepseek_tiny", "deepseek_300m", "deepseek_v2_lite", "moonlight_16b", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek_tiny", "deepseek_300m", "deepseek_v2_lite", "moonlight_16b", "deepseek_v3"),
+        *("fog_mla_tiny", "fog_mla_100m", "fog_mla_300m", "fog_moonlight_16b"),
+    ],
+)
 def test_counts_are_those_of_the_model_on_the_meta_device(
     name: str, model_config: Callable[[str], ModelConfig], on_meta: OnMeta
 ) -> None:
@@ -55,13 +61,20 @@ def test_300m_is_what_it_is_called_and_at_most_110_million_active(model_config: 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "head"), [("fp32", None), ("bf16", None), ("fp8_delayed", None), ("fp8_delayed", Precision.fp8)]
+    ("recipe", "head"),
+    [("fp32", None), ("bf16", None), ("fp8_delayed", None), ("fp8_delayed", Precision.fp8), ("fp8_full", None)],
 )
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
+@pytest.mark.parametrize("shape", ["deepseek_tiny", "fog_mla_tiny"])
 def test_the_forecast_of_kept_bytes_is_what_autograd_keeps(
-    recipe: str, head: Precision | None, q_lora_rank: int | None, on_meta: OnMeta
+    recipe: str,
+    head: Precision | None,
+    q_lora_rank: int | None,
+    shape: str,
+    model_config: Callable[[str], ModelConfig],
+    on_meta: OnMeta,
 ) -> None:
-    config = ModelConfig(q_lora_rank=q_lora_rank)
+    config = replace(model_config(shape), q_lora_rank=q_lora_rank)
     model, plan = on_meta(config, recipe, head)
     model.to_empty(device="cpu").init_weights(0)
     bind(model, plan, "cpu")
@@ -138,6 +151,7 @@ def test_router_shared_and_routed_experts_keep_the_same_x(
         return kept.setdefault(t.untyped_storage().data_ptr(), t)
 
     tokens = 100
+    assert block.ffn_norm is not None
     x = block.ffn_norm(torch.randn(tokens, 128, dtype=torch.bfloat16, requires_grad=True), block.moe.feed)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         block.moe(x, 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import DeepSeek, YarnConfig
+from models import DeepSeek, NormPosition, YarnConfig
 from models.generate import Decoder, Sampling, Tally, choose, generate
 from precision import Plan, PrecisionConfig, bind, refresh_weights
 
@@ -17,6 +17,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "direct queries": {},
     "query latent, YaRN": {"q_lora_rank": 24, "rope_scaling": YARN},
     "values wider than keys": {"v_head_dim": 48, "qk_nope_head_dim": 8},
+    "QK norm": {"norm_position": NormPosition.post, "qk_norm": True, "qk_scale": 2.0},
+    "QK norm, query latent, YaRN": {"qk_norm": True, "q_lora_rank": 24, "rope_scaling": YARN},
 }
 LOW = {"hidden_size": 64, "v_head_dim": 32, "num_layers": 2, "num_dense_layers": 2, "num_mtp_layers": 0}
 
@@ -64,7 +66,7 @@ def test_logits_equal_those_without_a_cache(shape: str, lengths: list[int], buil
         assert torch.equal(found, expected), "the prompt computes as without a cache"
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_delayed", "fp8_block", "fp8_jit"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_delayed", "fp8_block", "fp8_jit", "fp8_full"])
 def test_low_precision_computes_in_its_recipe(
     name: str, build: Build, recipe: Callable[..., PrecisionConfig], tokens: Tensor
 ) -> None:

@@ -73,13 +73,15 @@ def test_bf16_head_on_an_fp32_stream(chunk: int, recipe: Recipe) -> None:
         assert ours.dtype == torch.float32 and (ours - theirs).norm() < 1e-2 * theirs.norm()
 
 
-def test_a_head_in_fp8_is_computed_whole(chunk: int, recipe: Recipe) -> None:
-    layer = head(recipe("fp8_jit", table__lm_head="fp8"))
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_jit", "fp8_block"])
+def test_a_head_in_fp8_is_the_whole_one_but_for_the_scales_of_chunks(name: str, chunk: int, recipe: Recipe) -> None:
+    layer = head(recipe(name, table__lm_head="fp8"))
     h, target = batch(torch.bfloat16)
     whole, part = cross_entropy(layer(h), target), linear_cross_entropy(h, layer, target)
     assert torch.equal(part, whole)
     grads = [torch.autograd.grad(loss, (h, layer.weight)) for loss in (part, whole)]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+    for ours, theirs in zip(*grads, strict=True):  # of dz in E5M2, cast under other scales: both are half a step off
+        assert (ours.float() - theirs.float()).norm() < 2 * 2.0**-3 * theirs.float().norm()
 
 
 def test_uses_add_up_in_the_master(recipe: Recipe) -> None:

@@ -302,9 +302,11 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
+    whole, blocks = plan.fp8_shares_at(t.sequence_length)
     return "\n".join(
         [
             plan.to_text(),
+            f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
             "",

@@ -11,6 +11,10 @@ norm, and the loss came last; growth slower than linear is healthy. It is looked
             every routed row
     block   the block's output, the residual stream
 
+Two definitions: over the features of one token, averaged over tokens, as the paper writes it; and over all numbers of a
+sequence (`_sequence`), as its code computes it, which also sees a few huge tokens. They disagree where outliers are
+tokens.
+
 The model takes it itself while a step is sampled (`precision.kurtosis`); here is what becomes of it.
 """
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 PLACES = ("qkv", "ffn", "block")
+KINDS = (*PLACES, *(f"{place}_sequence" for place in PLACES))
 
 
 class BlockKurtosis:
@@ -38,27 +43,34 @@ class BlockKurtosis:
     def __init__(self, blocks: list[tuple[str, Block]]):
         self._shape = len(blocks), len(PLACES)
         self._sums: list[Tensor] = []
+        self._of_sequences: list[Tensor] = []
         rows: list[int] = []
         for i, (_, block) in enumerate(blocks):
             for module in block.modules():
                 if isinstance(module, Kurtosis):
                     assert module.sums is not None, "precision.bind(model, ...) has not been called"
                     self._sums.append(module.sums)
+                    assert module.sequences is not None
+                    self._of_sequences.append(module.sequences)
                     rows.append(i * len(PLACES) + PLACES.index(module.place))
         self._rows = torch.tensor(rows, device=self._sums[0].device)
 
     def forget(self) -> None:
         """Begin anew."""
-        torch._foreach_zero_(self._sums)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_([*self._sums, *self._of_sequences])  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def sums(self) -> Tensor:
         """[blocks, places, 2] FP64: of the kurtosis, of tokens."""
+        return self._by_place(self._sums)
+
+    def _by_place(self, rows: list[Tensor]) -> Tensor:
         blocks, places = self._shape
         sums = torch.zeros(blocks * places, 2, dtype=torch.float64, device=self._rows.device)
-        return sums.index_add_(0, self._rows, torch.stack(self._sums)).view(blocks, places, 2)
+        return sums.index_add_(0, self._rows, torch.stack(rows)).view(blocks, places, 2)
 
     def means(self, world: World) -> dict[str, Tensor]:
-        """[blocks] FP64 by place, over all ranks; NaN where nothing was seen. A collective."""
-        sums = all_sum([self.sums], world)[0]
-        return dict(zip(PLACES, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))
+        """[blocks] FP64 by place, and by place with `_sequence`, over all ranks; NaN where nothing was seen. A
+        collective."""
+        sums = torch.cat(all_sum([self.sums, self._by_place(self._of_sequences)], world), 1)
+        return dict(zip(KINDS, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))

@@ -35,7 +35,7 @@ from models.block import MoEBlock
 from precision.observe import sampling
 from trainer.config.health import HealthConfig
 from trainer.health import shadow
-from trainer.health.activations import PLACES, BlockKurtosis
+from trainer.health.activations import KINDS, BlockKurtosis
 from trainer.health.casts import Casts, Rows
 from trainer.parallel.collectives import local_share
 from trainer.step.metrics import fp8_metrics
@@ -193,8 +193,8 @@ def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
     note("fp8/underflown_worst", "fp8/underflown", max)
     note("fp8/error_mean", "fp8/error", fmean)
     note("fp8/error_worst", "fp8/error", max)
-    for place in PLACES:
-        note(f"act/kurtosis_{place}", f"blocks/kurtosis_{place}", max)
+    for kind in KINDS:
+        note(f"act/kurtosis_{kind}", f"blocks/kurtosis_{kind}", max)
     note("shadow/cosine_mean", "shadow/cosine", fmean)
     pairs = zip(vectors.get("shadow/cosine", ()), vectors.get("shadow/share", ()), strict=True)
     if cosines := [cosine for cosine, share in pairs if share >= COUNTS and math.isfinite(cosine)]:

@@ -32,7 +32,7 @@ _ATTENTION = {
     for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 }
 
-_WITHIN_DOCUMENTS = "octet.document_attention.default"  # by name: it exists where it is used
+_OURS = "octet.document_attention.default", "octet.fp8_attention.default"  # by name: they exist where they are used
 
 
 def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor") -> None:
@@ -72,5 +72,5 @@ def _keep_core() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_core = op in _ATTENTION or str(op) == _WITHIN_DOCUMENTS
+    is_core = op in _ATTENTION or str(op) in _OURS
     return CheckpointPolicy.MUST_SAVE if is_core else CheckpointPolicy.PREFER_RECOMPUTE

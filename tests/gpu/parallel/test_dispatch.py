@@ -60,6 +60,7 @@ def layer(case: str, amaxes: list[Tensor], rank: int = 0, size: int = 1, group: 
     h, upstream = torch.randn(2, SEQUENCES * LENGTH, 512, generator=generator).to(device, torch.bfloat16).unbind()
     h, upstream = (x.chunk(size)[rank].clone() for x in (h, upstream))
     h.requires_grad_()
+    assert block.ffn_norm is not None
     y, _, load = block.moe(block.ffn_norm(h, block.moe.feed), SEQUENCES // size)
     y.backward(upstream)
     assert h.grad is not None

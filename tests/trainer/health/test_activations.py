@@ -64,6 +64,7 @@ def test_places(config: Callable[..., Config], recipe: str, recompute: str, monk
 def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [Kurtosis("block") for _ in range(3)]
     sums = bind_kurtosis(modules, CPU)
+    of_sequences = [module.sequences for module in modules]
     x = torch.randn(4000, 256, generator=torch.Generator().manual_seed(0))
     one = torch.zeros(8, 256)
     one[:6, 3] = 7.0  # all in one feature; two rows of zeros, which are no tokens
@@ -75,8 +76,26 @@ def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
         modules[0](x.view(2, 2000, 256)[..., :100], x.view(2, 2000, 256)[..., 100:])
         modules[1](one)
     torch.testing.assert_close(sums[0], torch.tensor([float(of(x).sum()), 4000.0]).double(), rtol=1e-5, atol=0)
+    first = of_sequences[0]
+    assert first is not None
+    torch.testing.assert_close(
+        first, torch.stack([of(x.view(2, -1)).sum(), torch.tensor(2.0).double()]), rtol=1e-5, atol=0
+    )
     assert float(sums[1, 0] / sums[1, 1]) == pytest.approx(256) and sums[1, 1] == 6 and not sums[2].any()
     monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 1000)
     with sampling(nobody):
         modules[2](x)
     torch.testing.assert_close(sums[2], torch.tensor([float(of(x[::5]).sum()), 800.0]).double(), rtol=1e-5, atol=0)
+
+
+def test_a_huge_token_is_seen_over_a_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 4096)
+    module = Kurtosis("qkv")
+    bind_kurtosis([module], CPU)
+    x = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(0))
+    x[:, 5] *= 100
+    with sampling(nobody):
+        module(x)
+    assert module.sums is not None and module.sequences is not None
+    by_token, by_sequence = (float(sums[0] / sums[1]) for sums in (module.sums, module.sequences))
+    assert module.sequences[1] == 4 and by_token < 4 and by_sequence == pytest.approx(3 * 64, rel=0.25)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import DeepSeek
+from precision.formats import read_back
 from trainer.offline.audit.findings import Seen
 from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
 
@@ -57,6 +58,10 @@ class Operations(TorchDispatchMode):
             self._seen.note(f"{inside}.core", args[0].dtype)
             if op in FUSED:
                 self._note_softmax(f"{inside}.core", args, kwargs or {}, out[1], FUSED[op], op)
+        elif op == "fp8_attention":
+            self._seen.note(inside, args[0].dtype)
+            q, k = (read_back(data, inv) for data, inv in (args[0:2], args[2:4]))
+            self._note_softmax(inside, (q, k), {"scale": args[7]}, out[1], 1.0, op)
         elif inside.endswith(".moe.gate") and op in ("sigmoid", "_softmax"):
             self._seen.note(inside + SCORES, out.dtype)
         elif inside.endswith(EXPERTS) and op == "index_select" and args[0].shape[1:] == self._width:  # not the scales

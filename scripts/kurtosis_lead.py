@@ -1,0 +1,138 @@
+"""How many steps of warning kurtosis gave before a run diverged, against its twin in BF16.
+
+    python scripts/kurtosis_lead.py runs/fp8 --twin runs/bf16
+
+The twin is the same run in BF16: same model, data, seed and learning rate. Read are metrics.jsonl of both and
+events.jsonl. Printed: the step of each sign, and how many steps before the divergence it came.
+
+    divergence       the first step of a loss (loss/lm) that is 0.5 nats above its lowest over 100 steps and not back
+                     within 500, or of 10 dropped steps in a row, as far as logged lines tell
+    gradient norm    the first line whose norm is 4 times the median of the 20 lines before
+    kurtosis_power   the alert of the run, if it came: growth faster than linear (docs/health.md)
+    twin             FOG's criterion (arXiv 2505.20524): kurtosis leaves the trend of BF16, here --ratio times the
+                     twin's at equal steps in --looks lines in a row; by place, and by both definitions
+
+An alert of a run that did not diverge is a false alarm.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.command_line import Parser, guarded
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+RISE, OVER, BACK, DROPPED = 0.5, 100, 500, 10
+NORM, LINES = 4.0, 20
+KINDS = tuple(f"act/kurtosis_{place}{kind}" for kind in ("", "_sequence") for place in ("qkv", "ffn", "block"))
+Series = dict[int, float]
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line and both runs, print what came when."""
+    parser = Parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--twin", type=Path, required=True, metavar="RUN", help="the same run in BF16")
+    parser.add_argument("--ratio", type=float, default=2.0, metavar="X", help="kurtosis over the twin's (2)")
+    parser.add_argument("--looks", type=int, default=3, metavar="N", help="lines in a row (3)")
+    arguments = parser.parse_args()
+    if arguments.ratio <= 1 or arguments.looks < 1:
+        given = f"--ratio {arguments.ratio} --looks {arguments.looks}"
+        raise ValueError(f"{given}: give a ratio above 1 and 1 or more looks")
+    ours, theirs = series(arguments.run), series(arguments.twin)
+    end = divergence(ours)
+    print(f"divergence         {'none' if end is None else f'step {end}'}")
+    spike = norm_spike(ours.get("optim/grad_norm", {}))
+    power = next((e["step"] for e in entries(arguments.run, EVENTS) if e.get("rule") == "kurtosis_power"), None)
+    signs: dict[str, int | str | None] = {"gradient norm": spike, "kurtosis_power": power}
+    for kind in KINDS:
+        found = departure(ours.get(kind, {}), theirs.get(kind, {}), arguments.ratio, arguments.looks)
+        both = ours.get(kind, {}).keys() & theirs.get(kind, {}).keys()
+        signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found if both else "not logged in both"
+    if not any(ours.get(kind, {}).keys() & theirs.get(kind, {}).keys() for kind in KINDS):
+        why = f"no step with kurtosis that {arguments.run} has too"
+        raise ValueError(f"{arguments.twin}: {why}; log both at equal steps")
+    for name, step in signs.items():
+        print(f"{name:<18} {verdict(step, end)}")
+
+
+def verdict(step: int | str | None, end: int | None) -> str:
+    """What a sign was worth."""
+    if isinstance(step, str):
+        return step
+    if step is None:
+        return "none"
+    if end is None:
+        return f"step {step}: a false alarm, as far as the run goes"
+    return f"step {step}: {end - step} steps before" if step <= end else f"step {step}: {step - end} steps late"
+
+
+def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Lines of a file of a run; ValueError if there is none."""
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give the folder of a run, as runs/NAME")
+    for line in path.read_text().splitlines():
+        yield json.loads(line)
+
+
+def series(folder: Path) -> dict[str, Series]:
+    """step -> value of each metric of a run."""
+    found: dict[str, Series] = {}
+    for entry in entries(folder, METRICS):
+        for key, value in entry.items():
+            if key == "loss/lm" and value is None:  # NaN, as metrics.jsonl writes it
+                value = math.inf
+            if isinstance(value, int | float):
+                found.setdefault(key, {})[entry["step"]] = float(value)
+    return found
+
+
+def divergence(run: dict[str, Series]) -> int | None:
+    """See the module docstring."""
+    loss = sorted(run.get("loss/lm", {}).items())
+    for i, (step, value) in enumerate(loss):
+        lowest = min((v for s, v in loss[: i + 1] if s > step - OVER), default=value)
+        later = [v for s, v in loss[i:] if s <= step + BACK]
+        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it can be told
+        if known and value > lowest + RISE and min(later) > lowest + RISE:
+            return step
+    skipped = sorted(run.get("recovery/skipped_steps", {}).items())
+    for (before, count), (step, more) in pairwise(skipped):
+        if more - count >= min(DROPPED, step - before) and more >= DROPPED:
+            return before + 1
+    return None
+
+
+def norm_spike(norms: Series) -> int | None:
+    """The first line whose gradient norm is far above those before."""
+    past: list[float] = []
+    for step, value in sorted(norms.items()):
+        if len(past) >= LINES and value > NORM * statistics.median(past[-LINES:]):
+            return step
+        past.append(value)
+    return None
+
+
+def departure(ours: Series, twin: Series, ratio: float, looks: int) -> int | None:
+    """The step at which kurtosis is `ratio` times the twin's for the `looks`-th time in a row."""
+    row = 0
+    for step in sorted(ours.keys() & twin.keys()):
+        row = row + 1 if ours[step] > ratio * twin[step] else 0
+        if row == looks:
+            return step
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Attention whose products run in FP8, forward and backward: the definition of right, plain PyTorch on any device.
+
+    1, 3   S  = q k^T        E4M3  E4M3     forward, and again backward
+    2      O  = P v          E4M3  E4M3     P = exp(z - max) x 256, divided by the sum of the unrounded P
+    4      dP = dO v^T       E5M2  E4M3
+    5      dV = P^T dO       E4M3  E5M2     P = exp(z - lse) x 448
+    6      dQ = dS k         E5M2  E4M3     dS = P (dP - D), D = rowsum(dO O)
+    7      dK = dS^T q       E5M2  E4M3
+
+Products are summed in FP32; O leaves in BF16. Rules that matter more than any format:
+
+- D is made of the dO that makes dP, read back from FP8, and of O in BF16, which is made of the same FP8 v. What rounds
+  dP, v or O apart from the others breaks sum_j dS_ij = 0, where attention is peaked.
+- The largest P of a row is exact: scale 256 on exp(z - max), which is 1 there.
+
+Scales: q and k that are normed (`model.qk_norm`) have |x| <= sqrt(d), so a power of two serves for good, and their
+amax is only watched. Else they are scaled like v, dO and dS: one scale a tensor, delayed or the tensor's own.
+
+Both passes are operators: graphs hold them, and recomputation keeps what the first returns. Heads are taken one after
+the other where S^2 scores of all of them would be large.
+
+Legend: B batch, H heads, S sequence, d width of a query and key, V of a value.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from precision.attention import attention_core, visible
+from precision.backends import get_backend
+from precision.formats import BY_NAME, read_back, saturating_cast
+from precision.linear import quantize
+from precision.observe import is_observed, is_sampled, tell, tell_rows
+from precision.operators import operator
+from precision.rows import CoreRow, GemmRecipe
+from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
+
+P_FORWARD, P_BACKWARD = 256.0, 448.0
+_SCORES = 1 << 24  # of heads that are taken together
+
+
+class AttentionCore(nn.Module):
+    """The core of a plan row in FP8: softmax(scale q k^T) v."""
+
+    def __init__(self, row: CoreRow):
+        super().__init__()
+        self.recipe, self.static, self.in_fp8 = row.recipe, row.qk_scale, True
+        of_qk = row.recipe.input if row.qk_scale is None else None
+        self.q_slot, self.k_slot = Slot([f"{row.name}:q"], of_qk), Slot([f"{row.name}:k"], of_qk)
+        self.v_slot = Slot([f"{row.name}:v"], row.recipe.input)
+        self.grad_slot = Slot([f"{row.name}:grad"], row.recipe.grad)
+        self.scores_slot = Slot([f"{row.name}.scores:grad"], row.recipe.grad)
+
+    def slots(self) -> list[Slot]:
+        """Arena rows, in forward order: q and k (watched only, if their scale is static), v, dO, dS."""
+        return [self.q_slot, self.k_slot, self.v_slot, self.grad_slot, self.scores_slot]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+        """As `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16 -> [B, H, S, V] in BF16."""
+        if not self.in_fp8:
+            return attention_core(q, k, v, scale, mask)
+        operands = [*self._cast(q, self.q_slot), *self._cast(k, self.k_slot), *quantize(v, self.v_slot, self.recipe)]
+        slots = self.grad_slot, self.scores_slot
+        rows = [row for slot in slots for row in (slot.scale, slot.amax, slot.place)]
+        return _Core.apply(q, k, v, *operands, mask, *rows, scale, self.recipe)
+
+    def _cast(self, x: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
+        """FP8 of queries or keys and its inverse scale; records the amax."""
+        if self.static is None:
+            return quantize(x, slot, self.recipe)
+        assert slot.amax is not None, "precision.bind(model, ...) has not been called"
+        x = x.detach()
+        record_amax(slot.amax, absolute_max(x))
+        scale = torch.full((), self.static, device=x.device)
+        return saturating_cast(x, scale, self.recipe.input), scale.reciprocal()
+
+
+class _Core(torch.autograd.Function):
+    """See the module docstring. q, k, v are autograd's edges; their FP8 and inverse scales are computed with."""
+
+    @staticmethod
+    def forward(
+        ctx, q, k, v, q8, q_inv, k8, k_inv, v8, v_inv, mask,
+        dout_scale, dout_amax, dout_place, ds_scale, ds_amax, ds_place, scale: float, recipe: GemmRecipe,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _forward(q8, q_inv, k8, k_inv, v8, v_inv, mask, scale)
+        ctx.save_for_backward(q8, q_inv, k8, k_inv, v8, v_inv, mask, out, lse)
+        # arena rows are not saved for backward: other views of the arena are written in between
+        ctx.rows, ctx.scale, ctx.recipe = (
+            (dout_scale, dout_amax, dout_place, ds_scale, ds_amax, ds_place),
+            scale,
+            recipe,
+        )
+        ctx.dtypes = q.dtype, k.dtype, v.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        recipe, (dout_scale, dout_amax, dout_place, *of_ds) = ctx.recipe, ctx.rows
+        backend = get_backend(recipe.backend)
+        dout8, dout_inv = backend.quantize(grads[0], dout_scale, dout_amax, recipe.grad, recipe, dout_place)
+        how = recipe.grad.name, recipe.scaling.margin, recipe.scaling.power_of_two, recipe.delayed
+        found = _backward(dout8, dout_inv, *ctx.saved_tensors, *of_ds, ctx.scale, *how)
+        return *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), *(None,) * 15
+
+
+@operator("fp8_attention")
+def _forward(
+    q8: Tensor,
+    q_inv: Tensor,
+    k8: Tensor,
+    k_inv: Tensor,
+    v8: Tensor,
+    v_inv: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """O [B, H, S, V] BF16 and the log-sum-exp of each row's scores [B, H, S] FP32."""
+    out = torch.empty(v8.shape, dtype=torch.bfloat16, device=v8.device)
+    lse = torch.empty(q8.shape[:3], device=q8.device)
+    seen = visible(mask, q8.shape[2], q8.device)
+    for part in _heads(q8):
+        z = _scores(q8[:, part], q_inv, k8[:, part], k_inv, seen, scale)
+        top = z.amax(-1, keepdim=True)
+        p = torch.exp(z - top)
+        total = p.sum(-1, keepdim=True)
+        out[:, part] = _of_p(p, P_FORWARD) @ read_back(v8[:, part], v_inv) / total
+        lse[:, part] = (top + total.log()).squeeze(-1)
+    return out, lse
+
+
+@torch.library.register_fake(_forward)
+def _(q8, q_inv, k8, k_inv, v8, v_inv, mask, scale: float) -> tuple[Tensor, Tensor]:
+    return v8.new_empty(v8.shape, dtype=torch.bfloat16), q8.new_empty(q8.shape[:3], dtype=torch.float32)
+
+
+@operator("fp8_attention_backward", mutates_args=("ds_amax",))
+def _backward(
+    dout8: Tensor,
+    dout_inv: Tensor,
+    q8: Tensor,
+    q_inv: Tensor,
+    k8: Tensor,
+    k_inv: Tensor,
+    v8: Tensor,
+    v_inv: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    ds_scale: Tensor,
+    ds_amax: Tensor,
+    ds_place: Tensor | None,
+    scale: float,
+    fmt_name: str,
+    margin: int,
+    power_of_two: bool,
+    delayed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, FP32, of the operands' shapes; raises ds_amax."""
+    seen, fmt = visible(mask, q8.shape[2], q8.device), BY_NAME[fmt_name]
+    dq, dk, dv = (torch.empty(t.shape, device=t.device) for t in (q8, k8, v8))
+
+    def gradients(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """P, dO and dS of some heads, before P and dS are cast."""
+        p = torch.exp(_scores(q8[:, part], q_inv, k8[:, part], k_inv, seen, scale) - lse[:, part, :, None])
+        dout, v = read_back(dout8[:, part], dout_inv), read_back(v8[:, part], v_inv)
+        total = (dout * out[:, part].float()).sum(-1, keepdim=True)
+        return p, dout, p * (dout @ v.mT - total)
+
+    # a scale that is known needs one pass; asking a GPU whether it is would wait for it
+    if delayed and ds_scale.device.type == "cpu" and bool(ds_scale > 0):
+        factor = ds_scale
+    else:
+        own = torch.stack([absolute_max(gradients(part)[2]) for part in _heads(q8)]).amax()
+        factor = scale_from_amax(own, fmt.max, margin, power_of_two)
+        factor = torch.where(ds_scale > 0, ds_scale, factor) if delayed else factor
+    inv = factor.reciprocal()
+    for part in _heads(q8):
+        p, dout, ds = gradients(part)
+        record_amax(ds_amax, absolute_max(ds))
+        ds8 = saturating_cast(ds, factor, fmt)
+        if is_observed():
+            tell(ds_place, ds, ds8, inv, fmt)
+        elif is_sampled():
+            tell_rows(ds_place, ds, ds8, inv, fmt)
+        ds = read_back(ds8, inv)
+        dq[:, part] = ds @ read_back(k8[:, part], k_inv) * scale
+        dk[:, part] = ds.mT @ read_back(q8[:, part], q_inv) * scale
+        dv[:, part] = _of_p(p, P_BACKWARD).mT @ dout
+    return dq, dk, dv
+
+
+@torch.library.register_fake(_backward)
+def _(dout8, dout_inv, q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty(t.shape, dtype=torch.float32) for t in (q8, k8, v8))
+    return dq, dk, dv
+
+
+def _scores(q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """Scores z, FP32; -inf where nothing is seen."""
+    return (read_back(q8, q_inv) @ read_back(k8, k_inv).mT * scale).masked_fill(~seen, -torch.inf)
+
+
+def _of_p(p: Tensor, scale: float) -> Tensor:
+    """Probabilities, cast to E4M3 under a constant and read back."""
+    return saturating_cast(p, p.new_tensor(scale), BY_NAME["e4m3"]).float() / scale
+
+
+def _heads(q8: Tensor) -> Iterator[slice]:
+    """Heads in parts whose scores are not too many."""
+    B, H, S, _ = q8.shape
+    each = max(1, min(H, _SCORES // (B * S * S)))
+    return (slice(start, min(start + each, H)) for start in range(0, H, each))

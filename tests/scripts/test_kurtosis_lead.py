@@ -1,0 +1,55 @@
+"""scripts/kurtosis_lead.py on runs whose signs come at known steps."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def write(folder: Path, qkv: Callable[[int], float], loss: Callable[[int], float | None]) -> Path:
+    folder.mkdir()
+    lines = []
+    for step in range(50, 5001, 50):
+        norm = 9.0 if step == 3500 and loss(5000) != 3 else 1.0
+        line = {"step": step, "loss/lm": loss(step), "optim/grad_norm": norm, "recovery/skipped_steps": 0}
+        lines.append(line | {f"act/kurtosis_{kind}": qkv(step) for kind in ("qkv", "qkv_sequence")})
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "events.jsonl").write_text('{"kind": "alert", "rule": "kurtosis_power", "step": 2600}\n')
+    return folder
+
+
+def lead(run_python: Run, *words: object) -> str:
+    done = run_python("scripts/kurtosis_lead.py", *map(str, words), cwd=ROOT)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dead", [9.0, None])
+def test_steps_of_warning(tmp_path: Path, run_python: Run, dead: float | None) -> None:
+    twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
+    fp8 = write(tmp_path / "fp8", lambda step: 4.0 if step < 2000 else 9.0, lambda step: 3 if step < 4000 else dead)
+    said = lead(run_python, fp8, "--twin", twin).splitlines()
+    assert said[:3] == [
+        "divergence         step 4000",
+        "gradient norm      step 3500: 500 steps before",
+        "kurtosis_power     step 2600: 1400 steps before",
+    ]
+    assert "twin qkv           step 2100: 1900 steps before" in said, "three looks in a row"
+    assert "twin qkv_sequence  step 2100: 1900 steps before" in said and "twin ffn           not logged in both" in said
+
+
+def test_a_run_that_lived_had_a_false_alarm(tmp_path: Path, run_python: Run) -> None:
+    twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
+    back = write(tmp_path / "fp8", lambda step: 9.0, lambda step: 3 if step != 4000 else 4)  # back within 500 steps
+    said = lead(run_python, back, "--twin", twin)
+    assert "divergence         none" in said and "twin qkv           step 150: a false alarm" in said
+
+
+def test_what_it_refuses(tmp_path: Path, run_python: Run) -> None:
+    twin = write(tmp_path / "bf16", lambda step: 4.0, lambda step: 3)
+    assert f"{tmp_path / 'none' / 'metrics.jsonl'}: no such file" in lead(run_python, tmp_path / "none", "--twin", twin)
+    assert "give a ratio above 1" in lead(run_python, twin, "--twin", twin, "--ratio", "1")
