@@ -25,6 +25,7 @@ from typing import Any
 from trainer.files import sync_folder
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 FORMAT = 1
 _PIECE_BYTES = 1 << 24
 _THREADS = 8

@@ -37,6 +37,7 @@ from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
 from trainer.data.workers import pack_all
+from trainer.files import TEMPORARY, replace_file
 
 REPORT_SECONDS = 0.2
 REVISIONS = "revisions.json"
@@ -220,14 +221,12 @@ def _tokenizer(
     """The one that is given, or was trained before, or is trained now."""
     path = partial / "tokenizer.json"
     if not path.is_file():
-        written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         if data.tokenizer is not None:
             load_tokenizer(data.tokenizer)
-            shutil.copyfile(data.tokenizer, written)
+            content = Path(data.tokenizer).read_bytes()
         else:
-            tokenizer = _train(readers, data, vocab_size, report)
-            written.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        written.replace(path)
+            content = _train(readers, data, vocab_size, report).to_str(pretty=True).encode()
+        replace_file(path, content)
     return load_tokenizer(path)
 
 
@@ -375,7 +374,7 @@ def _finish(
 
 def _tidy(partial: Path) -> None:
     """Leave what prepared.json names. A process that is killed in here leaves the rest to the next one."""
-    for pattern in ("held-*", "done-*.json", "*.tmp", REVISIONS):
+    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS):
         for path in partial.glob(pattern):
             path.unlink()
     if read_summary(partial)["train"] == ["train.bin"]:

@@ -40,11 +40,11 @@ from trainer.checkpoint import (
     newest_checkpoint,
     read_meta,
     set_aside_after,
-    verify,
+    verify_checkpoint,
 )
 from trainer.config.paths import anchored
 from trainer.config_diff import changes
-from trainer.files import replace_file, trim
+from trainer.files import delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.lock import is_in_place, take_lock
 
@@ -108,6 +108,7 @@ class RunFolder:
             with _told(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
+            delete_temporary(self.path)
             state = _state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
                 raise _exists(self.path, state)
@@ -393,7 +394,7 @@ def _unused(path: Path) -> Path:
 
 def _verify(checkpoint: Path, setting: str) -> None:
     try:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     except DamagedCheckpoint as damage:
         raise ValueError(
             f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"
