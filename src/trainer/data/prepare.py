@@ -31,12 +31,21 @@ from tokenizers import Tokenizer
 from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT, Shard
 from trainer.data.packing import Done, Packing, Work, read_done
-from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
+from trainer.data.prepared import (
+    SIDECARS,
+    SUMMARY,
+    Prepared,
+    open_prepared,
+    open_several,
+    read_summary,
+    sidecar_digests,
+)
 from trainer.data.records import EMPTY, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
 from trainer.data.workers import pack_all
+from trainer.digests import write_signed
 from trainer.files import TEMPORARY, replace_file
 
 REPORT_SECONDS = 0.2
@@ -369,7 +378,14 @@ def _finish(
         "revisions": revisions,
         "skipped": [asdict(each) for each in skipped.found.values()],
     }
-    write_json(packing.folder / SUMMARY, listing)
+    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, validation)})
+
+
+def _sidecars(partial: Path, train: list[str], validation: dict[str, str]) -> dict[str, str]:
+    """Digests of the sidecars by the names that `_tidy` gives them."""
+    found = sidecar_digests(partial, {"train": train, "validation": validation})
+    only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
+    return {"train.json" if name == only else name: digest for name, digest in found.items()}
 
 
 def _tidy(partial: Path) -> None:

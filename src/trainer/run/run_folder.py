@@ -44,6 +44,7 @@ from trainer.checkpoint import (
 )
 from trainer.config.paths import anchored
 from trainer.config_diff import changes
+from trainer.digests import read_signed, signed
 from trainer.files import delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.lock import is_in_place, take_lock
@@ -148,7 +149,7 @@ class RunFolder:
                     "overrides.txt": "".join(f"{override}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,
-                    BACKENDS: json.dumps(backends, indent=1) + "\n",
+                    BACKENDS: signed(dict(backends)),
                 }
                 patience = LOCK_SECONDS if world.rank_group.launch.attempt else 0.0
                 ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
@@ -284,13 +285,7 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     path = None if folder is None else folder / BACKENDS
     if path is None or not path.is_file():
         return None
-    try:
-        saved = json.loads(path.read_text())
-        if not isinstance(saved, dict):
-            raise ValueError("no JSON object")
-        return saved
-    except ValueError as error:
-        raise ValueError(f"{path}: it is damaged ({error}); remove it, and backends are chosen anew") from error
+    return read_signed(path, ("gpu", "rows"), "remove it, and backends are chosen again")
 
 
 def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:

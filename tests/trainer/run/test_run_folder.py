@@ -111,7 +111,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     assert saved_backends(run.path) == {"gpu": None, "rows": {}}
     assert saved_backends(tmp_path) is None and saved_backends(None) is None
     (run.path / "backends.json").write_text("{")
-    with pytest.raises(ValueError, match=r"backends.json: it is damaged .*; remove it, and backends are chosen anew"):
+    with pytest.raises(ValueError, match=r"backends.json: cannot be read .*; remove it, and backends are chosen again"):
         saved_backends(run.path)
 
 
