@@ -8,13 +8,14 @@ from typing import Any
 
 import yaml
 
-_SECRET = re.compile(r"(?:^|[._])(?:webhook|command|token|tokens?_file|password|passwd|secret|credentials?|api_?key)$")
+_TOKEN = r"(?:(?:access|api|auth|bearer|bot|hf|hub|wandb)_)?token"
+_SECRET = re.compile(rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))$")
 HIDDEN = "(not shown)"
 
 
 def is_secret(key: str) -> bool:
     """Whether the value of a config key, dots included, may give access to something: it is never printed, logged or
-    sent. `data.tokenizer` and `end_of_text` are none."""
+    sent. `data.tokenizer` and `num_experts_per_token` are none."""
     return _SECRET.search(key.lower()) is not None
 
 
@@ -23,11 +24,11 @@ def printable(key: str, value: Any) -> Any:
     return HIDDEN if value is not None and is_secret(key) else value
 
 
-def without_secrets(tree: Any, key: str = "") -> Any:
-    """A config's tree with `printable` values."""
+def without_secrets(tree: Any, hidden: Any = HIDDEN, key: str = "") -> Any:
+    """A config's tree with `hidden` where a secret is."""
     if not isinstance(tree, dict):
-        return printable(key, tree)
-    return {name: without_secrets(below, f"{key}.{name}") for name, below in tree.items()}
+        return hidden if tree is not None and is_secret(key) else tree
+    return {name: without_secrets(below, hidden, f"{key}.{name}") for name, below in tree.items()}
 
 
 def flat(tree: Any, key: str = "") -> dict[str, Any]:

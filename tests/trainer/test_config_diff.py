@@ -40,7 +40,7 @@ def test_secrets_have_no_value_to_print(key: str) -> None:
     assert without_secrets({section: {name: "PRIVATE"}}) == {section: {name: HIDDEN}}
 
 
-@pytest.mark.parametrize("key", ["data.tokenizer", "data.end_of_text", "tokens", "data.tokenizer_sample_mb"])
+@pytest.mark.parametrize("key", ["data.tokenizer", "model.num_experts_per_token", "tokens", "data.tokenizer_sample_mb"])
 def test_what_is_no_secret_is_printed(key: str) -> None:
     assert printable(key, "plain") == "plain"
 
