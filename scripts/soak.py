@@ -48,7 +48,7 @@ from soak_bits import Wrong, compare
 import trainer.launch.agreement
 import trainer.parallel.fsdp
 import trainer.trainer  # noqa: F401
-from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, verify
+from trainer.checkpoint import DamagedCheckpoint, list_checkpoints, verify_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DISK_LIMIT = 400_000
@@ -242,7 +242,7 @@ def damage(course: Course, chance: random.Random, target: int) -> str:
 
 def is_whole(checkpoint: Path) -> bool:
     try:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     except DamagedCheckpoint:
         return False
     return True

@@ -149,9 +149,10 @@ def _read(file: Path, here: Combination) -> Proof | None:
 def _keep(proof: Proof, file: Path) -> Proof:
     """What was not proved may be at the next start."""
     if not proof.unproved:
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(asdict(proof), indent=1) + "\n")
-        new.replace(file)
+        descriptor, new = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        with os.fdopen(descriptor, "w") as written:
+            written.write(json.dumps(asdict(proof), indent=1) + "\n")
+        os.replace(new, file)
     return proof
 
 

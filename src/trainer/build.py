@@ -31,7 +31,7 @@ from trainer.health.rules import training_rules
 from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
-from trainer.run.resume_source import check_resumable, identity, init_from
+from trainer.run.resume_source import check_resumable, init_from, made_by
 from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, check_place, saved_backends, will_resume
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
@@ -86,7 +86,8 @@ class Run:
         """Checkpoint in the background; each rank its own part."""
         began = time.perf_counter()
         self.folder.heal(step, self.sinks.event)
-        self.checkpointer.save(step, self.state(), identity(self.config), began, self.ladder.streak_begins)
+        meta = made_by(self.config, self.data.tokenizer_hash)
+        self.checkpointer.save(step, self.state(), meta, began, self.ladder.streak_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
         """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""

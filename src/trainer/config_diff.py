@@ -1,11 +1,34 @@
 """Configs by their keys, joined by dots: what is compared, and what differs is told by. Needs no torch."""
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+_TOKEN = r"(?:(?:access|api|auth|bearer|bot|hf|hub|wandb)_)?token"
+_SECRET = re.compile(rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))$")
+HIDDEN = "(not shown)"
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a config key, dots included, may give access to something: it is never printed, logged or
+    sent. `data.tokenizer` and `num_experts_per_token` are none."""
+    return _SECRET.search(key.lower()) is not None
+
+
+def printable(key: str, value: Any) -> Any:
+    """The value of a config key, as far as anybody may see it."""
+    return HIDDEN if value is not None and is_secret(key) else value
+
+
+def without_secrets(tree: Any, hidden: Any = HIDDEN, key: str = "") -> Any:
+    """A config's tree with `hidden` where a secret is."""
+    if not isinstance(tree, dict):
+        return hidden if tree is not None and is_secret(key) else tree
+    return {name: without_secrets(below, hidden, f"{key}.{name}") for name, below in tree.items()}
 
 
 def flat(tree: Any, key: str = "") -> dict[str, Any]:
@@ -31,5 +54,8 @@ def changes(before: str, now: str, most: int = 8, but: Collection[str] = ("run",
     except yaml.YAMLError:
         return ""
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
-    changed = [f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}" for key in keys[:most]]
+    changed = [
+        f"{key} {HIDDEN}" if is_secret(key) else f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}"
+        for key in keys[:most]
+    ]
     return ", ".join([*changed, *([f"and {len(keys) - most} more"] if len(keys) > most else [])])

@@ -3,15 +3,19 @@
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 SOURCE = Path(__file__).resolve().parents[1]
 """The folder of Octet's own packages."""
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """What writing to a full disk raises."""
+TEMPORARY = ".new"
+"""Ends the names of files that are not whole yet."""
 
 
 def trim(path: Path, last_step: int | None) -> int:
@@ -34,12 +38,30 @@ def _belongs(line: bytes, last_step: int | None) -> bool:
     return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
 
 
+def temporary_name(path: Path) -> Path:
+    """A hidden name beside `path` that no other program can foresee."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file, open for writing. FileExistsError if there is anything of that name, a link included."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def delete_temporary(folder: Path) -> None:
+    """Delete what `replace_file` leaves in a folder when it is killed. The caller has the folder for itself."""
+    for path in folder.glob(f".*{TEMPORARY}"):
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file, in one piece or several, so that there is the old one or the new one at any moment. OSError names
     it."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = temporary_name(path)
     try:
-        with temporary.open("wb") as file:
+        with create(temporary) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())

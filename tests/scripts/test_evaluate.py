@@ -4,12 +4,14 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trainer.data import prepare
 from trainer.offline.evaluate import Scores, evaluate, perplexity
@@ -53,6 +55,15 @@ def test_the_loss_is_what_the_run_logged(runs: Path) -> None:
     assert blocks.own == logged(runs / "fp8_block", 6) and blocks.gap
     plain = scores(runs / "fp32", 6, None)
     assert plain.own == logged(runs / "fp32", 6) and plain.gap is plain.bf16 is None
+
+
+def test_the_model_is_the_checkpoints_whatever_config_yaml_says(runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "fp32", run)
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"] |= {"rope_theta": 7.0, "num_experts_per_token": 1}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert scores(run, 3, 2).own == logged(run, 3)
 
 
 def test_what_is_printed(runs: Path, run_python: Run) -> None:

@@ -1,8 +1,14 @@
 """What differs between two configs is told by key."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trainer.config_diff import changes, configs_before, flat
+import pytest
+from composed import config_of
+
+from trainer.config_diff import HIDDEN, changes, configs_before, flat, printable, without_secrets
+from trainer.launch.agreement import agree
 
 
 def test_nested_mappings_become_keys_joined_by_dots() -> None:
@@ -25,3 +31,35 @@ def test_configs_that_a_run_has_gone_on_from_are_in_the_order_of_their_steps(tmp
     for name in names:
         (tmp_path / f"{name}.yaml").touch()
     assert {step: path.stem for step, path in configs_before(tmp_path).items()} == {200: names[0], 100000000: names[2]}
+
+
+@pytest.mark.parametrize("key", ["health.alerts.webhook", "health.alerts.command", "hub.token", "wandb.api_key"])
+def test_secrets_have_no_value_to_print(key: str) -> None:
+    assert printable(key, "PRIVATE") == HIDDEN and printable(key, None) is None
+    section, _, name = key.rpartition(".")
+    assert without_secrets({section: {name: "PRIVATE"}}) == {section: {name: HIDDEN}}
+
+
+@pytest.mark.parametrize("key", ["data.tokenizer", "model.num_experts_per_token", "tokens", "data.tokenizer_sample_mb"])
+def test_what_is_no_secret_is_printed(key: str) -> None:
+    assert printable(key, "plain") == "plain"
+
+
+def test_ranks_that_differ_in_a_secret_do_not_print_it() -> None:
+    config = config_of([])
+    alerts = replace(config.health.alerts, webhook="https://example.org/PRIVATE1")
+    ours = replace(config, health=replace(config.health, alerts=alerts))
+    key = "health.alerts.webhook"
+
+    class TwoRanks:
+        """The other rank has another webhook."""
+
+        many = True
+
+        def gather(self, what: Any) -> list[Any]:
+            other = "another" if isinstance(what, str) else {**what, key: "https://example.org/PRIVATE2"}
+            return [what, other]
+
+    with pytest.raises(ValueError, match=key) as refused:
+        agree(TwoRanks(), ours, "plan")  # pyright: ignore[reportArgumentType]
+    assert "PRIVATE" not in str(refused.value)

@@ -14,8 +14,9 @@ from trainer.checkpoint.folder import (
     list_checkpoints,
     newest_checkpoint,
     set_aside_after,
+    verify_checkpoint,
 )
-from trainer.checkpoint.manifest import DamagedCheckpoint, verify
+from trainer.checkpoint.manifest import DamagedCheckpoint
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
 from trainer.checkpoint.shard_view import ShardView
 
@@ -35,5 +36,5 @@ __all__ = [
     "read_values",
     "saved_shapes",
     "set_aside_after",
-    "verify",
+    "verify_checkpoint",
 ]

@@ -9,12 +9,14 @@ Only names of the first form count as checkpoints. Renames are atomic, so that a
 each checkpoint under exactly one of these names.
 """
 
+import json
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.checkpoint.manifest import DamagedCheckpoint, verify
+from trainer.checkpoint.manifest import STATE, DamagedCheckpoint, verify
 from trainer.files import sync_folder
 
 
@@ -49,6 +51,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def verify_checkpoint(path: Path) -> None:
+    """`verify`, and the step in the folder's name is the step that was saved. DamagedCheckpoint otherwise."""
+    verify(path)
+    named, saved = checkpoint_step(path), json.loads((path / STATE).read_text())["step"]
+    if named is not None and named != saved:
+        fix = f"rename it to {checkpoint_name(saved)}"
+        raise DamagedCheckpoint(f"{path} holds step {saved} under the name of step {named}; {fix}")
+
+
 def newest_checkpoint(folder: Path, on_event: OnEvent, before: int | None = None) -> Path | None:
     """The newest checkpoint that verifies, of a step below `before` if given. Damaged ones are reported through
     `on_event` and passed over."""
@@ -56,7 +67,7 @@ def newest_checkpoint(folder: Path, on_event: OnEvent, before: int | None = None
         if before is not None and (checkpoint_step(path) or 0) >= before:
             continue
         try:
-            verify(path)
+            verify_checkpoint(path)
         except DamagedCheckpoint as damage:
             on_event(
                 "checkpoint", checkpoint_step(path) or 0, f"damaged checkpoint passed over: {damage}", path=str(path)
@@ -84,11 +95,21 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint folder, if it exists; a kill half way leaves nothing that could be taken for a checkpoint."""
-    if path.is_dir():
+    """Delete a checkpoint folder, if it exists; a kill half way leaves nothing that could be taken for a checkpoint. Of
+    a link, only the link: what it points to was moved there by the user."""
+    if os.path.lexists(path):
         doomed = path.with_name(_DELETING + path.name)
+        _remove(doomed)
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, if it is there. Never follows a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def superseded(found: list[Path], keep: int, before: int | None = None) -> list[Path]:
@@ -111,5 +132,5 @@ def delete_leftovers(folder: Path) -> list[str]:
         [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
     )
     for path in leftovers:
-        shutil.rmtree(path)
+        _remove(path)
     return [path.name for path in leftovers]

@@ -25,6 +25,7 @@ from typing import Any
 from trainer.files import sync_folder
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 FORMAT = 1
 _PIECE_BYTES = 1 << 24
 _THREADS = 8
@@ -58,9 +59,10 @@ def seal(folder: Path, files: dict[str, FileDigest]) -> None:
     sync_folder(folder)
 
 
-def verify(folder: Path) -> None:
-    """Return if every file of the checkpoint is what was saved; otherwise raise DamagedCheckpoint naming the file."""
+def verify(folder: Path, only: str | None = None) -> None:
+    """Return if every file of the checkpoint, or `only` one, is what was saved. DamagedCheckpoint names the file."""
     files = _read_manifest(folder / MANIFEST)
+    files = {name: digest for name, digest in files.items() if only in (None, name)}
     for name, expected in files.items():
         path = folder / name
         try:

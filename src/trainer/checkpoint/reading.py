@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.folder import verify_checkpoint
+from trainer.checkpoint.manifest import STATE
 from trainer.checkpoint.shard_view import ShardLoadPlanner, ShardView
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import SafetensorsReader
-
-STATE = "state.json"
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def read(
     collective: each rank reads for itself.
     """
     if not verified:
-        verify(path)
+        verify_checkpoint(path)
     into = into or {}
     reader = SafetensorsReader(path)
     saved = _tensors(reader)

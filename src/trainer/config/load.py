@@ -12,6 +12,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from trainer.config.schema import fit, generic, keys_of, nearest, shown
 from trainer.config.sections import Config
+from trainer.config_diff import printable
 
 RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+recpe=fp8_jit` means it
 
@@ -36,7 +37,7 @@ def unknown_key(key: str, value: Any) -> str:
     parent = wrong.rpartition(".")[0]
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
     meant = nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys)
-    problem = f"{key}={shown(value)}: there is no such key"
+    problem = f"{key}={shown(printable(key, value))}: there is no such key"
     if meant == RECIPE:
         return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
     if meant is not None:

@@ -11,6 +11,8 @@ from difflib import SequenceMatcher
 from enum import Enum
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+from trainer.config_diff import printable
+
 LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
 GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
 
@@ -119,7 +121,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
 
 
 def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> ValueError:
-    return ValueError(f"{key}={shown(value)}: must be {describe(annotation)}{fix}")
+    return ValueError(f"{key}={shown(printable(key, value))}: must be {describe(annotation)}{fix}")
 
 
 def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> dict[str, Any]:

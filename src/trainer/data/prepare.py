@@ -31,12 +31,22 @@ from tokenizers import Tokenizer
 from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT, Shard
 from trainer.data.packing import Done, Packing, Work, read_done
-from trainer.data.prepared import SUMMARY, Prepared, open_prepared, open_several, read_summary
+from trainer.data.prepared import (
+    SIDECARS,
+    SUMMARY,
+    Prepared,
+    open_prepared,
+    open_several,
+    read_summary,
+    sidecar_digests,
+)
 from trainer.data.records import EMPTY, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
 from trainer.data.workers import pack_all
+from trainer.digests import write_signed
+from trainer.files import TEMPORARY, replace_file
 
 REPORT_SECONDS = 0.2
 REVISIONS = "revisions.json"
@@ -220,14 +230,12 @@ def _tokenizer(
     """The one that is given, or was trained before, or is trained now."""
     path = partial / "tokenizer.json"
     if not path.is_file():
-        written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         if data.tokenizer is not None:
             load_tokenizer(data.tokenizer)
-            shutil.copyfile(data.tokenizer, written)
+            content = Path(data.tokenizer).read_bytes()
         else:
-            tokenizer = _train(readers, data, vocab_size, report)
-            written.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        written.replace(path)
+            content = _train(readers, data, vocab_size, report).to_str(pretty=True).encode()
+        replace_file(path, content)
     return load_tokenizer(path)
 
 
@@ -370,12 +378,19 @@ def _finish(
         "revisions": revisions,
         "skipped": [asdict(each) for each in skipped.found.values()],
     }
-    write_json(packing.folder / SUMMARY, listing)
+    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, validation)})
+
+
+def _sidecars(partial: Path, train: list[str], validation: dict[str, str]) -> dict[str, str]:
+    """Digests of the sidecars by the names that `_tidy` gives them."""
+    found = sidecar_digests(partial, {"train": train, "validation": validation})
+    only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
+    return {"train.json" if name == only else name: digest for name, digest in found.items()}
 
 
 def _tidy(partial: Path) -> None:
     """Leave what prepared.json names. A process that is killed in here leaves the rest to the next one."""
-    for pattern in ("held-*", "done-*.json", "*.tmp", REVISIONS):
+    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS):
         for path in partial.glob(pattern):
             path.unlink()
     if read_summary(partial)["train"] == ["train.bin"]:

@@ -11,8 +11,13 @@ from trainer.config.data import SourceConfig
 from trainer.data.bins import Bins
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
+from trainer.digests import ACCEPT, accept, read_signed
 
 SUMMARY = "prepared.json"
+KEYS = ("format", "key", "train", "validation", "documents", "revisions", "skipped")
+"""Of prepared.json."""
+SIDECARS = "sidecars"
+"""Its key for the digests of the sidecars, by their names."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,35 @@ class Prepared:
 
 def read_summary(folder: Path) -> dict:
     """What prepared.json says."""
+    fix = f"delete {folder} and prepare the data again, if it is prepared data"
+    return read_signed(folder / SUMMARY, KEYS, fix)
+
+
+def sidecar_digests(folder: Path, facts: dict) -> dict[str, str]:
+    """SHA-256 of each sidecar of the shards that prepared.json names, by its name."""
+    names = [Path(name).with_suffix(".json").name for name in (*facts["train"], *facts["validation"].values())]
+    return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+
+
+def accept_prepared(folder: Path) -> None:
+    """Sign prepared.json and the sidecars as they are now. ValueError if it is not what `prepare` writes."""
     try:
-        return json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        raise ValueError(
-            f"{folder / SUMMARY}: cannot be read: delete {folder} and prepare the data again, if it is prepared data"
-        ) from None
+        content = json.loads((folder / SUMMARY).read_text())
+        sidecars = sidecar_digests(folder, content)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
+    accept(folder / SUMMARY, **{SIDECARS: sidecars})
+
+
+def _check_sidecars(folder: Path, facts: dict) -> None:
+    """ValueError, naming the file, for a sidecar that is not the one which was written with this listing."""
+    found = sidecar_digests(folder, facts)
+    for name, digest in facts.get(SIDECARS, {}).items():
+        if found.get(name, digest) != digest:  # a missing one is reported by `Bins.open`
+            raise ValueError(
+                f"bins sidecar {folder / name}: was altered (its SHA-256 is not the one in {SUMMARY}); delete "
+                f"{folder} and prepare the data again, or accept an edit with `{ACCEPT} {folder / SUMMARY}`"
+            )
 
 
 def open_prepared(folder: Path, built: bool = False) -> Prepared:
@@ -58,6 +86,7 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
         raise ValueError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
     tokenizer_hash = file_hash(tokenizer_path)
     facts = read_summary(folder)
+    _check_sidecars(folder, facts)
     held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
     return Prepared(
         folder=folder,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.bins import FORMAT, Shard, Sidecar, stored
+from trainer.files import create, replace_file, temporary_name
 
 
 class ShardWriter:
@@ -28,9 +29,9 @@ class ShardWriter:
         tokenizer_hash: str,
         source_fingerprint: str,
     ) -> None:
-        """Writes to a name of this process's own until `close`: `path` is whole or not there."""
+        """Writes to a name that nothing else has until `close`: `path` is whole or not there."""
         self.path = path
-        self._written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._written = temporary_name(path)
         self._facts: dict[str, Any] = {
             "source": source,
             "dtype": "uint16" if vocab_size <= 1 << 16 else "uint32",
@@ -43,7 +44,7 @@ class ShardWriter:
         self._end = np.array([end_of_text], self._dtype)
         self._digest = hashlib.sha256()
         self._num_tokens = self._num_documents = self._num_text_bytes = 0
-        self._file = self._written.open("wb")
+        self._file = create(self._written)
         self._put(self._end)
 
     def add(self, ids: np.ndarray, ends_document: bool, num_text_bytes: int) -> None:
@@ -93,12 +94,7 @@ class ShardWriter:
 
 def write_json(path: Path, content: object) -> None:
     """The file, whole or not at all, on the disk."""
-    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with written.open("w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    written.replace(path)
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_bins(path: Path, pieces: Iterable[tuple[np.ndarray, bool]], *, num_text_bytes: int, **facts: Any) -> Sidecar:

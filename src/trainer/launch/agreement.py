@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch
 
 from trainer.config import Config
-from trainer.config_diff import flat
+from trainer.config_diff import HIDDEN, flat, is_secret
 from trainer.files import SOURCE
 from trainer.launch.world import World
 
@@ -36,10 +36,10 @@ def agree(world: World, config: Config, plan: str) -> None:
         if len(set(values)) > 1:
             usual = Counter(values).most_common(1)[0][0]
             others = [rank for rank, value in enumerate(values) if value != usual]
-            other = values[others[0]]
+            shown = [HIDDEN, "another value"] if is_secret(key) else [values[others[0]], usual]
             raise ValueError(
-                f"{key}={other} on {_ranks(others)}, {usual} on the others: all ranks of a run have the same config, "
-                "code and torch; start them with the same command, from the same checkout"
+                f"{key}={shown[0]} on {_ranks(others)}, {shown[1]} on the others: all ranks of a run have the same "
+                "config, code and torch; start them with the same command, from the same checkout"
             )
     raise AssertionError("digests differ and facts do not")
 

@@ -36,6 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config_diff import is_secret
 from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
@@ -150,6 +151,7 @@ def _name_runs(jobs: list[Job]) -> None:
     common = set.intersection(*(set(job.overrides) for job in jobs))
     for number, job in enumerate(jobs):
         own = [override.partition("=") for override in job.overrides if override not in common]
+        own = [pair for pair in own if not is_secret(pair[0])]
         words = [re.sub(r"[^\w.-]+", "-", f"{key.split('.')[-1]}-{value}").strip("-") for key, _, value in own]
         if job.tree.run.name is not None:
             job.tree.run.name = "_".join([str(job.tree.run.name), str(number), *words])[:120]

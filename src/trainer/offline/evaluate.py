@@ -44,6 +44,7 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     the model.
     """
     own = saved.run / TOKENIZER
+    saved.tokenizer()
     if data.tokenizer_path.read_bytes() != own.read_bytes():
         given = saved.config.data.tokenizer or "null"
         raise ValueError(f"data.tokenizer={given}: the text is not in the tokens of the run; set data.tokenizer={own}")

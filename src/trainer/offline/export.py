@@ -1,23 +1,23 @@
 """Between a run folder and the world of Hugging Face: what `trainer.offline.hf_export` needs to know of a run.
 
-The checkpoint itself says what model it is of. The run folder says with which recipe it computes (config.yaml,
-backends.json) and what its tokens mean (tokenizer.json, and in config.yaml which of them ends a text).
+The checkpoint says what model it is of, with which recipe it computes, which token ends a text, and the hash of the
+tokenizer.json that the run folder holds. The run folder says which backends serve it (backends.json).
 """
 
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from precision import PrecisionConfig
-from trainer.checkpoint import checkpoint_name, read_meta
+from trainer.checkpoint import checkpoint_name, checkpoint_step, read_meta
 from trainer.files import check_new
 from trainer.offline.hf_export import Exported, Numbers, export, saved_model
 from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TOKENIZER, TokenizerSource
 from trainer.offline.row_reader import SavedTensors
+from trainer.offline.saved_model import check_tokenizer, config_at
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 
@@ -46,7 +46,7 @@ def export_run(
     model = saved_model(meta, checkpoint)
     if mtp and not model.num_mtp_layers:
         raise ValueError(f"--mtp: {folder} has no multi-token prediction; leave it out")
-    source = _tokenizer(folder, meta, tokenizer)
+    source = _tokenizer(checkpoint, meta, tokenizer)
     quantizer = _quantizer(folder, checkpoint, meta) if numbers is Numbers.fp8 else None
     made = export(checkpoint, out, model, numbers, source, quantizer=quantizer, mtp=mtp, max_file_bytes=max_file_bytes)
     if made.left:
@@ -66,7 +66,7 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
         return KeptQuantizer(saved, checkpoint)
     try:
         precision = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(PrecisionConfig), _config(folder)["precision"])
+            OmegaConf.merge(OmegaConf.structured(PrecisionConfig), _config(checkpoint)["precision"])
         )
     except (OmegaConfBaseException, KeyError) as error:
         reason = str(error).splitlines()[0]
@@ -82,8 +82,9 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
     return RunQuantizer(saved_model(meta, checkpoint), precision, saved_backends(folder) or {}, saved, checkpoint)
 
 
-def _tokenizer(folder: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource | None:
+def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource | None:
     """Where the tokenizer comes from; None if an imported model had none."""
+    folder = checkpoint.parent.parent
     if "source" in meta:
         if given is not None:
             raise ValueError(f"--tokenizer {given}: {folder} is an imported model, which has its own; leave it out")
@@ -91,15 +92,14 @@ def _tokenizer(folder: Path, meta: dict[str, Any], given: Path | None) -> Tokeni
     path = given or folder / TOKENIZER
     if not path.is_file():
         raise ValueError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")
+    if given is None:
+        check_tokenizer(path, meta)
     try:
-        return TokenizerSource(path, str(_config(folder)["data"]["end_of_text"]))
+        return TokenizerSource(path, str(_config(checkpoint)["data"]["end_of_text"]))
     except KeyError:
         raise ValueError(f"{folder / CONFIG}: has no data.end_of_text; is it a run's?") from None
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """A run's config.yaml, as it is."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a run folder, or a checkpoint inside one")
-    return yaml.safe_load(path.read_text())
+def _config(checkpoint: Path) -> dict[str, Any]:
+    """The tree of the config that made a checkpoint."""
+    return config_at(checkpoint.parent.parent, checkpoint_step(checkpoint) or 0)

@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify
+from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify_checkpoint
 from trainer.config import Config, load
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.document_masking import set_document_masking
@@ -214,7 +214,7 @@ def _usable(path: Path, newest: int) -> bool:
     if (checkpoint_step(path) or 0) > newest:
         return False
     try:
-        verify(path)
+        verify_checkpoint(path)
     except DamagedCheckpoint:
         return False
     return True

@@ -21,12 +21,19 @@ from models import DeepSeek
 from precision import Plan, bind, refresh_weights
 from precision.hardware import detect
 from precision.proof import recall
-from trainer.checkpoint import checkpoint_name, checkpoint_step, read
-from trainer.checkpoint.reading import STATE
+from trainer.checkpoint import (
+    DamagedCheckpoint,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    read,
+    read_meta,
+)
+from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import RECIPE, Config, load
 from trainer.config_diff import configs_before
 from trainer.data import load_tokenizer
-from trainer.data.tokenizer import end_of_text_id
+from trainer.data.tokenizer import end_of_text_id, file_hash
 from trainer.forecast.preflight import check_sizes
 from trainer.launch.device import pick_device, tune_host
 from trainer.offline.row_reader import SavedTensors
@@ -59,6 +66,7 @@ class Saved:
         path = self.run / TOKENIZER
         if not path.is_file():
             raise ValueError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
+        check_tokenizer(path, read_meta(self.checkpoint))
         tokenizer = load_tokenizer(path)
         tokenizer.encode_special_tokens = True  # as in training: a special token's spelling inside a text is text
         return tokenizer, end_of_text_id(tokenizer, self.config.data.end_of_text)
@@ -104,14 +112,36 @@ def open_run(
 
 
 def config_at(run: Path, step: int) -> dict[str, Any]:
-    """The tree of the config that was in force at a step: a run that goes on with another one keeps those before."""
-    path = next((path for end, path in configs_before(run).items() if end >= step), run / CONFIG)
+    """The tree of the config that was in force at a step: that of the first checkpoint from there on, which its
+    manifest covers. Where there is none, or an older one without its config: the run folder's, which keeps those of
+    before it was resumed with another one."""
+    end, path = next(((end, path) for end, path in configs_before(run).items() if end >= step), (None, run / CONFIG))
+    for checkpoint in list_checkpoints(run / CHECKPOINTS):
+        saved = checkpoint_step(checkpoint) or 0
+        if saved < step or (end is not None and saved > end):
+            continue
+        try:
+            verify(checkpoint, only=STATE)
+        except DamagedCheckpoint:
+            continue
+        if (tree := read_meta(checkpoint).get("config")) is not None:
+            return tree
     if not path.is_file():
         raise ValueError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
     tree = yaml.safe_load(path.read_text())
     if not isinstance(tree, dict) or "run" not in tree:
         raise ValueError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree
+
+
+def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
+    """ValueError unless `path` is the tokenizer that the checkpoint with this meta was trained with. An older one does
+    not say."""
+    if meta.get("tokenizer", found := file_hash(path)) != found:
+        raise ValueError(
+            f"{path}: was altered (its SHA-256 is {found[:12]}, the checkpoint's {meta['tokenizer'][:12]}); put the "
+            "tokenizer there that the run's data was made with"
+        )
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

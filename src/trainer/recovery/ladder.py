@@ -17,7 +17,6 @@ run that is stopped in the middle of one. All ranks read the same verdicts and c
 writes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 from trainer.checkpoint import OnEvent, checkpoint_name, checkpoint_step, newest_checkpoint
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import put_together
-from trainer.files import replace_file
+from trainer.digests import read_signed, write_signed
 from trainer.run.run_folder import RECOVERY
 from trainer.step.guard import TrainingStopped
 
@@ -151,7 +150,7 @@ class Ladder:
         rewinds = [asdict(rewind) for rewind in [*self.rewinds, choice]]
         path = self._folder / RECOVERY
         try:
-            replace_file(path, (json.dumps({"rewinds": rewinds}, indent=1) + "\n").encode())
+            write_signed(path, {"rewinds": rewinds})
         except OSError as error:
             why = f"{path} cannot be written ({error.strerror or error}): this rewind is forgotten if the run is killed"
             on_event("rollback", choice.step, why, failed=True)
@@ -161,10 +160,11 @@ class Ladder:
         path = self._folder / RECOVERY
         if not path.is_file():
             return []
+        why = "remove it, and what was left out of the data is read again"
+        entries = read_signed(path, ("rewinds",), why)["rewinds"]
         try:
-            return [asdict(_rewind(entry)) for entry in json.loads(path.read_text())["rewinds"]]
-        except (ValueError, KeyError, TypeError) as error:
-            why = "remove it, and what was left out of the data is read again"
+            return [asdict(_rewind(entry)) for entry in entries]
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
 
     def state_dict(self) -> dict[str, Any]:

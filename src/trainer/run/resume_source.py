@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from omegaconf import OmegaConf
 
 from models import DeepSeek
 from precision import Plan
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config
+from trainer.config.paths import anchored
+from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, will_resume
 
@@ -30,6 +34,13 @@ def identity(config: Config) -> dict:
         },
         "precision": config.precision.name,
     }
+
+
+def made_by(config: Config, tokenizer_hash: str) -> dict:
+    """What made a checkpoint, for its meta, which its manifest covers: the whole config, without secrets, and the
+    SHA-256 of tokenizer.json. Evaluation, export and replay believe it, and not the run folder."""
+    tree = yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(anchored(config))))
+    return {**identity(config), "config": without_secrets(tree, None), "tokenizer": tokenizer_hash}
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:

@@ -40,11 +40,12 @@ from trainer.checkpoint import (
     newest_checkpoint,
     read_meta,
     set_aside_after,
-    verify,
+    verify_checkpoint,
 )
 from trainer.config.paths import anchored
 from trainer.config_diff import changes
-from trainer.files import replace_file, trim
+from trainer.digests import read_signed, signed
+from trainer.files import delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.lock import is_in_place, take_lock
 
@@ -108,6 +109,7 @@ class RunFolder:
             with _told(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
+            delete_temporary(self.path)
             state = _state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
                 raise _exists(self.path, state)
@@ -147,7 +149,7 @@ class RunFolder:
                     "overrides.txt": "".join(f"{override}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,
-                    BACKENDS: json.dumps(backends, indent=1) + "\n",
+                    BACKENDS: signed(dict(backends)),
                 }
                 patience = LOCK_SECONDS if world.rank_group.launch.attempt else 0.0
                 ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
@@ -283,13 +285,7 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     path = None if folder is None else folder / BACKENDS
     if path is None or not path.is_file():
         return None
-    try:
-        saved = json.loads(path.read_text())
-        if not isinstance(saved, dict):
-            raise ValueError("no JSON object")
-        return saved
-    except ValueError as error:
-        raise ValueError(f"{path}: it is damaged ({error}); remove it, and backends are chosen anew") from error
+    return read_signed(path, ("gpu", "rows"), "remove it, and backends are chosen again")
 
 
 def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
@@ -393,7 +389,7 @@ def _unused(path: Path) -> Path:
 
 def _verify(checkpoint: Path, setting: str) -> None:
     try:
-        verify(checkpoint)
+        verify_checkpoint(checkpoint)
     except DamagedCheckpoint as damage:
         raise ValueError(
             f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"

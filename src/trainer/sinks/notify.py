@@ -49,18 +49,16 @@ Notice = Mapping[str, Any]
 def check_targets(webhook: str | None, command: str | None) -> None:
     """ValueError, naming key, value and fix, for what could never be told."""
     if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
-        raise ValueError(f"health.alerts.webhook={webhook}: not an address to post to; set http://... or https://...")
+        raise ValueError("health.alerts.webhook: not an address to post to; set http://... or https://...")
     if command is None:
         return
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"health.alerts.command={command}: {error}; quote it as for a shell") from None
+        raise ValueError(f"health.alerts.command: {error}; quote it as for a shell") from None
     if not words or shutil.which(words[0]) is None:
         name = words[0] if words else ""
-        raise ValueError(
-            f"health.alerts.command={command}: no program {name!r} here; give its path (sh -c '...': shell)"
-        )
+        raise ValueError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
 
 
 def is_told(kind: str, what: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config import LoggingConfig
+from trainer.config_diff import without_secrets
 from trainer.launch.liveness.heartbeat import News
 from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunFolder
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
@@ -99,7 +100,7 @@ class Sinks:
         self._tensors = JsonLines(run.path / TENSORS, self._alarm("disk"))
         self._events = JsonLines(run.path / EVENTS, self._alarm("disk"))
         if logging.wandb.enabled:
-            config = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(run.path / CONFIG)))
+            config = cast(dict[str, Any], without_secrets(OmegaConf.to_container(OmegaConf.load(run.path / CONFIG))))
             config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may have secrets in them
             wandb = logging.wandb
             self._wandb = WandbTracker(

@@ -1,6 +1,7 @@
 """Preparing: once for each state of the source, whole or not at all, and always the same bits."""
 
 import itertools
+import json
 import os
 import resource
 import signal
@@ -9,12 +10,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data.corpus import scan, split
+from trainer.data.prepared import accept_prepared
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -281,3 +284,55 @@ def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) 
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"no text to train a tokenizer on in [^\n]*: correct that \(.*not UTF-8 text"):
         prepare(make_config(tmp_path), 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("prepared.json", lambda content: content["train"].reverse(), "prepared.json: was altered"),
+        ("prepared.json", lambda content: content["train"].append(content["train"][0]), "prepared.json: was altered"),
+        ("train-00001.json", lambda content: content.update(end_of_text=1), "train-00001.json: was altered"),
+    ],
+)
+def test_an_altered_list_of_shards_or_sidecar_is_refused_until_it_is_accepted(
+    own_corpus: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    change: Callable[[dict[str, Any]], Any],
+    says: str,
+) -> None:
+    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)  # several shards of a small corpus
+    config = make_config(own_corpus, shard_mb=1)
+    folder = prepare(config, 300).folder
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=says):
+        prepare(config, 300)
+    accept_prepared(folder)
+    assert prepare(config, 300).folder == folder
+
+
+def test_shards_exchanged_with_their_sidecars_are_refused(
+    own_corpus: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["trainer.data.prepare"], "MEGABYTE", 20_000)
+    config = make_config(own_corpus, shard_mb=1)
+    folder = prepare(config, 300).folder
+    for suffix in (".bin", ".json"):
+        first, second, aside = (folder / f"{stem}{suffix}" for stem in ("train-00000", "train-00001", "aside"))
+        for source, target in ((first, aside), (second, first), (aside, second)):
+            source.rename(target)
+    with pytest.raises(ValueError, match=r"train-0000\d\.json: was altered"):
+        prepare(config, 300)
+
+
+def test_a_key_missing_in_the_listing_is_one_line(own_corpus: Path, make_config: MakeConfig) -> None:
+    config = make_config(own_corpus)
+    folder = prepare(config, 300).folder
+    content = json.loads((folder / "prepared.json").read_text())
+    del content["documents"]
+    (folder / "prepared.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"prepared\.json: was altered \(it has no key documents\)"):
+        prepare(config, 300)

@@ -267,16 +267,22 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_fp8_needs_the_recipe_that_the_checkpoint_was_trained_with(runs: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_says_what_it_was_trained_with_and_not_the_run_folder(runs: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     (copied / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "tokenizer.json"):
         (copied / name).write_text((runs / "fp32" / name).read_text())
     (checkpoint,) = (runs / "fp8_delayed" / "checkpoints").iterdir()
     (copied / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
-    with pytest.raises(ValueError, match="was trained as fp8_delayed, since when the run is fp32"):
-        export_run(copied, tmp_path / "out", Numbers.fp8)
-    export_run(copied, tmp_path / "out", Numbers.bf16)
+    config = (copied / "config.yaml").read_text()
+    (copied / "config.yaml").write_text(config.replace("end_of_text: ", "end_of_text: x"))
+    export_run(copied, tmp_path / "out", Numbers.fp8)
+    export_run(runs / "fp8_delayed", tmp_path / "expected", Numbers.fp8)
+    for path in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    (copied / "tokenizer.json").write_text((copied / "tokenizer.json").read_text() + " ")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: was altered"):
+        export_run(copied, tmp_path / "other", Numbers.bf16)
 
 
 def test_dequantised_fp8_is_what_transformers_reads(exported: dict[str, Path]) -> None:

@@ -111,7 +111,7 @@ def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
     assert saved_backends(run.path) == {"gpu": None, "rows": {}}
     assert saved_backends(tmp_path) is None and saved_backends(None) is None
     (run.path / "backends.json").write_text("{")
-    with pytest.raises(ValueError, match=r"backends.json: it is damaged .*; remove it, and backends are chosen anew"):
+    with pytest.raises(ValueError, match=r"backends.json: cannot be read .*; remove it, and backends are chosen again"):
         saved_backends(run.path)
 
 
@@ -428,3 +428,27 @@ def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, ope
     assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in told[0]
     with pytest.raises(ValueError, match="in use by process"):
         opened(runs, resume="auto")
+
+
+def test_links_planted_in_a_run_folder_are_not_written_through(runs: Path, tmp_path: Path, opened: Any) -> None:
+    path, victim = make_run(runs, checkpoints=(100,)), tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("config.yaml", "overrides.txt", "precision_plan.txt"):
+        (path / f".{name}.new").symlink_to(victim)
+    changed = {**TEXTS, "config.yaml": "lr: 2\n", "precision_plan.txt": "other\n"}
+    opened(runs, resume="auto", texts=changed).close()
+    assert victim.read_text() == "mine" and not list(path.glob(".*.new"))
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"\.lock: is a link"):
+        opened(runs, resume="auto")
+    assert victim.read_text() == "mine"
+
+
+def test_secrets_that_change_are_reported_without_their_values(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100,))
+    config = "health: {alerts: {webhook: https://example.org/PRIVATE%d, command: tell PRIVATE%d}}\n"
+    (path / "config.yaml").write_text(config % (1, 1))
+    run = opened(runs, resume="auto", texts={**TEXTS, "config.yaml": config % (2, 2)})
+    said = " ".join(note.message for note in run.notes)
+    assert "health.alerts.webhook" in said and "health.alerts.command" in said and "PRIVATE" not in said

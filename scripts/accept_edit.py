@@ -1,0 +1,40 @@
+"""Accept files that were edited by hand: sign them as they are now.
+
+    python scripts/accept_edit.py runs/first/recovery.json
+    python scripts/accept_edit.py ~/.cache/octet/stdlib-1f0c.../prepared.json
+
+A run refuses `recovery.json`, `backends.json` and `prepared.json` that do not match their digests (`trainer.digests`).
+With `prepared.json`, the sidecars of all shards that it names are accepted too. Checkpoints and tokens cannot be
+accepted: start a new run from other weights, or prepare the data again.
+"""
+
+import sys
+from pathlib import Path
+
+from trainer.data.prepared import SUMMARY, accept_prepared
+from trainer.digests import accept
+from trainer.launch.command_line import Parser, guarded
+from trainer.run.run_folder import BACKENDS, RECOVERY
+
+
+def main() -> int:
+    """Exit code, as train.py's."""
+    return guarded(run)
+
+
+def run() -> None:
+    """Read the command line, sign."""
+    parser = Parser(__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{RECOVERY}, {BACKENDS} or {SUMMARY}")
+    for path in parser.parse_args().files:
+        if path.name == SUMMARY:
+            accept_prepared(path.parent)
+        elif path.name in (RECOVERY, BACKENDS):
+            accept(path)
+        else:
+            raise ValueError(f"{path}: has no digest of its own; give {RECOVERY}, {BACKENDS} or {SUMMARY}")
+        print(f"accepted {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""JSON files that prove their content: what decides what is trained is believed only as it was written.
+
+    {"rewinds": [...], "digest": "<SHA-256 of all the rest, as JSON with sorted keys>"}
+
+| what decides | where it is | covered by |
+| --- | --- | --- |
+| weights, state, config, backends, tokenizer's hash | `checkpoints/step_N/` | its `manifest.json` |
+| what rewinds leave out, and their learning rate | `recovery.json` | its own digest |
+| which backend serves which GEMM | `backends.json` | its own digest |
+| shards, their order, their sidecars | `prepared.json` of prepared data | its own digest, and one for each sidecar |
+| tokens, the tokenizer | `train-*.bin`, `tokenizer.json` | SHA-256 in the sidecars |
+
+A file that was edited on purpose is accepted by `scripts/accept_edit.py`. A file of before there were digests is read,
+with a warning. It must have nothing that looks like a digest: an altered `digest` key does not pass for an old file.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from trainer.files import replace_file
+
+DIGEST = "digest"
+ACCEPT = "python scripts/accept_edit.py"
+_LENGTH = 64
+
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 (hexadecimal) of a JSON object, whatever its formatting and the order of its keys."""
+    rest = {key: value for key, value in content.items() if key != DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def signed(content: dict[str, Any]) -> str:
+    """The text of a JSON object with its digest."""
+    plain = json.loads(json.dumps(content))  # as it will be read
+    return json.dumps({**plain, DIGEST: digest_of(plain)}, indent=1) + "\n"
+
+
+def write_signed(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with its digest: whole or not at all, on the disk. OSError names the file."""
+    replace_file(path, signed(content).encode())
+
+
+def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
+    """The JSON object in `path`, without its digest. keys: that it has, others beside them; fix: what to do if it is
+    damaged.
+
+    ValueError, naming the file, for one that cannot be read, lacks a key or does not match its digest.
+    """
+    content = _read(path, fix)
+    if missing := sorted(set(keys) - set(content)):
+        raise ValueError(f"{path}: was altered (it has no key {missing[0]}); {fix}")
+    if DIGEST not in content:
+        if any(isinstance(value, str) and len(value) == _LENGTH for value in content.values()):
+            raise ValueError(f"{path}: was altered (its digest is under another key); {fix}")
+        warnings.warn(f"{path}: is from before files had digests; `{ACCEPT} {path}` adds one", stacklevel=2)
+        return content
+    if content[DIGEST] != digest_of(content):
+        raise ValueError(
+            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
+        )
+    return {key: value for key, value in content.items() if key != DIGEST}
+
+
+def accept(path: Path, **changed: Any) -> None:
+    """Sign a file as it is now, with some of its keys `changed`. ValueError if it is no JSON object."""
+    content = {**_read(path, "correct it"), **changed}
+    write_signed(path, {key: value for key, value in content.items() if key != DIGEST})
+
+
+def _read(path: Path, fix: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path}: cannot be read (no JSON); {fix}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: cannot be read (no JSON object); {fix}")
+    return content

@@ -1,0 +1,59 @@
+"""Files that decide what is trained are believed as they were written, or as an edit was accepted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.digests import accept, read_signed, write_signed
+
+FIX = "remove it"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "recovery.json"
+    write_signed(path, {"rewinds": [{"lr_factor": 0.5, "windows": [[3, 7]]}]})
+    return path
+
+
+def test_what_was_written_is_read(file: Path) -> None:
+    assert read_signed(file, ("rewinds",), FIX) == {"rewinds": [{"lr_factor": 0.5, "windows": [[3, 7]]}]}
+
+
+def test_any_flipped_bit_is_reported_or_changes_nothing(file: Path) -> None:
+    whole, good = file.read_bytes(), read_signed(file, ("rewinds",), FIX)
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        try:
+            found, said = read_signed(file, ("rewinds",), FIX), ""
+        except ValueError as refused:
+            found, said = good, str(refused)
+        assert found == good and (not said or (str(file) in said and FIX in said)), bit
+
+
+def test_an_edit_is_refused_until_it_is_accepted(file: Path) -> None:
+    content: dict[str, Any] = json.loads(file.read_text())
+    content["rewinds"][0]["lr_factor"] = 0.25
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"was altered .*accept_edit\.py"):
+        read_signed(file, ("rewinds",), FIX)
+    said = subprocess.run(
+        [sys.executable, "scripts/accept_edit.py", str(file)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    assert read_signed(file, ("rewinds",), FIX)["rewinds"][0]["lr_factor"] == 0.25
+
+
+def test_a_file_of_before_is_read_with_a_warning_and_can_be_signed(file: Path) -> None:
+    file.write_text(json.dumps({"rewinds": []}))
+    with pytest.warns(UserWarning, match="from before files had digests"):
+        assert read_signed(file, ("rewinds",), FIX) == {"rewinds": []}
+    accept(file)
+    assert read_signed(file, ("rewinds",), FIX) == {"rewinds": []}
