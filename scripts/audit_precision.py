@@ -36,7 +36,7 @@ def run() -> None:
     from trainer.forecast.preflight import check
     from trainer.launch.device import pick_device
     from trainer.offline.audit import audit
-    from trainer.optim.adamw import Optimizer
+    from trainer.optim.build import build_optimizer
     from trainer.step.engine import build_model
 
     for job in jobs:
@@ -45,7 +45,7 @@ def run() -> None:
         check(config)
         plan, model = build_model(config, device)
         arena = bind(model, plan, device)
-        optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device)
+        optimizer = build_optimizer(config, plan, model, device)
         torch.manual_seed(config.trainer.seed)
         t = config.trainer
         shape = 2, min(t.sequence_length, LENGTHS[given.device]) + 1

@@ -59,8 +59,11 @@ def read(
     branches = {name: name.split("/", 1)[0] in into for name in saved}
     for name in (*targets, *(name for name, ours in branches.items() if ours)):
         if name not in targets or name not in saved or targets[name].shape != saved[name].size:
-            plain = name.split("/", 1)[-1]
-            raise ValueError(f"{plain}: the checkpoint is of another model; use that run's model.*")
+            branch, _, plain = name.partition("/")
+            if branch == "optimizer" and name.rsplit("/", 1)[0].replace(branch, "model", 1) in saved:
+                why = "the checkpoint is of another optimizer; use that run's optim.name, or take its weights with"
+                raise ValueError(f"{plain}: {why} run.init_from")
+            raise ValueError(f"{plain or name}: the checkpoint is of another model; use that run's model.*")
     fresh = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in saved.items()

@@ -29,6 +29,29 @@ class Moments(Enum):
     fp32 = "fp32"
 
 
+class OptimizerName(Enum):
+    """What updates the hidden matrices; everything else is AdamW's."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Coefficients(Enum):
+    """The polynomials of Newton-Schulz: the same in each step, with two last ones that converge, or one for each."""
+
+    quintic = "quintic"
+    deepseek_v4 = "deepseek_v4"
+    polar_express = "polar_express"
+
+
+class Iteration(Enum):
+    """Format that Newton-Schulz computes in."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
 class Schedule(Enum):
     """How the learning rate falls after the constant part: on a line (warm-up, stable, decay) or on half a cosine."""
 
@@ -82,8 +105,28 @@ class TrainerConfig:
 
 
 @dataclass
+class MuonConfig:
+    """Muon's update of a matrix."""
+
+    momentum: float
+    """Decay of the sum of gradients."""
+    nesterov: bool
+    """Orthogonalise the gradient plus the decayed momentum; else the momentum."""
+    coefficients: Coefficients
+    """Of Newton-Schulz: quintic (Moonlight), deepseek_v4 (eight steps of it and two that converge) or polar_express."""
+    steps: int | None
+    """Of Newton-Schulz; null: as published, 5, 10 and 8."""
+    iteration: Iteration
+    """Format that Newton-Schulz computes in: bf16, fp16 or fp32."""
+    scale: float
+    """RMS of an update's entries, before the learning rate; 0.2 is AdamW's in practice, whose rates then carry over."""
+    router: bool
+    """Routers are updated by Muon too, with weight decay; else by AdamW without."""
+
+
+@dataclass
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
     lr: float
     """Peak learning rate."""
@@ -92,7 +135,7 @@ class OptimConfig:
     eps: float
     """Added to the root of the second moment."""
     weight_decay: float
-    """Decoupled weight decay, times the learning rate; norms, embedding and router have none."""
+    """Decoupled weight decay, times the learning rate; norms, embedding and AdamW's routers have none."""
     clip: float | None
     """Largest global gradient norm; null: not clipped."""
     moments: Moments
@@ -105,6 +148,10 @@ class OptimConfig:
     """Last part of the run in which it falls, as a share of max_steps; 1.0: from the end of the warm-up on."""
     min_lr_ratio: float
     """Learning rate at the end, as a share of lr."""
+    name: OptimizerName = OptimizerName.adamw
+    """adamw: for everything; muon: for the hidden matrices, AdamW for embedding, head and norms."""
+    muon: MuonConfig | None = None
+    """Muon's settings (optim=muon_wsd, optim=muon_cosine); null with adamw."""
 
 
 @dataclass

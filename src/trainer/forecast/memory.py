@@ -3,7 +3,7 @@
     parameters        FP32 masters, this rank's part of them
     gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
                       else of the block whose backward pass runs
-    optimizer         AdamW's two moments, FP32, its part
+    optimizer         AdamW's two moments, FP32, its part; of what Muon updates one momentum
     compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
                       blocks in one process, of experts that no other rank has, and where ranks that share them keep
                       what they gather; else of those that are gathered at a time
@@ -31,10 +31,12 @@ import torch
 
 from models.config import ModelConfig
 from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
+from models.matrices import elements
 from precision import Plan
 from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
+from trainer.optim.build import muon_divisions
 from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
@@ -92,7 +94,7 @@ def forecast_memory(
     memory = {
         "parameters": masters,
         "gradients": masters,
-        "optimizer": 2 * masters,
+        "optimizer": 2 * masters - 4.0 * _updated_by_muon(config, plan),
         "compute weights": sum(_copies(plan, degrees).values()),
         "activations": _activations(config, plan, degrees) * tokens,
         "head": head_gradient_bytes(plan),
@@ -155,6 +157,11 @@ def _parameters(config: Config) -> tuple[float, float]:
     blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
     return count_parameters(m).total - experts, experts
+
+
+def _updated_by_muon(config: Config, plan: Plan) -> float:
+    """Parameters with one momentum instead of two moments. No rank has less than all of them."""
+    return float(sum(elements(plan.gemms[name.removesuffix(".weight")]) for name in muon_divisions(config, plan)))
 
 
 @cache

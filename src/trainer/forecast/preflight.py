@@ -8,6 +8,7 @@ prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.mem
 import math
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import NoReturn
 
 import torch
 
@@ -17,13 +18,14 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.hardware import detect
-from trainer.config import Config, Device, ParallelConfig, RunConfig, Switch
+from trainer.config import Config, Device, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.memory import GIB, forecast_memory, pick_fsdp_policy, total_memory, travels_in_fp8
 from trainer.launch.device import pick_device
+from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 
@@ -36,6 +38,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_run(config.run)
     check_sizes(config)
     _check_batch(config)
+    _check_muon(config)
     if world_size is not None:
         check_fsdp_policy(config, resolve(config.parallel, world_size))
     _check_recovery(config.recovery)
@@ -68,7 +71,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     return plan
 
 
-def _refuse(key: str, value: object, why: str, fix: str) -> None:
+def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
     raise ValueError(f"{key}={value}: {why}; {fix}")
 
 
@@ -124,6 +127,21 @@ def check_sizes(config: Config) -> None:
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
 
 
+def _check_muon(config: Config) -> None:
+    muon = config.optim.muon
+    if config.optim.name is not OptimizerName.muon:
+        return
+    if muon is None:
+        _refuse("optim.name", "muon", "optim.muon is null", "set optim=muon_wsd or optim=muon_cosine")
+    if not 0 <= muon.momentum < 1:
+        _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
+    if not 0 < muon.scale < math.inf:
+        _refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
+    fewest = FEWEST[muon.coefficients]
+    if muon.steps is not None and not fewest <= muon.steps <= 100:
+        _refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
+
+
 def _check_batch(config: Config) -> None:
     t = config.trainer
     if t.global_batch_size % t.microbatch_size:
@@ -158,6 +176,10 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
+    if config.optim.name is OptimizerName.muon and (degrees.shard > 1 or degrees.expert > 1):
+        key, degree = ("shard", degrees.shard) if degrees.shard > 1 else ("expert", degrees.expert)
+        why = "optim.name=muon updates whole matrices, which sharded ranks do not hold"
+        _refuse(f"parallel.{key}", degree, why, "set parallel=hsdp parallel.shard=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
         smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
         fits = next(n for n in smaller if not config.model.num_experts % n)

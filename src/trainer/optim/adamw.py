@@ -15,6 +15,7 @@ over the parts.
 
 import importlib.util
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +72,8 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 class Optimizer:
-    """Fused AdamW over a model's named parameters, with clipping by global norm. world: who shares them."""
+    """Fused AdamW over a model's named parameters, with clipping by global norm. world: who shares them. elsewhere:
+    names whose update a subclass makes; they come last in `names`."""
 
     def __init__(
         self,
@@ -81,17 +83,22 @@ class Optimizer:
         max_steps: int,
         device: torch.device,
         world: World | None = None,
+        elsewhere: Collection[str] = (),
     ):
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert named.keys() >= set(elsewhere)
+        self._elementwise = [name for name in named if name not in elsewhere]
+        self._named = {name: named[name] for name in (*self._elementwise, *elsewhere)}
         self._parts = {name: local(p) for name, p in self._named.items()}
         self._world = world or World(device)
         self._copies = torch.tensor([copies(p) for p in self._named.values()], dtype=torch.float64, device=device)
         self.names = list(self._named)
         self.schedule = LearningRate(config, max_steps)
         self._clip = config.clip
+        own = {name: self._parts[name] for name in self._elementwise}
         groups = [
-            {"params": [p for n, p in self._parts.items() if n not in no_decay], "weight_decay": config.weight_decay},
-            {"params": [p for n, p in self._parts.items() if n in no_decay], "weight_decay": 0.0},
+            {"params": [p for n, p in own.items() if n not in no_decay], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in own.items() if n in no_decay], "weight_decay": 0.0},
         ]
         self._lr = torch.tensor(config.lr, dtype=torch.float32, device=device)
         self._adamw = torch.optim.AdamW(
@@ -104,7 +111,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
         moments = BY_NAME[config.moments.value].dtype
-        for p in self._parts.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
+        for p in own.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(p, dtype=moments),
@@ -118,7 +125,7 @@ class Optimizer:
         pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
         parameters, decays = zip(*pairs, strict=True)
         place = {p: i for i, p in enumerate(parameters)}
-        self._order = torch.tensor([place[p] for p in self._parts.values()], device=self._lr.device)
+        self._order = torch.tensor([place[self._parts[name]] for name in self._elementwise], device=self._lr.device)
         first, second, steps = (
             [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
         )
@@ -138,7 +145,7 @@ class Optimizer:
         return parameters.norm(), updates.norm() * ok
 
     def _norms_of_parts(self) -> Tensor:
-        """[2, P] FP64, of this rank's parts: of the last updates, of the parameters."""
+        """[2, P] FP64, of this rank's parts: of the last updates, of the parameters; here those AdamW updates."""
         if self._kernel is not None:
             return self._kernel.norms(self._lr).index_select(1, self._order)
         norm_of: dict[Tensor, Tensor] = {}
@@ -147,7 +154,7 @@ class Optimizer:
             states = [self._adamw.state[p] for p in parameters]
             norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
             norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
-        parts = list(self._parts.values())
+        parts = [self._parts[name] for name in self._elementwise]
         return torch.stack(
             [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
         )
@@ -165,10 +172,9 @@ class Optimizer:
         norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
         """
         self._lr.copy_(self.schedule.at(committed))
-        divisor = None
-        if norm is not None and self._clip is not None:
-            divisor = ((norm + 1e-6) / self._clip).clamp(min=1.0)
-        for name, p in self._named.items():
+        divisor = self._divisor(norm)
+        for name in self._elementwise:
+            p = self._named[name]
             if self._parts[name] is not p:
                 self._parts[name].grad = None if p.grad is None else local(p.grad)
         if self._kernel is not None:
@@ -178,8 +184,14 @@ class Optimizer:
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.step()
         # torch's kernel does not say that it wrote; what is made from a parameter asks for its version
-        torch.autograd.graph.increment_version([p for p in self._parts.values() if p.grad is not None])
+        torch.autograd.graph.increment_version([p for n in self._elementwise if (p := self._parts[n]).grad is not None])
         return self._lr
+
+    def _divisor(self, norm: Tensor | None) -> Tensor | None:
+        """What clipping divides gradients of this global norm by, 0-d; None: nothing."""
+        if norm is None or self._clip is None:
+            return None
+        return ((norm + 1e-6) / self._clip).clamp(min=1.0)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -194,7 +206,8 @@ class Optimizer:
                 key: shared_like(tensor, p) if tensor.dim() else tensor
                 for key, tensor in self._adamw.state[self._parts[name]].items()
             }
-            for name, p in self._named.items()
+            for name in self._elementwise
+            for p in (self._named[name],)
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:

@@ -15,6 +15,7 @@ from trainer.forecast.preflight import check_fsdp_policy, records_graphs
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
+from trainer.optim.build import build_optimizer
 from trainer.parallel.blocks import parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shard_views import model_state, shard_views
@@ -72,7 +73,7 @@ def build_engine(
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = Optimizer(model, model.no_decay(), config.optim, config.trainer.max_steps, device, world)
+    optimizer = build_optimizer(config, plan, model, device, world)
     guard = StepGuard(arena, optimizer.names, config.recovery)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")

@@ -1,0 +1,82 @@
+"""Logical matrices: the independent linear maps that stored weights are made of.
+
+A weight that one GEMM reads may hold several maps, which share nothing but that GEMM: gate and up of a feed-forward
+layer, the heads of attention, the experts of a stack. An optimizer that treats a matrix as a whole (Muon) must treat
+each map by itself: together they share one spectrum and take their scale from the wrong shape.
+
+    weight                     stored            logical matrices
+    attn.q, attn.q_b           [H (N + R), .]    one a head [N + R, .]
+    attn.kv_b                  [H (N + V), C]    a head's k_nope [N, C] and v [V, C]
+    attn.kv_a                  [C + R, D]        latent [C, D], rotary key [R, D]
+    gate_up (FFN, experts)     [2F, D]           gate [F, D], up [F, D]; of each expert
+    mtp.proj                   [D, 2D]           one an input [D, D]
+    attn.q_a, attn.o, down,    whole; down of each expert
+    router
+
+GLM-5 (arXiv 2602.15763, table 1) measures the heads, DeepSeek-V4 (arXiv 2606.19348) orthogonalises "each logically
+independent weight"; no source measures kv_a and mtp.proj, which follow the rule.
+
+Legend: H heads, N nope, R rope, V value width of a head, C key-value latent, D hidden, F intermediate, E experts.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.config import ModelConfig
+from precision import Plan
+from precision.rows import GemmRow
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a weight [..., R, K] divides: into equal groups of rows, in which stand matrices of `rows` rows each, and
+    into `columns` equal parts of K."""
+
+    rows: tuple[int, ...]
+    columns: int = 1
+
+    @property
+    def period(self) -> int:
+        """Rows of a group."""
+        return sum(self.rows)
+
+    def views(self, weight: Tensor) -> list[Tensor]:
+        """weight [..., groups x period, K] -> for each of `rows` its matrices [..., groups, columns, rows, K /
+        columns], in the same memory."""
+        grouped = weight.unflatten(-2, (-1, self.period)).unflatten(-1, (self.columns, -1))
+        return [part.movedim(-2, -3) for part in grouped.split(self.rows, -3)]
+
+    def shapes(self, weight: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """Count, rows and columns of the matrices of a weight [R, K]."""
+        count = weight[0] // self.period * self.columns
+        return [(count, rows, weight[1] // self.columns) for rows in self.rows]
+
+
+def divisions(config: ModelConfig, plan: Plan) -> dict[str, Division]:
+    """The division of each GEMM's weight, by the parameter's name; but for the head, whose rows are tokens."""
+    return {f"{name}.weight": division(config, row) for name, row in plan.gemms.items() if row.op != "lm_head"}
+
+
+def division(c: ModelConfig, row: GemmRow) -> Division:
+    """The division of the weight of a plan's row."""
+    match row.op:
+        case "attn.q" | "attn.q_b":
+            return Division((c.qk_head_dim,))
+        case "attn.kv_b":
+            return Division((c.qk_nope_head_dim, c.v_head_dim))
+        case "attn.kv_a":
+            return Division((c.kv_lora_rank, c.qk_rope_head_dim))
+        case "mtp.proj":
+            return Division((row.out_features,), columns=2)
+        case "attn.q_a" | "attn.o" | "moe.router":
+            return Division((row.out_features,))
+        case "ffn" | "moe.shared" | "moe.experts":
+            parts = 2 if row.name.endswith(".gate_up") else 1
+            return Division((row.out_features // parts,) * parts)
+    raise ValueError(f"{row.name}: no rule says which logical matrices the weight of {row.op!r} holds")
+
+
+def elements(row: GemmRow) -> int:
+    """Numbers in the weight of a plan's row."""
+    return row.groups * row.in_features * row.out_features

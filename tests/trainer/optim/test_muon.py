@@ -1,0 +1,168 @@
+"""Muon: orthogonal updates of logical matrices, by the side of AdamW for the rest."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.matrices import Division, divisions
+from trainer.config import Coefficients, Config, Iteration, Moments, MuonConfig, OptimConfig, OptimizerName, Schedule
+from trainer.forecast.preflight import check
+from trainer.optim.muon import Muon
+from trainer.optim.orthogonalise import orthogonalise, polynomials
+from trainer.step.engine import build_engine
+from trainer.trainer import Trainer
+
+MUON = MuonConfig(
+    momentum=0.95, nesterov=True, coefficients=Coefficients.quintic, steps=None, iteration=Iteration.fp32, scale=0.2,
+    router=False,
+)  # fmt: skip
+CONFIG = OptimConfig(
+    lr=0.1, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, clip=None, moments=Moments.fp32, schedule=Schedule.wsd,
+    warmup_steps=0, decay_fraction=0.0, min_lr_ratio=0.1, name=OptimizerName.muon, muon=MUON,
+)  # fmt: skip
+# the range of singular values that each method promises to end in: see `orthogonalise`
+RANGES = {
+    Coefficients.quintic: (0.65, 1.25),
+    Coefficients.deepseek_v4: (0.99, 1.01),
+    Coefficients.polar_express: (0.97, 1.03),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 48, 80), (2, 80, 48), (1, 64, 64)])
+@pytest.mark.parametrize("kind", Coefficients)
+def test_singular_values_become_one_and_directions_stay(kind: Coefficients, shape: tuple[int, ...]) -> None:
+    """Of matrices whose smallest singular value is a tenth of the largest, against float64's decomposition."""
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    values = torch.linspace(0.1, 1.0, min(shape[-2:]), dtype=torch.float64)
+    made = orthogonalise((u * values) @ v, polynomials(kind), torch.float32).double()
+    core = u.mT @ made @ v.mT
+    low, high = RANGES[kind]
+    assert (core.diagonal(dim1=-2, dim2=-1) > low).all() and (core.diagonal(dim1=-2, dim2=-1) < high).all()
+    assert (core - torch.diag_embed(core.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-4, "no direction has changed"
+    assert torch.equal(
+        orthogonalise(torch.zeros(shape), polynomials(kind), torch.bfloat16), torch.zeros(shape).bfloat16()
+    )
+
+
+def optimizer(weight: Tensor, division: Division, config: OptimConfig = CONFIG) -> tuple[nn.Module, Muon]:
+    """Of a model of one matrix, and a norm that is AdamW's."""
+    model = nn.Module()
+    model.weight, model.norm = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
+    return model, Muon(model, {"norm"}, config, 100, torch.device("cpu"), {"weight": division})
+
+
+def test_two_steps_are_those_of_torch() -> None:
+    """torch.optim.Muon iterates in BF16: the difference is as large as BF16 makes to ours."""
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(24, 40), torch.randn(2, 24, 40)
+    ours = {}
+    for iteration in (Iteration.bf16, Iteration.fp32):
+        assert CONFIG.muon is not None
+        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=replace(MUON, iteration=iteration)))
+        for i, gradient in enumerate(gradients):
+            model.weight.grad, model.norm.grad = gradient.clone(), torch.ones(3)  # type: ignore[union-attr]
+            muon.step(torch.tensor(True), torch.tensor(i))
+        ours[iteration] = model.weight.detach() - weight  # type: ignore[operator]
+    theirs = nn.Parameter(weight.clone())
+    plain = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        plain.step()
+    spread = (ours[Iteration.bf16] - ours[Iteration.fp32]).norm()
+    assert (ours[Iteration.fp32] - (theirs.detach() - weight)).norm() < 3 * spread
+    assert spread < 0.05 * ours[Iteration.fp32].norm()
+
+
+def test_a_head_moves_by_its_own_gradient_alone() -> None:
+    """Two heads of [k_nope 3, v 2] rows each: a gradient in one matrix moves no other but by decay."""
+    torch.manual_seed(0)
+    for rows in ((0, 3), (3, 5), (5, 8), (8, 10)):
+        model, muon = optimizer(torch.randn(10, 6), Division((3, 2)), replace(CONFIG, weight_decay=0.0))
+        before = model.weight.detach().clone()  # type: ignore[union-attr]
+        gradient = torch.zeros(10, 6)
+        gradient[slice(*rows)] = torch.randn(rows[1] - rows[0], 6)
+        model.weight.grad = gradient  # type: ignore[union-attr]
+        muon.step(torch.tensor(True), torch.tensor(0))
+        moved = (model.weight.detach() - before).abs().amax(1) > 0  # type: ignore[operator]
+        assert moved.nonzero().flatten().tolist() == list(range(*rows))
+
+
+def test_a_dropped_step_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    model, muon = optimizer(torch.randn(8, 6), Division((8,)))
+    for i, ok in enumerate((True, False)):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        state = {name: {k: t.clone() for k, t in of.items()} for name, of in muon.state_dict().items()}
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * (1.0 if ok else torch.nan)
+        muon.step(torch.tensor(ok), torch.tensor(i))
+        same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
+        same += [torch.equal(t, state[name][k]) for name, of in muon.state_dict().items() for k, t in of.items()]
+        assert not any(same) if ok else all(same)
+
+
+def test_updates_have_the_rms_of_adamw() -> None:
+    """0.2 times the learning rate, up to the spread of the singular values, whatever the shape."""
+    torch.manual_seed(0)
+    for shape in ((16, 64), (64, 16), (32, 32)):
+        model, muon = optimizer(torch.zeros(shape), Division(shape[:1]))
+        model.weight.grad = torch.randn(shape)  # type: ignore[union-attr]
+        muon.step(torch.tensor(True), torch.tensor(0))
+        rms = model.weight.detach().square().mean().sqrt()  # type: ignore[union-attr]
+        assert 0.65 < float(rms) / (0.1 * 0.2) < 1.25
+        assert float(muon.norms(torch.tensor(True))[1]) == pytest.approx(
+            float(rms) * (shape[0] * shape[1]) ** 0.5, rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("keys", [[], ["model.q_lora_rank=48"], ["optim.muon.router=true"]])
+def test_every_hidden_matrix_is_muons(config: Callable[..., Config], keys: list[str]) -> None:
+    made = config("optim=muon_wsd", "precision=bf16", "precision.backend=reference", *keys)
+    engine = build_engine(made, torch.device("cpu"))
+    muon = {name for name, of in engine.optimizer.state_dict().items() if "momentum" in of}
+    matrices = {name for name, p in engine.model.named_parameters() if p.dim() >= 2}
+    left = {name for name in matrices - muon if not name.endswith("router.weight")}
+    assert left == {"embed.weight", "lm_head.weight"}
+    assert any(name.endswith("router.weight") for name in muon) == bool(keys and "router" in keys[0])
+    shapes = dict(engine.model.named_parameters())
+    for name, division in divisions(made.model, engine.plan).items():
+        views = division.views(torch.arange(shapes[name].numel()).view(shapes[name].shape))
+        assert torch.cat([v.flatten() for v in views]).sort()[0].equal(torch.arange(shapes[name].numel()))
+
+
+def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
+    keys = "optim=muon_cosine", "precision=fp8_delayed", "precision.backend=reference", "optim.decay_fraction=0"
+    whole = Trainer(config(*keys, "run.name=whole", "trainer.max_steps=4"))
+    whole.train()
+    Trainer(config(*keys, "run.name=cut", "trainer.max_steps=2")).train()
+    cut = Trainer(config(*keys, "run.name=cut", "run.resume=auto", "trainer.max_steps=4"))
+    cut.train()
+    models = (trainer.run.engine.model for trainer in (cut, whole))
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match=r"of another optimizer; use that run's optim\.name, or .* run\.init_from"):
+        Trainer(config(*keys[1:], "run.name=cut", "run.resume=auto"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["optim.muon.momentum=1"], r"^optim\.muon\.momentum=1\.0: out of range; set 0\.95"),
+        (["optim.muon.scale=0"], r"^optim\.muon\.scale=0\.0: out of range"),
+        (
+            ["optim.muon.coefficients=deepseek_v4", "optim.muon.steps=2"],
+            r"^optim\.muon\.steps=2: out of range; set 3 to",
+        ),
+        (["parallel=fsdp"], r"^parallel\.shard=2: optim\.name=muon updates whole matrices, .* set parallel=hsdp"),
+    ],
+)
+def test_what_muon_cannot_do_is_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check(config("optim=muon_wsd", *keys), 2)
+    with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; set optim=muon_wsd"):
+        check(config("optim.name=muon"))
+    check(config("optim=muon_wsd", "parallel=hsdp", "parallel.shard=1"), 2)
