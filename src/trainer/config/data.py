@@ -176,9 +176,10 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
             f"data.validation_fraction={data.validation_fraction}: must lie between 0 and 1, for example 0.05"
         )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        raise ValueError(
-            f"data.tokenizer={data.tokenizer}: there is no such file: give a tokenizer.json, or null to train one"
-        )
+        inside = Path(data.tokenizer) / "tokenizer.json"
+        problem = "a folder" if Path(data.tokenizer).is_dir() else "there is no such file"
+        fix = f"give {inside}" if inside.is_file() else "give a tokenizer.json, or null to train one"
+        raise ValueError(f"data.tokenizer={data.tokenizer}: {problem}: {fix}")
     if not data.cache_dir:
         raise ValueError("data.cache_dir='': prepared data needs a folder: set one, for example .cache/data")
     for key, why in (("tokenizer_sample_mb", "the tokenizer needs text"), ("shard_mb", "a shard needs text")):

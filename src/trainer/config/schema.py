@@ -112,6 +112,8 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
     if inner is float and isinstance(tree, str) and tree.lstrip("+-").lower() in ("nan", "inf"):
         return float(tree)
+    if inner is int and isinstance(tree, float) and tree.is_integer():  # 1e3
+        tree = int(tree)
     allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
     if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
         raise _wrong(key, tree, annotation)

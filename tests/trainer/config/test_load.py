@@ -173,10 +173,12 @@ def test_values_arrive_in_their_types(plain: dict[str, Any]):
     tree = changed(plain, "compile.enabled", True)
     tree = changed(tree, "optim.lr", 1)
     tree = changed(tree, "run.name", 7)
+    tree = changed(tree, "trainer.max_steps", 1e3)
     tree = changed(tree, "debug.inject", {"step": 2, "where": "weight", "value": "nan"})
     config = load(tree)
     assert config.compile.enabled is Switch.true and config.optim.schedule is Schedule.wsd
     assert config.optim.lr == 1.0 and isinstance(config.optim.lr, float) and config.run.name == "7"
+    assert config.trainer.max_steps == 1000 and isinstance(config.trainer.max_steps, int)
     inject = config.debug.inject
     assert inject is not None and inject.where is Where.weight and inject.value != inject.value
 
