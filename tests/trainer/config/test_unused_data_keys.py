@@ -4,22 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from composed import config_of
 
 from trainer.config.data import Format, MixEntry, Stop
 from trainer.config.unused_data_keys import without_effect
 from trainer.data import DataConfig, Source
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 WEIGHTS = [MixEntry("a", 1.0), MixEntry("b", 2.0)]
 BINS, FILES = {"source": Source.bins, "path": "."}, {"source": Source.files, "path": "."}
 
 
 @pytest.mark.parametrize("name", ["stdlib", "text", "files", "hf", "bins"])
 def test_what_is_shipped_is_quiet(name: str) -> None:
-    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.load(CONFIGS / f"{name}.yaml"))
-    data = OmegaConf.to_object(merged)
-    assert isinstance(data, DataConfig)
+    data = config_of([f"data={name}"]).data
     data.path = None if name == "stdlib" else __file__ if name == "files" else "."
     assert without_effect(data) == []
 
