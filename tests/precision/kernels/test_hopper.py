@@ -59,7 +59,7 @@ def compile_only(self, *args, grid, warmup, **options):
 jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
-from precision.kernels import cast, cast_statistics, choose, grouped_gemm, norm, route, swiglu, weights
+from precision.kernels import cast, cast_statistics, grouped_gemm, norm, route, swiglu, topk_experts, weights
 from precision.kernels.common import Cast
 
 grouped_gemm._multiprocessors = lambda device: 132
@@ -100,8 +100,8 @@ if mode == 1:
     swiglu.swiglu_backward_tensor(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(2), one, one, back, how)
     route.route(new(R, 6, dtype=torch.int64), floats(R, 6), 64, 128)
     route.combine(new(R, D), to, new(R // 2, D), floats(22, R))
-    choose.choose(floats(R, 64), floats(64), 6, 1, 1)
-    choose.choose(floats(R, 256), floats(256), 8, 8, 4)
+    topk_experts.choose(floats(R, 64), floats(64), 6, 1, 1)
+    topk_experts.choose(floats(R, 256), floats(256), 8, 8, 4)
     norm.rms_norm_backward(new(R, D), new(R, D), floats(D), floats(R))
     grouped_gemm.wgrad_bf16(new(R, 2 * F), new(R, D), to)
     grouped_gemm.wgrad_bf16(new(R, D), new(R, F), to)

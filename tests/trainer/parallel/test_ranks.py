@@ -62,7 +62,6 @@ CASES = {
     | {name: Case((f"precision={name}",), steps=3) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
         "fsdp fp32": Case((*FSDP, FP32)),
-        "fsdp fp32 each": Case((*FSDP, FP32, EACH), steps=3),
         "fsdp fp32 kept": Case((*FSDP, FP32, KEPT), steps=3),
         "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=3),
         "ep fp32 kept": Case((*EP, FP32, KEPT), steps=3),
@@ -81,7 +80,6 @@ CASES = {
         "ep spoilt": Case((*EP, "precision=fp8_delayed"), steps=4, spoil=1),
     },
     4: {
-        "fsdp fp32": Case((*FSDP, FP32), steps=4),
         "hsdp fp32": Case((*HSDP, FP32)),
         "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), steps=3),
         "ep fp32": Case((*EP, FP32)),
@@ -221,10 +219,10 @@ def test_spread_experts_differ_less_than_fp8_from_bf16_with_one_scale_a_tensor(a
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_jit", "fp8_block"])
 def test_the_first_step_in_fp8_is_the_same_bit_for_bit(curves: dict[int, Curves], recipe: str) -> None:
+    """Every scale and amax; the loss but for the order in which four microbatches' losses are added up."""
     ours, theirs = curves[2][f"fsdp {recipe}"][0], curves[1][recipe][0]
-    assert [ours[key] for key in ("loss/total", "scale", "amax")] == [
-        theirs[key] for key in ("loss/total", "scale", "amax")
-    ]
+    assert [ours[key] for key in ("scale", "amax")] == [theirs[key] for key in ("scale", "amax")]
+    assert ours["loss/total"] == pytest.approx(theirs["loss/total"], rel=4 * torch.finfo(torch.float32).eps, abs=0)
 
 
 @pytest.mark.parametrize(
