@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from models.config import ModelConfig
-from precision import Plan
 from precision.rows import GemmRow
 
 
@@ -53,13 +52,8 @@ class Division:
         return [(count, rows, weight[1] // self.columns) for rows in self.rows]
 
 
-def divisions(config: ModelConfig, plan: Plan) -> dict[str, Division]:
-    """The division of each GEMM's weight, by the parameter's name; but for the head, whose rows are tokens."""
-    return {f"{name}.weight": division(config, row) for name, row in plan.gemms.items() if row.op != "lm_head"}
-
-
 def division(c: ModelConfig, row: GemmRow) -> Division:
-    """The division of the weight of a plan's row."""
+    """The division of the weight of a plan's row. ValueError for an op that no rule names."""
     match row.op:
         case "attn.q" | "attn.q_b":
             return Division((c.qk_head_dim,))
@@ -75,8 +69,3 @@ def division(c: ModelConfig, row: GemmRow) -> Division:
             parts = 2 if row.name.endswith(".gate_up") else 1
             return Division((row.out_features // parts,) * parts)
     raise ValueError(f"{row.name}: no rule says which logical matrices the weight of {row.op!r} holds")
-
-
-def elements(row: GemmRow) -> int:
-    """Numbers in the weight of a plan's row."""
-    return row.groups * row.in_features * row.out_features

@@ -16,8 +16,8 @@ Tokens on their way to experts are waited for, and for longer than their bytes t
 are, and rows are picked and added up. Both as measured on two and four H200s (docs/benchmarks.md). A group that fits
 into a node uses its links, any other one the network of its node, of which each GPU has its share.
 
-The arithmetic takes FLOPs / rate, and what is recomputed on top. A first answer, to be replaced by a measurement: rates
-and bandwidths are given, see `scripts/bench/`.
+The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Muon's iteration at the same rate. A first
+answer, to be replaced by a measurement: rates and bandwidths are given, see `scripts/bench/`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,6 +27,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
 from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, travels_in_fp8
+from trainer.forecast.muon import muon_size
 from trainer.parallel.mesh import Degrees, FsdpPolicy
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
@@ -88,6 +89,8 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     per_token = flops_per_token(m, t.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
+
+    compute += muon_size(config, plan, d).flops / machine.flops
 
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert

@@ -31,12 +31,11 @@ import torch
 
 from models.config import ModelConfig
 from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
-from models.matrices import elements
 from precision import Plan
 from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
-from trainer.optim.build import muon_divisions
+from trainer.forecast.muon import muon_size
 from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
@@ -94,7 +93,7 @@ def forecast_memory(
     memory = {
         "parameters": masters,
         "gradients": masters,
-        "optimizer": 2 * masters - 4.0 * _updated_by_muon(config, plan),
+        "optimizer": 2 * masters - 4.0 * muon_size(config, plan, degrees).elements,
         "compute weights": sum(_copies(plan, degrees).values()),
         "activations": _activations(config, plan, degrees) * tokens,
         "head": head_gradient_bytes(plan),
@@ -157,11 +156,6 @@ def _parameters(config: Config) -> tuple[float, float]:
     blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
     return count_parameters(m).total - experts, experts
-
-
-def _updated_by_muon(config: Config, plan: Plan) -> float:
-    """Parameters with one momentum instead of two moments. No rank has less than all of them."""
-    return float(sum(elements(plan.gemms[name.removesuffix(".weight")]) for name in muon_divisions(config, plan)))
 
 
 @cache

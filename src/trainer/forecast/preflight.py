@@ -24,6 +24,7 @@ from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.memory import GIB, forecast_memory, pick_fsdp_policy, total_memory, travels_in_fp8
+from trainer.forecast.muon import muon_size
 from trainer.launch.device import pick_device
 from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
@@ -132,7 +133,7 @@ def _check_muon(config: Config) -> None:
     if config.optim.name is not OptimizerName.muon:
         return
     if muon is None:
-        _refuse("optim.name", "muon", "optim.muon is null", "set optim=muon_wsd or optim=muon_cosine")
+        _refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
     if not 0 <= muon.momentum < 1:
         _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
     if not 0 < muon.scale < math.inf:
@@ -331,12 +332,22 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
+            *([_muon_line(config, plan, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
+    )
+
+
+def _muon_line(config: Config, plan: Plan, total: float) -> str:
+    its = muon_size(config, plan)
+    rest = _short(total - its.elements)
+    return (
+        f"optimizer    muon: {_short(its.elements)} in {its.matrices} matrices, {_short(its.flops)} FLOPs a step; "
+        f"adamw: {rest}"
     )
 
 

@@ -1,10 +1,11 @@
-"""The optimizer that a config asks for."""
+"""The optimizer that a config asks for, and which of the model's weights are whose."""
 
 import torch
 
 from models import DeepSeek
-from models.matrices import Division, divisions
+from models.matrices import division
 from precision import Plan
+from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -14,17 +15,24 @@ from trainer.optim.muon import Muon
 def build_optimizer(
     config: Config, plan: Plan, model: DeepSeek, device: torch.device, world: World | None = None
 ) -> Optimizer:
-    """For the model that the plan was made for. world: who shares its weights."""
+    """For the model that the plan was made for. world: who shares its weights. ValueError where Muon would leave out a
+    weight that it should update."""
     c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
     if c.name is OptimizerName.adamw:
         return Optimizer(model, no_decay, c, steps, device, world)
-    return Muon(model, no_decay, c, steps, device, muon_divisions(config, plan), world)
+    found = {f"{name}.weight": division(config.model, row) for name, row in muon_rows(config, plan).items()}
+    known = {"embed.weight", "lm_head.weight", *found}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
+            raise ValueError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
+    return Muon(model, no_decay, c, steps, device, found, world)
 
 
-def muon_divisions(config: Config, plan: Plan) -> dict[str, Division]:
-    """Division of each parameter that Muon updates, by name; none with AdamW alone."""
-    if config.optim.muon is None or config.optim.name is OptimizerName.adamw:
+def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
+    """The plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if the config says so. None with
+    AdamW alone."""
+    o = config.optim
+    if o.muon is None or o.name is OptimizerName.adamw:
         return {}
-    router = config.optim.muon.router
-    found = divisions(config.model, plan)
-    return {name: d for name, d in found.items() if router or not name.endswith(".router.weight")}
+    others = {"lm_head"} if o.muon.router else {"lm_head", "moe.router"}
+    return {name: row for name, row in plan.gemms.items() if row.op not in others}

@@ -32,7 +32,7 @@ from precision.formats import BY_NAME
 from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer, foreach_norm
-from trainer.optim.orthogonalise import orthogonalise, polynomials
+from trainer.optim.orthogonalise import DTYPES, orthogonalise, polynomials
 from trainer.parallel.shard_views import local, shared_like
 
 _AT_ONCE = 1 << 26  # numbers in a batch: 128 MiB in BF16, of which the iteration has about four
@@ -73,7 +73,7 @@ class Muon(Optimizer):
         assert config.muon is not None
         self._divisions, self._muon, self._decay = dict(divisions), config.muon, config.weight_decay
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)
-        self._dtype = BY_NAME[config.muon.iteration.value].dtype
+        self._dtype = DTYPES[config.muon.iteration]
         moments = BY_NAME[config.moments.value].dtype
         self._momentum = {name: torch.zeros_like(self._parts[name], dtype=moments) for name in divisions}
         self._batches = list(batches(divisions, {name: self._parts[name].shape for name in divisions}))
@@ -109,11 +109,11 @@ class Muon(Optimizer):
         return torch.add(gradient, advanced, alpha=mu) if self._muon.nesterov else advanced
 
     def _apply(self, ok: Tensor, lr: Tensor, weight: Tensor, update: Tensor) -> Tensor:
-        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`; returns the square of the change, 0-d FP64."""
+        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`; returns the square of that, 0-d FP64."""
         times = self._muon.scale * max(weight.shape[-2:]) ** 0.5
         change = torch.add(update.float() * times, weight, alpha=self._decay).mul_(lr)
         weight.copy_(torch.where(ok, weight - change, weight))
-        return torch.linalg.vector_norm(change).double().square()
+        return torch.where(ok, torch.linalg.vector_norm(change).double().square(), 0.0)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self._named[name].grad

@@ -20,7 +20,7 @@ format, because CPUs without BF16 instructions take ten times as long in BF16.
 import torch
 from torch import Tensor
 
-from trainer.config import Coefficients
+from trainer.config import Coefficients, Iteration
 
 Triple = tuple[float, float, float]
 
@@ -40,6 +40,7 @@ _POLAR_EXPRESS = (
 )
 STEPS = {Coefficients.quintic: 5, Coefficients.deepseek_v4: 10, Coefficients.polar_express: 8}
 """Steps that each is published with."""
+DTYPES = {Iteration.bf16: torch.bfloat16, Iteration.fp16: torch.float16, Iteration.fp32: torch.float32}
 FEWEST = {Coefficients.quintic: 1, Coefficients.deepseek_v4: 3, Coefficients.polar_express: 1}
 
 

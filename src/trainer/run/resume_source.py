@@ -4,6 +4,7 @@ not change, or the weights of another run."""
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from omegaconf import OmegaConf
 from models import DeepSeek
 from precision import Plan
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
-from trainer.config import Config
+from trainer.config import Config, OptimConfig, OptimizerName
 from trainer.config.paths import anchored
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
+from trainer.optim.orthogonalise import polynomials
 from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, will_resume
 
 
@@ -32,8 +34,17 @@ def identity(config: Config) -> dict:
             "sequence_length": t.sequence_length,
             "document_masking": t.document_masking,
         },
+        "optim": _optimizer(config.optim),
         "precision": config.precision.name,
     }
+
+
+def _optimizer(o: OptimConfig) -> dict:
+    """What makes the state of the optimizer and the direction of its updates."""
+    if o.muon is None or o.name is OptimizerName.adamw:
+        return {"name": o.name.value}
+    muon = asdict(o.muon) | {"steps": len(polynomials(o.muon.coefficients, o.muon.steps))}
+    return {"name": o.name.value} | {f"muon.{k}": v.value if isinstance(v, Enum) else v for k, v in muon.items()}
 
 
 def made_by(config: Config, tokenizer_hash: str) -> dict:
@@ -53,9 +64,9 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
 
 def _check_same(theirs: dict, ours: dict, path: Path) -> None:
     """ValueError, naming the first key that a resumed run may not change and does."""
-    for section in ("model", "trainer"):
+    for section in ("model", "trainer", "optim"):
         for key, value in ours[section].items():
-            was = theirs[section].get(key, value)
+            was = theirs.get(section, {}).get(key, value)
             if was != value:
                 raise ValueError(
                     f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "

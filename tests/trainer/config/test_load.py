@@ -101,7 +101,7 @@ def test_a_recipe_beats_the_defaults_and_the_command_line_beats_both():
 def test_every_key_of_the_schema_stands_in_the_yaml_so_that_overrides_need_no_plus(plain: dict[str, Any]):
     written = set(leaves(plain))
     # what is null by default has keys of its own only when it is set; entries of lists likewise
-    optional = ("model.rope_scaling.", "optim.muon.", "debug.inject.", "precision.rules.exceptions[].", "data.mix[].")
+    optional = ("model.rope_scaling.", "debug.inject.", "precision.rules.exceptions[].", "data.mix[].")
     known = {key for key in keys_of(Config) if not key.startswith(optional)}
     sections = {key.rpartition(".")[0] for key in known} | {
         ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)

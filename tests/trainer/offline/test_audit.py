@@ -12,14 +12,16 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from models import DeepSeek, ModelConfig
+from models.matrices import division
 from precision import Feed, Plan, PrecisionConfig, bind
 from precision.backends.reference import ReferenceBackend
 from precision.config import BackendChoice, RulesException
 from precision.hardware import Gpu
-from trainer.config import Moments, OptimConfig, Schedule
+from trainer.config import Coefficients, Iteration, Moments, MuonConfig, OptimConfig, Schedule
 from trainer.offline.audit import Audit, Finding, audit
 from trainer.offline.audit.accumulation import probe
 from trainer.optim.adamw import Optimizer
+from trainer.optim.muon import Muon
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "precision"
 MODEL = ModelConfig(
@@ -43,6 +45,7 @@ def watch(
     change: Change | None = None,
     exceptions: list[RulesException] | None = None,
     backend: BackendChoice = BackendChoice.reference,
+    muon: bool = False,
 ) -> Audit:
     config, of_model = load(name), MODEL if backend is BackendChoice.reference else FEW_KERNELS
     config.rules.exceptions = exceptions or []
@@ -54,8 +57,19 @@ def watch(
         change(model)
     arena = bind(model, plan, "cpu")
     optimizer = Optimizer(model, model.no_decay(), OPTIM, 10, torch.device("cpu"))
+    if muon:
+        settings = MuonConfig(0.95, True, Coefficients.quintic, None, Iteration.bf16, 0.2, False)
+        rows = {f"{name}.weight": division(of_model, row) for name, row in plan.gemms.items() if row.op != "lm_head"}
+        optim = dataclasses.replace(OPTIM, muon=settings)
+        optimizer = Muon(model, model.no_decay(), optim, 10, torch.device("cpu"), rows)
     torch.manual_seed(0)
     return audit(model, plan, arena, optimizer, [torch.randint(64, (2, 17)) for _ in range(2)], shortest=128)
+
+
+def test_muons_momentum_is_seen_too() -> None:
+    found = watch("bf16", muon=True)
+    assert all(finding.agrees for finding in found.findings)
+    assert any(finding.name == "optim.moments" for finding in found.findings)
 
 
 def run(name: str, change: Change | None = None, exceptions: list[RulesException] | None = None) -> list[Finding]:

@@ -5,13 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from composed import config_of
 from torch import Tensor, nn
 
-from models.matrices import Division, divisions
+from models import DeepSeek
+from models.matrices import Division
+from models.matrices import division as division_of
+from precision import Plan
 from trainer.config import Coefficients, Config, Iteration, Moments, MuonConfig, OptimConfig, OptimizerName, Schedule
+from trainer.forecast.cost import Machine, cost
+from trainer.forecast.memory import forecast_memory
+from trainer.forecast.muon import muon_size
 from trainer.forecast.preflight import check
+from trainer.optim import muon as muon_module
+from trainer.optim.build import muon_rows
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import orthogonalise, polynomials
+from trainer.parallel.mesh import Degrees
 from trainer.step.engine import build_engine
 from trainer.trainer import Trainer
 
@@ -77,6 +87,74 @@ def test_two_steps_are_those_of_torch() -> None:
     assert spread < 0.05 * ours[Iteration.fp32].norm()
 
 
+@pytest.mark.parametrize(("iteration", "digit"), [(Iteration.bf16, 2.0**-8), (Iteration.fp16, 2.0**-11)])
+def test_formats_of_the_iteration_differ_by_their_rounding(iteration: Iteration, digit: float) -> None:
+    """The singular values of a Gaussian 24 x 40 matrix are not small, so that five steps multiply a rounding little."""
+    torch.manual_seed(0)
+    weight, gradient, moved = torch.randn(24, 40), torch.randn(24, 40), []
+    for each in (Iteration.fp32, iteration):
+        model, muon = optimizer(weight, Division((24,)), replace(CONFIG, muon=replace(MUON, iteration=each)))
+        model.weight.grad = gradient.clone()  # type: ignore[union-attr]
+        muon.step(torch.tensor(True), torch.tensor(0))
+        moved.append(model.weight.detach() - weight)  # type: ignore[operator]
+    assert 0 < float((moved[1] - moved[0]).norm() / moved[0].norm()) < 10 * digit
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 100])
+@pytest.mark.parametrize(
+    ("shape", "division"),
+    [
+        ((24, 8), Division((4, 2))),  # four heads, two kinds of rows
+        ((5, 12, 8), Division((6, 6))),  # experts, gate and up
+        ((3, 8, 6), Division((8,))),
+        ((8, 16), Division((8,), columns=2)),
+    ],
+)
+def test_logical_matrices_move_as_parameters_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], division: Division, at_once: int
+) -> None:
+    """However they are batched; and a fused weight does not, so that the test would see it."""
+    torch.manual_seed(0)
+
+    def apart(weight: Tensor) -> list[Tensor]:
+        return [m.clone() for view in division.views(weight) for m in view.reshape(-1, *view.shape[-2:])]
+
+    weight, gradients = torch.randn(shape), torch.randn(2, *shape)
+    each = [optimizer(matrix, Division((matrix.shape[0],))) for matrix in apart(weight)]
+    fused = optimizer(weight, Division((shape[-2],)))
+    monkeypatch.setattr(muon_module, "_AT_ONCE", at_once)
+    whole = optimizer(weight, division)
+    for i, gradient in enumerate(gradients):
+        parts = [gradient, gradient.clone(), *apart(gradient)]
+        for (model, muon), part in zip([whole, fused, *each], parts, strict=True):
+            model.weight.grad = part  # type: ignore[union-attr]
+            muon.step(torch.tensor(True), torch.tensor(i))
+    for ours, (model, _) in zip(apart(whole[0].weight.detach()), each, strict=True):  # type: ignore[operator]
+        torch.testing.assert_close(ours, model.weight.detach(), rtol=1e-5, atol=1e-5)  # type: ignore[operator]
+    if len(division.rows) > 1 or division.columns > 1:
+        assert not torch.allclose(fused[0].weight, whole[0].weight, atol=1e-3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["moonlight_16b", "deepseek_v3"])
+def test_the_forecast_counts_what_the_model_has(name: str) -> None:
+    made = config_of([f"model={name}", "optim=muon_wsd", "trainer.device=cpu"])
+    plan = Plan(made.precision, made.model.num_layers)
+    with torch.device("meta"):
+        sizes = {n: p.numel() for n, p in DeepSeek(made.model, plan).named_parameters()}
+    mine = {f"{row}.weight" for row in muon_rows(made, plan)}
+    size = muon_size(made, plan)
+    assert size.elements == sum(sizes[n] for n in mine)
+    left = sum(of for n, of in sizes.items() if n not in mine)
+    assert forecast_memory(made, plan)["optimizer"] == 4.0 * size.elements + 8.0 * left
+    machine = Machine(1, 1, 1e12, 1e15, 1e12, 1e12)
+    slower = cost(made, plan, Degrees(), machine).compute
+    slower -= cost(config_of([f"model={name}", "trainer.device=cpu"]), plan, Degrees(), machine).compute
+    assert slower == pytest.approx(size.flops / 1e15)
+    if name == "moonlight_16b":
+        experts = sum(of for n, of in sizes.items() if n in mine and ".experts." in n)
+        assert experts > 0.9 * size.elements, "no rule by shape sends them to AdamW"
+
+
 def test_a_head_moves_by_its_own_gradient_alone() -> None:
     """Two heads of [k_nope 3, v 2] rows each: a gradient in one matrix moves no other but by decay."""
     torch.manual_seed(0)
@@ -103,6 +181,7 @@ def test_a_dropped_step_changes_no_bit() -> None:
         same = [torch.equal(p, before[name]) for name, p in model.named_parameters()]
         same += [torch.equal(t, state[name][k]) for name, of in muon.state_dict().items() for k, t in of.items()]
         assert not any(same) if ok else all(same)
+    assert float(muon.norms(torch.tensor(False))[1]) == 0, "though the gradients were not numbers"
 
 
 def test_updates_have_the_rms_of_adamw() -> None:
@@ -129,7 +208,8 @@ def test_every_hidden_matrix_is_muons(config: Callable[..., Config], keys: list[
     assert left == {"embed.weight", "lm_head.weight"}
     assert any(name.endswith("router.weight") for name in muon) == bool(keys and "router" in keys[0])
     shapes = dict(engine.model.named_parameters())
-    for name, division in divisions(made.model, engine.plan).items():
+    for row, of in muon_rows(made, engine.plan).items():
+        name, division = f"{row}.weight", division_of(made.model, of)
         views = division.views(torch.arange(shapes[name].numel()).view(shapes[name].shape))
         assert torch.cat([v.flatten() for v in views]).sort()[0].equal(torch.arange(shapes[name].numel()))
 
@@ -144,8 +224,17 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
     models = (trainer.run.engine.model for trainer in (cut, whole))
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match=r"of another optimizer; use that run's optim\.name, or .* run\.init_from"):
-        Trainer(config(*keys[1:], "run.name=cut", "run.resume=auto"))
+    for change, why in (
+        (
+            "optim=adamw_cosine",
+            r"optim\.name=adamw: .* was trained with muon; set optim\.name=muon, or .*init_from",
+        ),
+        ("optim.muon.coefficients=polar_express", r"optim\.muon\.coefficients=polar_express: .* with quintic; set"),
+        ("optim.muon.steps=6", r"optim\.muon\.steps=6: .* with 5; set optim\.muon\.steps=5"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Trainer(config(*keys, "run.name=cut", "run.resume=auto", change))
+    Trainer(config(*keys, "run.name=cut", "run.resume=auto", "optim.muon.steps=5")).run.close(None)  # what null means
 
 
 @pytest.mark.parametrize(
@@ -163,6 +252,7 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
 def test_what_muon_cannot_do_is_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check(config("optim=muon_wsd", *keys), 2)
-    with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; set optim=muon_wsd"):
-        check(config("optim.name=muon"))
+    with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; leave optim\.muon out, or set"):
+        check(config("optim.name=muon", "optim.muon=null"))
+    check(config("optim.name=muon"))
     check(config("optim=muon_wsd", "parallel=hsdp", "parallel.shard=1"), 2)

@@ -61,9 +61,10 @@ def audit(
                 seen.note(row, parameter.grad.dtype if parameter.grad is not None else "no gradient")
         optimizer.step(arena.finite(), torch.zeros((), device=device))
         for state in optimizer.state_dict().values():
-            seen.note("optim.moments", state["exp_avg"].dtype)
-            seen.note("optim.moments", state["exp_avg_sq"].dtype)
-            if step == 0:
+            for key, tensor in state.items():
+                if key != "step":
+                    seen.note("optim.moments", tensor.dtype)
+            if step == 0 and "exp_avg" in state:
                 _note_arithmetic(arithmetic, state)
         arena.commit(arena.finite())
         optimizer.zero_grad()
