@@ -110,6 +110,8 @@ class ModelConfig:
     """Factor on the weights of the routed experts, after that division."""
     router_bias_update_rate: float = 0.001
     """Step by which an expert's selection bias moves against its load; 0 with softmax scoring, which has no bias."""
+    router_bias_zero_mean: bool = False
+    """Subtract the mean of a block's steps from each of them, so that its biases keep their mean (Moonlight)."""
     balance_loss_weight: float = 1e-4
     """Weight of the sequence-wise balance loss."""
     force_balanced_routing: bool = False
@@ -186,6 +188,9 @@ class ModelConfig:
             if self.router_bias_update_rate:
                 why = "softmax has no bias, it balances by its loss alone"
                 self._refuse("router_bias_update_rate", why, "set 0, or model.router_scoring=sigmoid")
+            if self.router_bias_zero_mean:
+                why = "softmax has no bias"
+                self._refuse("router_bias_zero_mean", why, "set false, or model.router_scoring=sigmoid")
 
 
 _AT_LEAST_ONE = (

@@ -171,11 +171,14 @@ class DeepSeek(nn.Module):
 
     @torch.no_grad()
     def update_router_bias(self, load: Tensor, ok: Tensor) -> None:
-        """b -= gamma sign(load - mean load) where `ok` (0-d bool, on the device); see `router`.
+        """b -= gamma sign(load - mean load), or less its mean, where `ok` (0-d bool, on the device); see `router`.
 
         load [blocks with experts, E]: of the whole step, over all microbatches and ranks.
         """
-        step = self.config.router_bias_update_rate * torch.sign(load - load.double().mean(1, keepdim=True)).float()
+        sign = torch.sign(load - load.double().mean(1, keepdim=True)).float()
+        if self.config.router_bias_zero_mean:
+            sign = sign - sign.mean(1, keepdim=True)
+        step = self.config.router_bias_update_rate * sign
         for bias_E, step_E in zip(self.router_bias, torch.where(ok, step, 0.0).unbind(), strict=False):
             bias_E.sub_(step_E)
 

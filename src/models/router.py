@@ -8,8 +8,9 @@ From logits z = u . e (one a routed expert, FP32):
     g_i = s_i / sum of the chosen s  *  routed_scaling_factor        the bias b never enters g
 
 Balancing without a loss: after each step b_i -= gamma sign(load_i - mean load) (arXiv 2408.15664), so that a busy
-expert is chosen less; `DeepSeek.update_router_bias` does it once the step is known to be good. Against imbalance within
-one sequence there is a small loss:
+expert is chosen less; `DeepSeek.update_router_bias` does it once the step is known to be good. Moonlight (arXiv
+2502.16982) subtracts from the signs their mean over the block's experts: the biases keep their mean, and the choice is
+the same. Against imbalance within one sequence there is a small loss:
 
     L = alpha sum_i f_i P_i
     f_i = E / (K S) * number of the sequence's tokens that chose i        counts: no gradient

@@ -22,7 +22,8 @@ OnMeta = Callable[..., tuple[DeepSeek, Plan]]
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_tiny", "deepseek_300m", "deepseek_v2_lite", "moonlight_16b", "deepseek_v3"),
+        *("deepseek_tiny", "deepseek_30m", "deepseek_100m", "deepseek_300m", "deepseek_1b"),
+        *("deepseek_v2_lite", "moonlight_16b", "deepseek_v3"),
         *("fog_mla_tiny", "fog_mla_100m", "fog_mla_300m", "fog_moonlight_16b"),
     ],
 )
@@ -54,10 +55,21 @@ def test_published_sizes(name: str, total: float, active: float, model_config: C
     assert count.main_active == pytest.approx(active, rel=0.03)
 
 
-def test_300m_is_what_it_is_called_and_at_most_110_million_active(model_config: Callable[[str], ModelConfig]) -> None:
-    count = count_parameters(model_config("deepseek_300m"))
-    assert 285e6 < count.main < count.total < 315e6
-    assert count.active < 110e6
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("deepseek_30m", 36e6, 12e6),
+        ("deepseek_100m", 91e6, 36e6),
+        ("deepseek_300m", 312e6, 89e6),
+        ("deepseek_1b", 1.07e9, 0.21e9),
+    ],
+)
+def test_research_sizes_are_what_their_files_say(
+    name: str, total: float, active: float, model_config: Callable[[str], ModelConfig]
+) -> None:
+    count = count_parameters(model_config(name))
+    assert count.total == pytest.approx(total, rel=0.02)
+    assert count.active == pytest.approx(active, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from models import DeepSeek, ModelConfig, RouterScoring, YarnConfig
 from models.hf import from_hf, from_hf_config, matrices, name_map, shapes, to_hf, to_hf_config
 
 Build = Callable[..., DeepSeek]
-TRAINING_ONLY = ("router_bias_update_rate", "mtp_loss_weight", "force_balanced_routing")  # not in a config.json
+# not in a config.json
+TRAINING_ONLY = ("router_bias_update_rate", "router_bias_zero_mean", "mtp_loss_weight", "force_balanced_routing")
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
@@ -88,7 +89,8 @@ def test_the_published_config_of_v3_is_ours(model_config: Callable[[str], ModelC
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
         "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
     }  # fmt: skip
-    assert from_hf_config(published) == replace(model_config("deepseek_v3"), init_std=0.02)
+    extended = {"rope_scaling": YarnConfig(), "max_position_embeddings": 163840}  # after pretraining
+    assert from_hf_config(published) == replace(model_config("deepseek_v3"), init_std=0.02, **extended)
 
 
 def test_yarn_without_mscale_means_what_transformers_makes_of_it() -> None:

@@ -18,7 +18,8 @@ NAMES = [file.stem for file in FILES]
 
 
 def test_the_shapes_that_are_promised_exist() -> None:
-    deepseek = {"deepseek_300m", "deepseek_tiny", "deepseek_v2_lite", "deepseek_v3"}
+    sizes = ("tiny", "30m", "100m", "300m", "1b", "v2_lite", "v3")
+    deepseek = {f"deepseek_{size}" for size in sizes}
     assert deepseek | set(FOG) | {"moonlight_16b"} == set(NAMES)
 
 
@@ -48,6 +49,7 @@ def test_the_defaults_are_deepseek_tiny(model_config: Callable[[str], ModelConfi
         ),
         ({**SOFTMAX, "num_expert_groups": 2}, "num_expert_groups=2: softmax has no groups; set 1, or model.router_sco"),
         ({**SOFTMAX, "router_bias_update_rate": 0.1}, "router_bias_update_rate=0.1: softmax has no bias"),
+        ({**SOFTMAX, "router_bias_zero_mean": True}, "router_bias_zero_mean=True: softmax has no bias; set false"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: RoPE rotates pairs; set an even number"),
         ({"num_dense_layers": 5}, "num_dense_layers=5: there are 3 blocks; set at most"),
         ({"num_layers": 0}, "num_layers=0: out of range; set at least 1"),
