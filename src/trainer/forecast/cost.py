@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
-from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, travels_in_fp8
+from trainer.forecast.memory import forecast, forecast_memory, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.parallel.mesh import Degrees, FsdpPolicy
 
@@ -95,7 +95,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
     others = count_parameters(m).total - experts * d.expert
-    policy = pick_fsdp_policy(config, plan, d, machine.memory)
+    held, policy = forecast(config, plan, d, machine.memory)
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
     hidden = 0.0
@@ -116,7 +116,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
     sent = 2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks
     waiting = TRAVEL * machine.seconds(sent, d.expert)
-    memory = sum(forecast_memory(config, plan, d, policy).values())
+    memory = sum(held.values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
 
