@@ -27,7 +27,7 @@ from trainer.forecast.preflight import check
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GROUPS = {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONFIGS.iterdir() if folder.is_dir()}
-RECIPES = GROUPS["recipe"]
+RECIPES = [name for name in GROUPS["recipe"] if name in GROUPS["precision"]]  # the others pick a whole run
 CHOICES = [f"{'+' if group == 'recipe' else ''}{group}={name}" for group, names in GROUPS.items() for name in names]
 
 

@@ -1,0 +1,70 @@
+"""Whole-run recipes: they compose with a precision, fit the GPUs in their names by forecast, and train."""
+
+import re
+from pathlib import Path
+
+import pytest
+from composed import config_of
+
+from trainer.config import Config
+from trainer.forecast.fits import does_not_fit
+from trainer.forecast.gpus import target
+from trainer.forecast.preflight import check
+from trainer.parallel.mesh import resolve
+from trainer.trainer import Trainer
+
+FOLDER = Path(__file__).parents[3] / "configs" / "recipe"
+PRECISIONS = {path.stem for path in (FOLDER.parent / "precision").glob("*.yaml")}
+WHOLE = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in PRECISIONS)
+GPUS = {"gpu24": "rtx4090", "h100": "h100", "h200": "h200"}
+
+
+def machine(recipe: str) -> tuple[str, int]:
+    """What a recipe's name says: the GPU to forecast for, and how many."""
+    found = re.search(r"_(?:(\d+)x)?(gpu24|h100|h200)$", recipe)
+    return (GPUS[found[2]], int(found[1] or 1)) if found else ("auto", 1)
+
+
+def planned(recipe: str) -> Config:
+    """The recipe's config, as a dry run for its GPU has it."""
+    gpu, _ = machine(recipe)
+    return config_of([f"+recipe={recipe}", "dry_run=true", f"gpu={gpu}"])
+
+
+@pytest.mark.parametrize("recipe", WHOLE)
+def test_a_whole_recipe_fits_its_gpus_and_uses_all_of_them(recipe: str) -> None:
+    config, (_, gpus) = planned(recipe), machine(recipe)
+    degrees = resolve(config.parallel, gpus)
+    assert degrees.world == gpus
+    assert config.optim.warmup_steps < config.trainer.max_steps
+    assert config.trainer.sequence_length <= config.model.max_position_embeddings
+    assert does_not_fit(config, check(config), degrees, target(config), gpus) is None
+
+
+def test_a_precision_composes_with_a_whole_recipe() -> None:
+    alone, both = (
+        config_of([f"+recipe={name}"]) for name in ("moonlight_16b_8xh200", "[moonlight_16b_8xh200,fp8_block]")
+    )
+    assert (alone.precision.name, both.precision.name) == ("fp8_delayed", "fp8_block")
+    assert (alone.trainer, alone.model, alone.parallel) == (both.trainer, both.model, both.parallel)
+
+
+# of the model's shape: small enough for a CPU, with every mechanism that the recipe's model has
+CUT = """vocab_size=512 hidden_size=64 num_layers=2 num_dense_layers=1 num_heads=2 intermediate_size=128 kv_lora_rank=32
+    qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 moe_intermediate_size=64 num_experts=8 num_experts_per_token=2
+    num_expert_groups=1 num_groups_per_token=1""".split()
+
+
+@pytest.mark.parametrize("recipe", WHOLE)
+def test_a_whole_recipe_trains_two_steps_with_its_model_cut_down(recipe: str, tmp_path: Path, corpus: Path) -> None:
+    sizes = "max_steps=2", "global_batch_size=2", "microbatch_size=1", "sequence_length=32", "device=cpu"
+    data = "data=text", f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}"
+    one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "compile.enabled=false"
+    words = [f"model.{size}" for size in CUT] + [f"trainer.{size}" for size in sizes]
+    config = config_of(
+        [f"+recipe={recipe}", *words, *one, *data, f"run.dir={tmp_path}", "optim.warmup_steps=1", "eval.batches=1"]
+    )
+    if config.model.q_lora_rank is not None:
+        config.model.q_lora_rank = 32
+    summary = Trainer(config).train()
+    assert summary.step == 2 and summary.skipped_steps == 0
