@@ -177,10 +177,6 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
-    if config.optim.name is OptimizerName.muon and (degrees.shard > 1 or degrees.expert > 1):
-        key, degree = ("shard", degrees.shard) if degrees.shard > 1 else ("expert", degrees.expert)
-        why = "optim.name=muon updates whole matrices, which sharded ranks do not hold"
-        _refuse(f"parallel.{key}", degree, why, "set parallel=hsdp parallel.shard=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
         smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
         fits = next(n for n in smaller if not config.model.num_experts % n)

@@ -73,7 +73,7 @@ def build_engine(
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = build_optimizer(config, plan, model, device, world)
+    optimizer = build_optimizer(config, plan, model, device, world, degrees)
     guard = StepGuard(arena, optimizer.names, config.recovery)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
