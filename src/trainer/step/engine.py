@@ -39,6 +39,7 @@ class Engine:
     snapshot: SnapshotKeeper
     injector: Injector | None
     microbatch: Microbatch
+    degrees: Degrees
 
     def state(self) -> dict:
         """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
@@ -88,7 +89,9 @@ def build_engine(
 
         microbatch = ShardedMicrobatch(model, microbatch, world.size, pick_fsdp_policy(config, plan, degrees, total))
     tune_host(device)
-    return Engine(device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch)
+    return Engine(
+        device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch, degrees
+    )
 
 
 def build_model(
@@ -103,11 +106,12 @@ def build_model(
     saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
     share its weights. total: memory of the smallest of their GPUs, bytes.
     """
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    degrees = degrees or Degrees()
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.context
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
-    if degrees is not None and degrees.world > 1:
+    if degrees.world > 1:
         from trainer.parallel.fsdp import materialise
 
         fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
