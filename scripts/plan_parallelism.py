@@ -11,6 +11,7 @@ is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-l
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
 from trainer.launch.command_line import Parser, compose, guarded
 
-DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert")
+DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context")
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
@@ -110,11 +111,12 @@ def _plan(config: Config) -> Plan:
 def table(costs: list[Cost]) -> str:
     """One layout a line."""
     head = (
-        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
-        f"{'compute ms':>10} {'gather+reduce':>13} {'to experts':>10} {'tokens/s/GPU':>12}"
+        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'context':>7} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
+        f"{'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} {'tokens/s/GPU':>12}"
     )
     lines = [
-        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.microbatch:10} {c.recompute.value:>9} "
+        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.degrees.context:7} {c.microbatch:10} "
+        f"{c.recompute.value:>9} "
         f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} "
         f"{c.tokens_per_second:12,.0f}"
         for c in costs
@@ -133,14 +135,10 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
     own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run"}
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
-    degrees = [
-        f"parallel.{axis}={size}"
-        for axis, size in zip(("replicate", "shard", "expert"), (d.replicate, d.shard, d.expert), strict=True)
-        if size != 1
-    ]
+    degrees = [f"parallel.{axis}={size}" for axis, size in asdict(d).items() if size != 1]
     batch = [
         f"trainer.microbatch_size={c.microbatch}",
-        f"trainer.global_batch_size={c.microbatch * c.microbatches * gpus}",
+        f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
     ]
     again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
     return " ".join([start, "train.py", *kept, *degrees, *batch, *again])
