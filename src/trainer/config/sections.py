@@ -23,6 +23,16 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class GpuChoice(Enum):
+    """A GPU that a dry run can be asked about anywhere; `auto` is what this machine has."""
+
+    auto = "auto"
+    h200 = "h200"
+    h100 = "h100"
+    a100 = "a100"
+    rtx4090 = "rtx4090"
+
+
 class Moments(Enum):
     """Format of AdamW's first and second moments."""
 
@@ -339,3 +349,8 @@ class Config:
     """Faults on purpose."""
     dry_run: bool
     """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""
+    gpu: GpuChoice = GpuChoice.auto
+    """With dry_run, and for scripts/plan_parallelism.py: the GPU to forecast for, h200, h100, a100 (80 GB) or rtx4090;
+    auto: what this machine has."""
+    force_memory: bool = False
+    """Start a run though its forecast exceeds the memory of the GPU, or of the host."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
-from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, travels_in_fp8
+from trainer.forecast.memory import forecast, forecast_memory, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
@@ -98,7 +98,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
     others = count_parameters(m).total - experts * d.expert
-    policy = pick_fsdp_policy(config, plan, d, machine.memory)
+    held, policy = forecast(config, plan, d, machine.memory)
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
     hidden = 0.0
@@ -123,7 +123,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
     waiting += machine.seconds(sent, d.context)
-    memory = sum(forecast_memory(config, plan, d, policy).values())
+    memory = sum(held.values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
 

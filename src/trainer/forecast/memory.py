@@ -132,6 +132,30 @@ def _exchanged(plan: Plan) -> float:
     return float(row.out_features * row.recipe.output.bytes)
 
 
+def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> bool:
+    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
+    and where at most half of the memory is forecast to be used: a graph keeps what it takes.
+
+    total: bytes of a GPU; None: a CPU."""
+    if config.cuda_graph is not Switch.auto:
+        return config.cuda_graph is Switch.true
+    if total is None or degrees.world > 1 or config.debug.inject is not None:
+        return False
+    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
+        return False
+    if plan.served_by("transformer_engine"):
+        return False
+    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
+
+
+def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
+    """`forecast_memory` as the run will decide what it leaves open, and what FSDP does. total: bytes of a GPU; None: a
+    CPU."""
+    policy = pick_fsdp_policy(config, plan, degrees, total)
+    graphs = total is not None and records_graphs(config, plan, degrees, total)
+    return forecast_memory(config, plan, degrees, policy, graphs), policy
+
+
 def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
     """What to say when a GPU of `total` bytes is full with `allocated` in use: which category it was, and what helps.
 

@@ -17,15 +17,15 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
-from precision.hardware import detect
-from trainer.config import Config, Device, OptimizerName, ParallelConfig, RunConfig, Switch
+from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
-from trainer.forecast.memory import GIB, forecast_memory, pick_fsdp_policy, total_memory, travels_in_fp8
+from trainer.forecast.fits import does_not_fit
+from trainer.forecast.gpus import Target, target
+from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_size
-from trainer.launch.device import pick_device
 from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
@@ -50,10 +50,11 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_targets(config.health.alerts.webhook, config.health.alerts.command)
     check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
     config.model.validate()
-    gpu = None if config.trainer.device is Device.cpu else detect("cuda")
+    _check_gpu(config)
+    gpu = target(config).gpu
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
         raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
-    if gpu is not None and find_spec("triton") is not None:
+    if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // max(config.parallel.context, 1)
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
@@ -74,6 +75,16 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
     raise ValueError(f"{key}={value}: {why}; {fix}")
+
+
+def _check_gpu(config: Config) -> None:
+    if config.gpu is GpuChoice.auto:
+        return
+    if not config.dry_run:
+        why = "a run takes the GPUs that it finds"
+        _refuse("gpu", config.gpu.value, why, "set gpu=auto, or dry_run=true for a forecast")
+    if config.trainer.device is Device.cpu:
+        _refuse("gpu", config.gpu.value, "trainer.device=cpu uses none", "set gpu=auto, or trainer.device=auto")
 
 
 def _check_run(run: RunConfig) -> None:
@@ -194,21 +205,6 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 
 
-def records_graphs(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
-    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
-    and where at most half of the memory is forecast to be used: a graph keeps what it takes."""
-    if config.cuda_graph is not Switch.auto:
-        return config.cuda_graph is Switch.true
-    total = total_memory(device)
-    if total is None or degrees.world > 1 or config.debug.inject is not None:
-        return False
-    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
-        return False
-    if plan.served_by("transformer_engine"):
-        return False
-    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
-
-
 def _check_debug(config: Config) -> None:
     inject = config.debug.inject
     if inject is None:
@@ -324,10 +320,8 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     check_fsdp_policy(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
-    device = pick_device(t.device)
-    policy = pick_fsdp_policy(config, plan, degrees, total_memory(device))
-    graphs = device.type == "cuda" and records_graphs(config, plan, degrees, device)
-    memory = forecast_memory(config, plan, degrees, policy, graphs)
+    machine = target(config)
+    memory, policy = forecast(config, plan, degrees, machine.gpu_memory)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -340,12 +334,23 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
             *([_muon_line(config, plan, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
-            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
+            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
+            + (f", on {machine.name}" if machine.gpu is not None else ""),
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
+            *_fits(config, plan, degrees, machine, total),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
+
+
+def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
+    """Whether a run fits: a line. None for ranks on a CPU, which may be on several hosts."""
+    if machine.gpu is None and degrees.world > 1:
+        return []
+    problem = does_not_fit(config, plan, degrees, machine, 1)
+    share = f"{total / machine.memory:.0%} of the {machine.memory / GIB:.1f} GiB of {machine.name}"
+    return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
 
 
 def _muon_line(config: Config, plan: Plan, total: float) -> str:

@@ -10,8 +10,8 @@ from models import DeepSeek
 from precision import Plan, ScalingArena, bind
 from precision.hardware import detect
 from trainer.config import Config, Switch
-from trainer.forecast.memory import pick_fsdp_policy, total_memory, travels_in_fp8
-from trainer.forecast.preflight import check_fsdp_policy, records_graphs
+from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
+from trainer.forecast.preflight import check_fsdp_policy
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -82,7 +82,7 @@ def build_engine(
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
     microbatch: Microbatch = EagerMicrobatch(model, spoil)
-    if records_graphs(config, plan, degrees, device):
+    if records_graphs(config, plan, degrees, total):
         microbatch = GraphedMicrobatch(model, must=config.cuda_graph is Switch.true)
     if world.many:
         from trainer.step.sharded_microbatch import ShardedMicrobatch
