@@ -22,10 +22,11 @@ from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
+from precision.errors import UserError
 
 
 class DeepSeek(nn.Module):
-    """A DeepSeek-style language model. ValueError for a config that cannot be built or a plan that does not fit it."""
+    """A DeepSeek-style language model. UserError for a config that cannot be built or a plan that does not fit it."""
 
     def __init__(self, config: ModelConfig, plan: Plan):
         super().__init__()
@@ -67,7 +68,7 @@ class DeepSeek(nn.Module):
         """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it."""
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
-            raise ValueError(
+            raise UserError(
                 f"model.num_mtp_layers={len(self.mtp)}: too deep for a sequence of {S} positions; set at most {S - 1}"
             )
         refresh_weights(self)

@@ -17,6 +17,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
+from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Device, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
@@ -34,7 +35,7 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
-    """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
+    """The resolved plan of a config that can be trained, by `world_size` processes if given. UserError, naming key,
     value and fix, for one that cannot."""
     _check_run(config.run)
     check_sizes(config)
@@ -52,7 +53,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     config.model.validate()
     gpu = None if config.trainer.device is Device.cpu else detect("cuda")
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
-        raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
+        raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
     if gpu is not None and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
@@ -73,7 +74,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise ValueError(f"{key}={value}: {why}; {fix}")
+    raise UserError(f"{key}={value}: {why}; {fix}")
 
 
 def _check_run(run: RunConfig) -> None:
@@ -85,7 +86,7 @@ def _check_run(run: RunConfig) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """ValueError for numbers that no run can have, and sequences that the model cannot."""
+    """UserError for numbers that no run can have, and sequences that the model cannot."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": t.max_steps,
@@ -164,7 +165,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
 
 
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
-    """ValueError if this config cannot be trained by the ranks of `degrees`."""
+    """UserError if this config cannot be trained by the ranks of `degrees`."""
     if degrees.world == 1:
         return
     t = config.trainer
@@ -310,7 +311,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """What a run would compute in, how large it is and what each rank takes: several lines of text.
 
     Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
-    or, of one process, as few as go with the others. ValueError for degrees that do not go together, or with the batch.
+    or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
     """
     degrees = _imagined(config.parallel, processes)
     config = fitted(config, degrees)

@@ -5,6 +5,7 @@ import torch
 from models import DeepSeek
 from models.matrices import division
 from precision import Plan
+from precision.errors import UserError
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.launch.world import World
@@ -15,7 +16,7 @@ from trainer.optim.muon import Muon
 def build_optimizer(
     config: Config, plan: Plan, model: DeepSeek, device: torch.device, world: World | None = None
 ) -> Optimizer:
-    """For the model that the plan was made for. world: who shares its weights. ValueError where Muon would leave out a
+    """For the model that the plan was made for. world: who shares its weights. UserError where Muon would leave out a
     weight that it should update."""
     c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
     if c.name is OptimizerName.adamw:
@@ -24,7 +25,7 @@ def build_optimizer(
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
-            raise ValueError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
+            raise UserError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
     return Muon(model, no_decay, c, steps, device, found, world)
 
 
