@@ -18,6 +18,7 @@ import torch
 
 from models import DeepSeek
 from precision import Plan
+from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, load
 from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
@@ -50,26 +51,26 @@ def run() -> None:
     for name in ("gpus", "per_node", "memory", "tflops", "node_link", "network", "rows"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
+            raise UserError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
     gpus, per_node = options.gpus, options.per_node
     if gpus > per_node and gpus % per_node:
         even = next(n for n in range(per_node, 0, -1) if gpus % n == 0)
         fix = f"set {gpus // per_node * per_node} or {-(-gpus // per_node) * per_node}, or --per-node={even}"
-        raise ValueError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
+        raise UserError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
     for word in rest:
         if word.lstrip("+").partition("=")[0] in DEGREES:
-            raise ValueError(f"{word}: the degrees are what is worked out here; leave it out")
+            raise UserError(f"{word}: the degrees are what is worked out here; leave it out")
     sys.argv = [sys.argv[0], *rest]
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) != 1:
-        raise ValueError("several values: a layout is planned for one config; leave -m out")
+        raise UserError("several values: a layout is planned for one config; leave -m out")
     config = load(jobs[0].tree)
     check_sizes(config)
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
         fix = "measure it with scripts/bench/step.py, and give --tflops"
-        raise ValueError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
+        raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     machine = Machine(
@@ -84,7 +85,7 @@ def run() -> None:
     if not found:
         enough = fewest(config, plan, machine)
         more = f"{enough} would do" if enough else "none are enough"
-        raise ValueError(
+        raise UserError(
             f"--gpus={gpus}: no layout fits into {memory / GIB:g} GiB a GPU; take more GPUs ({more}), "
             "or a shorter trainer.sequence_length"
         )

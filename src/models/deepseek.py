@@ -23,10 +23,11 @@ from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
+from precision.errors import UserError
 
 
 class DeepSeek(nn.Module):
-    """A DeepSeek-style language model. ValueError for a config that cannot be built or a plan that does not fit it."""
+    """A DeepSeek-style language model. UserError for a config that cannot be built or a plan that does not fit it."""
 
     def __init__(self, config: ModelConfig, plan: Plan):
         super().__init__()
@@ -73,7 +74,7 @@ class DeepSeek(nn.Module):
         """
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
-            raise ValueError(
+            raise UserError(
                 f"model.num_mtp_layers={len(self.mtp)}: too deep for a sequence of {S} positions; set at most {S - 1}"
             )
         refresh_weights(self)
@@ -135,10 +136,10 @@ class DeepSeek(nn.Module):
         return x if self.context is None else self.context.own(x).contiguous()
 
     def split_sequences(self, context: ContextSplit) -> None:
-        """Context parallelism: from now on each rank of the group computes its part of every sequence. ValueError if
+        """Context parallelism: from now on each rank of the group computes its part of every sequence. UserError if
         heads do not go round."""
         if self.config.num_heads % context.size:
-            raise ValueError(
+            raise UserError(
                 f"parallel.context={context.size}: it does not divide model.num_heads={self.config.num_heads}; "
                 "set a divisor"
             )

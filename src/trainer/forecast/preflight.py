@@ -17,6 +17,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
+from precision.errors import UserError
 from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
@@ -34,7 +35,7 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
-    """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
+    """The resolved plan of a config that can be trained, by `world_size` processes if given. UserError, naming key,
     value and fix, for one that cannot."""
     _check_run(config.run)
     check_sizes(config)
@@ -53,7 +54,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_gpu(config)
     gpu = target(config).gpu
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
-        raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
+        raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // max(config.parallel.context, 1)
@@ -74,7 +75,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise ValueError(f"{key}={value}: {why}; {fix}")
+    raise UserError(f"{key}={value}: {why}; {fix}")
 
 
 def _check_gpu(config: Config) -> None:
@@ -96,7 +97,7 @@ def _check_run(run: RunConfig) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """ValueError for numbers that no run can have, and sequences that the model cannot."""
+    """UserError for numbers that no run can have, and sequences that the model cannot."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": t.max_steps,
@@ -175,7 +176,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
 
 
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
-    """ValueError if this config cannot be trained by the ranks of `degrees`."""
+    """UserError if this config cannot be trained by the ranks of `degrees`."""
     if degrees.world == 1:
         return
     t = config.trainer
@@ -312,7 +313,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """What a run would compute in, how large it is and what each rank takes: several lines of text.
 
     Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
-    or, of one process, as few as go with the others. ValueError for degrees that do not go together, or with the batch.
+    or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
     """
     degrees = _imagined(config.parallel, processes)
     config = fitted(config, degrees)

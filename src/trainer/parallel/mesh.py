@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from precision.errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -83,7 +85,7 @@ class FsdpPolicy:
 
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:
-    """The degrees for `world` processes. ValueError, naming key, value and fix, for what does not go together."""
+    """The degrees for `world` processes. UserError, naming key, value and fix, for what does not go together."""
     context = config.context
     if context < 1:
         _refuse("context", context, "out of range", "set 1 or more")
@@ -132,7 +134,7 @@ def fits_expert(expert: int, shard: int, world: int) -> bool:
 
 
 def _refuse(axis: str, value: int, why: str, fix: str) -> None:
-    raise ValueError(f"parallel.{axis}={value}: {why}; {fix}")
+    raise UserError(f"parallel.{axis}={value}: {why}; {fix}")
 
 
 def _divisor_near(number: int, of: int) -> int:

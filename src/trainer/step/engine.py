@@ -8,6 +8,7 @@ import torch
 
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
+from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
 from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
@@ -63,7 +64,7 @@ def build_engine(
     """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world: who
     else trains it; a collective then."""
     if config.cuda_graph is Switch.true and device.type != "cuda":
-        raise ValueError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
+        raise UserError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
     degrees = resolve(config.parallel, world.size)
     check_fsdp_policy(config, degrees)
