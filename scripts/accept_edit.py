@@ -11,6 +11,7 @@ accepted: start a new run from other weights, or prepare the data again.
 import sys
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.data.prepared import SUMMARY, accept_prepared
 from trainer.digests import accept
 from trainer.launch.command_line import Parser, guarded
@@ -32,7 +33,7 @@ def run() -> None:
         elif path.name in (RECOVERY, BACKENDS):
             accept(path)
         else:
-            raise ValueError(f"{path}: has no digest of its own; give {RECOVERY}, {BACKENDS} or {SUMMARY}")
+            raise UserError(f"{path}: has no digest of its own; give {RECOVERY}, {BACKENDS} or {SUMMARY}")
         print(f"accepted {path}")
 
 

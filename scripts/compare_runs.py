@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from precision.errors import UserError
 from trainer.config_diff import changes, configs_before, flat
 from trainer.launch.command_line import Parser, guarded
 
@@ -116,14 +117,14 @@ def run() -> None:
     parser.add_argument("--no-plots", action="store_true", help="only the table; needs no matplotlib")
     arguments = parser.parse_args()
     if not arguments.no_plots and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is missing: pip install 'octet[plots]', or --no-plots for the table alone")
+        raise UserError("matplotlib is missing: pip install 'octet[plots]', or --no-plots for the table alone")
     for name in ("last", "smooth"):
         given = getattr(arguments, name)
         if given is not None and given < 1:
-            raise ValueError(f"--{name} {given}: a number of steps; give 1 or more")
+            raise UserError(f"--{name} {given}: a number of steps; give 1 or more")
 
     if len({path.resolve() for path in arguments.runs}) < len(arguments.runs):
-        raise ValueError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
+        raise UserError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
     runs = [read_run(path) for path in arguments.runs]
     check_comparable(runs)
     name_runs(runs)
@@ -140,7 +141,7 @@ def read_run(path: Path) -> Run:
     """A run folder; a line that is still being written, or was cut off, is passed over."""
     if not (path / METRICS).is_file() or not (path / CONFIG).is_file():
         lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
-        raise ValueError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
+        raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
     series: dict[str, dict[int, float]] = {}
     for line in (path / METRICS).read_text().splitlines():
         try:
@@ -151,7 +152,7 @@ def read_run(path: Path) -> Run:
             if isinstance(value, int | float) and key != "step":
                 series.setdefault(key, {})[int(values["step"])] = value
     if not series.get(TRAIN):
-        raise ValueError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
+        raise UserError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
     before = {step: config.read_text() for step, config in configs_before(path).items()}
     texts = [*before.values(), (path / CONFIG).read_text()]
     changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
@@ -167,7 +168,7 @@ def names(place: Any) -> Any:
 
 
 def check_comparable(runs: list[Run]) -> None:
-    """ValueError where a run has another model than the first, or another data order without being a seed twin."""
+    """UserError where a run has another model than the first, or another data order without being a seed twin."""
     first = runs[0]
     for other in runs[1:]:
         different = other.differs_in(first) - {"data.cache_dir"}
@@ -184,7 +185,7 @@ def check_comparable(runs: list[Run]) -> None:
 def refuse(other: Run, key: str, first: Run, what: str) -> None:
     """Say why two runs cannot be compared."""
     theirs, ours = first.config.get(key), other.config.get(key)
-    raise ValueError(f"{other.path}: {key}={ours}, but {first.path} has {theirs}: {what}; compare runs that share it")
+    raise UserError(f"{other.path}: {key}={ours}, but {first.path} has {theirs}: {what}; compare runs that share it")
 
 
 def is_twin(a: Run, b: Run) -> bool:

@@ -10,6 +10,7 @@ only later, and may still be training; to look from another machine: `ssh -L 876
 
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.files import replace_file
 from trainer.health.dashboard.page import page, payload
 from trainer.health.dashboard.read import METRICS, Run
@@ -33,33 +34,33 @@ def run() -> None:
     parser.add_argument("--port", type=int, metavar="PORT", help="of --serve (8765)")
     arguments = parser.parse_args()
     if len(set(arguments.runs)) < len(arguments.runs):
-        raise ValueError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
+        raise UserError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
     if arguments.serve:
         if arguments.out is not None:
-            raise ValueError(f"--out {arguments.out}: --serve writes no file; give one of the two")
+            raise UserError(f"--out {arguments.out}: --serve writes no file; give one of the two")
         serve(arguments.runs, 8765 if arguments.port is None else arguments.port)
         return
     if arguments.port is not None:
-        raise ValueError(f"--port {arguments.port}: it is for --serve; add that, or leave it out")
+        raise UserError(f"--port {arguments.port}: it is for --serve; add that, or leave it out")
     runs = [read(path) for path in arguments.runs]
     if arguments.out is None and len(runs) > 1:
-        raise ValueError("--out is missing: say where the page of several runs should go, as --out compare.html")
+        raise UserError("--out is missing: say where the page of several runs should go, as --out compare.html")
     out = arguments.out or runs[0].path / "dashboard.html"
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: {'a folder' if out.is_dir() else 'its folder does not exist'}; give a file")
+        raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'its folder does not exist'}; give a file")
     replace_file(out, page(payload(runs)).encode(errors="replace"))
     print(out)
 
 
 def read(path: Path) -> Run:
-    """A run with something to show. ValueError where there is none."""
+    """A run with something to show. UserError where there is none."""
     if not (path / METRICS).is_file():
         lacks = f"no {METRICS} in it" if path.is_dir() else "no such folder"
-        raise ValueError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
+        raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
     found = Run(path)
     found.poll()
     if not found.series:
-        raise ValueError(f"{path}: {METRICS} has no step yet; wait for the first logged one, or use --serve")
+        raise UserError(f"{path}: {METRICS} has no step yet; wait for the first logged one, or use --serve")
     return found
 
 
@@ -72,16 +73,16 @@ def serve(paths: list[Path], port: int) -> None:
             and path.is_dir()
             and any((one / METRICS).is_file() for one in path.iterdir())
         ):
-            raise ValueError(f"{path}: a folder of runs; name the runs, as {path}/*")
+            raise UserError(f"{path}: a folder of runs; name the runs, as {path}/*")
         if not path.absolute().parent.is_dir() or (path.exists() and not path.is_dir()):
             why = "not a folder" if path.exists() else f"no such folder, and no {path.parent} where it could appear"
-            raise ValueError(f"{path}: {why}; give the folder of a run, as runs/NAME")
+            raise UserError(f"{path}: {why}; give the folder of a run, as runs/NAME")
     if not 0 <= port <= 65535:
-        raise ValueError(f"--port {port}: not between 0 and 65535")
+        raise UserError(f"--port {port}: not between 0 and 65535")
     try:
         server = Server(paths, port)
     except OSError as error:
-        raise ValueError(f"--port {port}: {error.strerror}; choose another, or 0 for any") from error
+        raise UserError(f"--port {port}: {error.strerror}; choose another, or 0 for any") from error
     for path in paths:
         if not (path / METRICS).is_file():
             print(f"{path} is not there yet; it will be shown when it is")

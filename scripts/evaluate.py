@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precision.errors import RunError, UserError
 from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def run() -> None:
     parser.add_argument("--lm-eval", metavar="TASKS", help="also tasks of lm-eval, as hellaswag,piqa")
     given = parser.parse_intermixed_args()
     if given.batches is not None and given.batches < 1:
-        raise ValueError(f"--batches {given.batches}: out of range; give 1 or more, or leave it out for all text")
+        raise UserError(f"--batches {given.batches}: out of range; give 1 or more, or leave it out for all text")
     if given.lm_eval is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(f'--lm-eval {given.lm_eval}: it is not installed; run pip install "lm-eval[hf]"')
+        raise UserError(f'--lm-eval {given.lm_eval}: it is not installed; run pip install "lm-eval[hf]"')
     from trainer.data import prepare
     from trainer.offline.evaluate import evaluate
     from trainer.offline.saved_model import open_run
@@ -103,7 +104,7 @@ def run_lm_eval(saved: "Saved", tasks: str) -> None:
         where = ["--model", "hf", "--model_args", f"pretrained={out},dtype=bfloat16", "--device", saved.device.type]
         done = subprocess.run([sys.executable, "-m", "lm_eval", *where, "--tasks", tasks], check=False)
     if done.returncode:
-        raise RuntimeError(f"--lm-eval {tasks}: it ended with exit code {done.returncode}; what it said is above")
+        raise RunError(f"--lm-eval {tasks}: it ended with exit code {done.returncode}; what it said is above")
 
 
 if __name__ == "__main__":

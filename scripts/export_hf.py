@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -58,7 +59,7 @@ def size_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if not size:
-        raise ValueError(f"--max-shard-size {text}: not a size; write it as 5GB or 512MiB")
+        raise UserError(f"--max-shard-size {text}: not a size; write it as 5GB or 512MiB")
     return size
 
 

@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -48,7 +49,7 @@ def run() -> None:
     arguments = parser.parse_args()
     if arguments.ratio <= 1 or arguments.looks < 1:
         given = f"--ratio {arguments.ratio} --looks {arguments.looks}"
-        raise ValueError(f"{given}: give a ratio above 1 and 1 or more looks")
+        raise UserError(f"{given}: give a ratio above 1 and 1 or more looks")
     ours, theirs = series(arguments.run), series(arguments.twin)
     end = divergence(ours)
     print(f"divergence         {'none' if end is None else f'step {end}'}")
@@ -61,7 +62,7 @@ def run() -> None:
         signs[f"twin {kind.removeprefix('act/kurtosis_')}"] = found if both else "not logged in both"
     if not any(ours.get(kind, {}).keys() & theirs.get(kind, {}).keys() for kind in KINDS):
         why = f"no step with kurtosis that {arguments.run} has too"
-        raise ValueError(f"{arguments.twin}: {why}; log both at equal steps")
+        raise UserError(f"{arguments.twin}: {why}; log both at equal steps")
     for name, step in signs.items():
         print(f"{name:<18} {verdict(step, end)}")
 
@@ -78,10 +79,10 @@ def verdict(step: int | str | None, end: int | None) -> str:
 
 
 def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Lines of a file of a run; ValueError if there is none."""
+    """Lines of a file of a run; UserError if there is none."""
     path = folder / name
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the folder of a run, as runs/NAME")
+        raise UserError(f"{path}: no such file; give the folder of a run, as runs/NAME")
     for line in path.read_text().splitlines():
         yield json.loads(line)
 

@@ -11,12 +11,14 @@ does in a step (scripts/bench/step.py), --node-link and --network what it sends 
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from models import DeepSeek
 from precision import Plan
+from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, load
 from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
@@ -25,7 +27,7 @@ from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
 from trainer.launch.command_line import Parser, compose, guarded
 
-DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert")
+DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context")
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
@@ -49,26 +51,26 @@ def run() -> None:
     for name in ("gpus", "per_node", "memory", "tflops", "node_link", "network", "rows"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
+            raise UserError(f"--{name.replace('_', '-')}={value:g}: set more than 0")
     gpus, per_node = options.gpus, options.per_node
     if gpus > per_node and gpus % per_node:
         even = next(n for n in range(per_node, 0, -1) if gpus % n == 0)
         fix = f"set {gpus // per_node * per_node} or {-(-gpus // per_node) * per_node}, or --per-node={even}"
-        raise ValueError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
+        raise UserError(f"--gpus={gpus}: torchrun starts as many on each node, and --per-node={per_node}; {fix}")
     for word in rest:
         if word.lstrip("+").partition("=")[0] in DEGREES:
-            raise ValueError(f"{word}: the degrees are what is worked out here; leave it out")
+            raise UserError(f"{word}: the degrees are what is worked out here; leave it out")
     sys.argv = [sys.argv[0], *rest]
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) != 1:
-        raise ValueError("several values: a layout is planned for one config; leave -m out")
+        raise UserError("several values: a layout is planned for one config; leave -m out")
     config = load(jobs[0].tree)
     check_sizes(config)
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
     if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
         fix = "measure it with scripts/bench/step.py, and give --tflops"
-        raise ValueError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
+        raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
     plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     machine = Machine(
@@ -83,7 +85,7 @@ def run() -> None:
     if not found:
         enough = fewest(config, plan, machine)
         more = f"{enough} would do" if enough else "none are enough"
-        raise ValueError(
+        raise UserError(
             f"--gpus={gpus}: no layout fits into {memory / GIB:g} GiB a GPU; take more GPUs ({more}), "
             "or a shorter trainer.sequence_length"
         )
@@ -116,11 +118,12 @@ def _plan(config: Config, gpu: Gpu | None) -> Plan:
 def table(costs: list[Cost]) -> str:
     """One layout a line."""
     head = (
-        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
-        f"{'compute ms':>10} {'gather+reduce':>13} {'to experts':>10} {'tokens/s/GPU':>12}"
+        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'context':>7} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
+        f"{'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} {'tokens/s/GPU':>12}"
     )
     lines = [
-        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.microbatch:10} {c.recompute.value:>9} "
+        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.degrees.context:7} {c.microbatch:10} "
+        f"{c.recompute.value:>9} "
         f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} "
         f"{c.tokens_per_second:12,.0f}"
         for c in costs
@@ -139,14 +142,10 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
     own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run", "gpu"}
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
-    degrees = [
-        f"parallel.{axis}={size}"
-        for axis, size in zip(("replicate", "shard", "expert"), (d.replicate, d.shard, d.expert), strict=True)
-        if size != 1
-    ]
+    degrees = [f"parallel.{axis}={size}" for axis, size in asdict(d).items() if size != 1]
     batch = [
         f"trainer.microbatch_size={c.microbatch}",
-        f"trainer.global_batch_size={c.microbatch * c.microbatches * gpus}",
+        f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
     ]
     again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
     return " ".join([start, "train.py", *kept, *degrees, *batch, *again])

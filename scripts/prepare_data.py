@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.config import load
 from trainer.config.unused_data_keys import without_effect
 from trainer.data import Prepared
@@ -35,7 +36,7 @@ def run() -> None:
     own, sys.argv[1:] = parser.parse_known_args()
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
     if own.out is not None and len(configs) > 1:
-        raise ValueError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
+        raise UserError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
     for config in configs:
         print("".join(f"{line}\n" for line in without_effect(config.data)), end="", flush=True)
         start = time.monotonic()

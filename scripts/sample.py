@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 if TYPE_CHECKING:
@@ -55,14 +56,14 @@ def run() -> None:
     other = None if given.precision == "run" else yaml.safe_load((PRECISIONS / f"{given.precision}.yaml").read_text())
     saved = open_run(given.run, given.step, given.overrides, other)
     if given.speculative and not saved.config.model.num_mtp_layers:
-        raise ValueError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
+        raise UserError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
     tokenizer, end = saved.tokenizer()
     prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids
     if not prompt or saved.config.trainer.document_masking:  # in training no token was without that before it
         prompt = [end, *prompt]
     positions, trained = saved.config.model.max_position_embeddings, saved.config.trainer.sequence_length
     if len(prompt) >= positions:
-        raise ValueError(
+        raise UserError(
             f"--prompt: it has {len(prompt):,} tokens and the model {positions:,} positions "
             f"(model.max_position_embeddings); give a shorter one"
         )
@@ -95,19 +96,19 @@ def run() -> None:
 
 
 def check(given: argparse.Namespace) -> None:
-    """ValueError for numbers that mean nothing, or nothing together."""
+    """UserError for numbers that mean nothing, or nothing together."""
     if given.tokens < 1:
-        raise ValueError(f"--tokens {given.tokens}: out of range; give 1 or more")
+        raise UserError(f"--tokens {given.tokens}: out of range; give 1 or more")
     if not 0 <= given.temperature < float("inf"):
-        raise ValueError(f"--temperature {given.temperature}: out of range; give 0, or a number above it")
+        raise UserError(f"--temperature {given.temperature}: out of range; give 0, or a number above it")
     if not 0 < given.top_p <= 1:
-        raise ValueError(f"--top-p {given.top_p}: it is a share; give a number above 0, at most 1")
+        raise UserError(f"--top-p {given.top_p}: it is a share; give a number above 0, at most 1")
     if given.top_p < 1 and given.temperature == 0:
-        raise ValueError(f"--top-p {given.top_p}: with temperature 0 nothing is drawn; give --temperature, as 0.8")
+        raise UserError(f"--top-p {given.top_p}: with temperature 0 nothing is drawn; give --temperature, as 0.8")
     if not 0 <= given.seed < 1 << 63:
-        raise ValueError(f"--seed {given.seed}: out of range; give 0 to 2^63 - 1")
+        raise UserError(f"--seed {given.seed}: out of range; give 0 to 2^63 - 1")
     if given.speculative and given.temperature > 0:
-        raise ValueError("--speculative: it keeps the greedy text; leave out --temperature, or --speculative")
+        raise UserError("--speculative: it keeps the greedy text; leave out --temperature, or --speculative")
 
 
 def summary(prompt: int, made: int, before: float, after: float, tally: "Tally") -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -40,7 +41,7 @@ def run() -> None:
     parser.add_argument("--rows", type=int, default=20, help="rows of a table (20)")
     options = parser.parse_args()
     if options.rows < 1:
-        raise ValueError(f"--rows {options.rows}: set 1 or more")
+        raise UserError(f"--rows {options.rows}: set 1 or more")
     path = find(options.trace)
     events = read(path)
     steps = len({e["name"] for e in events if e.get("cat") == "user_annotation" and re.match(r"step \d+$", e["name"])})
@@ -52,12 +53,12 @@ def run() -> None:
 
 
 def find(path: Path) -> Path:
-    """The trace that `path` means. ValueError if there is none."""
+    """The trace that `path` means. UserError if there is none."""
     if path.is_file():
         return path
     found = list((path / "profile").glob("trace_*.json.gz"))
     if not found:
-        raise ValueError(f"{path}: no trace there; train with profile.steps=[10,12], and give the run's folder")
+        raise UserError(f"{path}: no trace there; train with profile.steps=[10,12], and give the run's folder")
     firsts = [file for file in found if not re.search(r"_rank[1-9]", file.name)]
     return max(firsts or found, key=lambda file: file.stat().st_mtime)
 
@@ -68,7 +69,7 @@ def read(path: Path) -> list[Event]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [event for event in json.load(file)["traceEvents"] if "dur" in event]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: no trace of torch's profiler ({error})") from error
+        raise UserError(f"{path}: no trace of torch's profiler ({error})") from error
 
 
 def gpu(events: list[Event], steps: int) -> list[str]:

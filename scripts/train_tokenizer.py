@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.config import load
 from trainer.data import new_tokenizer
 from trainer.data.progress_bars import bars
@@ -33,12 +34,12 @@ def run() -> None:
     parser.add_argument("--vocab-size", type=int)
     own, sys.argv[1:] = parser.parse_known_args()
     if own.out is None:
-        raise ValueError("--out: where shall it be written? give --out tokenizer.json")
+        raise UserError("--out: where shall it be written? give --out tokenizer.json")
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
+        raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) > 1:
-        raise ValueError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")
+        raise UserError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")
     config = load(jobs[0].tree)
     wanted = own.vocab_size or config.model.vocab_size
     with bars() as show:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -49,9 +50,9 @@ def run() -> None:
     options = parser.parse_args()
     wanted = [in_bytes(text) for text in options.sizes]
     if options.repeat < 1:
-        raise ValueError(f"--repeat {options.repeat}: set 1 or more")
+        raise UserError(f"--repeat {options.repeat}: set 1 or more")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError(
+        raise UserError(
             "one process sends nothing: start several, torchrun --nproc_per_node=8 scripts/bench/allreduce.py"
         )
     device = torch.device("cpu")
@@ -73,10 +74,10 @@ def run() -> None:
 
 
 def in_bytes(text: str) -> int:
-    """64M -> 67108864. ValueError for what is no size."""
+    """64M -> 67108864. UserError for what is no size."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if found is None or int(found[1]) == 0:
-        raise ValueError(f"--sizes {text}: want a number of bytes, as 64K, 16M or 1G")
+        raise UserError(f"--sizes {text}: want a number of bytes, as 64K, 16M or 1G")
     return int(found[1]) * UNITS[found[2]]
 
 

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from precision.attention import attention_core
+from precision.errors import RunError, UserError
 from trainer.launch.command_line import Parser, guarded
 
 KERNELS = {
@@ -65,7 +66,7 @@ def run() -> None:
     measure.add_arguments(parser)
     options = parser.parse_args()
     if (wrong := packed.problem(options)) is not None:
-        raise ValueError(wrong)
+        raise UserError(wrong)
     shapes = [parse_shape(text) for text in options.shape or ()] or SHAPES
     facts = measure.header()
     te = layers.transformer_engine(options.variants)
@@ -90,9 +91,9 @@ def parse_shape(text: str) -> Shape:
     try:
         b, h, s, q, v = (int(part) for part in text.lower().split("x"))
     except ValueError:
-        raise ValueError(f"--shape {text}: want BxHxSxQxV, as 4x16x4096x192x128") from None
+        raise UserError(f"--shape {text}: want BxHxSxQxV, as 4x16x4096x192x128") from None
     if min(b, h, s, q, v) < 1:
-        raise ValueError(f"--shape {text}: sizes are 1 or more")
+        raise UserError(f"--shape {text}: sizes are 1 or more")
     return b, h, s, q, v
 
 
@@ -137,7 +138,7 @@ def _with_reasons() -> Iterator[None]:
         except RuntimeError as error:
             texts = [str(warning.message).partition("(Triggered")[0].strip() for warning in said]
             why = [text for text in texts if not text.endswith("because:") and "runtime disabled" not in text]
-            raise RuntimeError("; ".join(why) or str(error)) from None
+            raise RunError("; ".join(why) or str(error)) from None
 
 
 def _both_ways(

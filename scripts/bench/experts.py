@@ -47,6 +47,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from precision import Feed, GroupedLinear, begin_step, combine_rows, expert_ffn, gather_rows
+from precision.errors import UserError
 from precision.permutation import permutation
 from precision.rates import record
 from trainer.launch.command_line import Parser, guarded
@@ -99,15 +100,15 @@ def run() -> None:
     measure.add_arguments(parser)
     options = parser.parse_args()
     if not 1 <= options.chosen <= options.experts:
-        raise ValueError(f"--chosen {options.chosen}: a token chooses 1 to --experts {options.experts}")
+        raise UserError(f"--chosen {options.chosen}: a token chooses 1 to --experts {options.experts}")
     for name in ("hidden", "width"):
         if getattr(options, name) < 16 or getattr(options, name) % 16:
-            raise ValueError(f"--{name} {getattr(options, name)}: FP8 wants multiples of 16")
+            raise UserError(f"--{name} {getattr(options, name)}: FP8 wants multiples of 16")
     backend = layers.backend_of(options.backend)
     if options.table and backend != "cuda":
-        raise ValueError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
+        raise UserError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
     if options.table and "fp32" not in options.gradients:
-        raise ValueError("--table: the table of rates is of training, whose gradients are FP32; add --gradients fp32")
+        raise UserError("--table: the table of rates is of training, whose gradients are FP32; add --gradients fp32")
     facts = measure.header()
     problem = Problem(options)
     least, most = (int(n) for n in torch.bincount(problem.expert_TK.flatten(), minlength=problem.E).aminmax())

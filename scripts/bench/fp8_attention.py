@@ -18,6 +18,7 @@ from torch import Tensor
 from precision import AttentionCore, Plan, PrecisionConfig, ScalingArena, attention_core, fp8_attention
 from precision.attention import visible
 from precision.config import Precision
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 KINDS = {"gauss": (0.0, 0.0), "peaked": (0.4, 0.0), "sink": (0.0, 0.4)}
@@ -38,7 +39,7 @@ def run() -> None:
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="draws of each kind (2)")
     arguments = parser.parse_args()
     if min(vars(arguments).values()) < 1:
-        raise ValueError("--length, --heads and --seeds: give 1 or more")
+        raise UserError("--length, --heads and --seeds: give 1 or more")
     config = PrecisionConfig()
     for op in ("accumulate", "reduce"):
         setattr(config.table.grad, op, Precision.fp32)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 import measure
 import torch
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, compose, guarded
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def run() -> None:
     options = parser.parse_intermixed_args()
     recipes = [word for word in options.words if "=" not in word] or ["fp8_delayed"]
     if len(recipes) > 1:
-        raise ValueError(f"{' '.join(recipes)}: one recipe at a time; name one")
+        raise UserError(f"{' '.join(recipes)}: one recipe at a time; name one")
     if options.steps < 1:
-        raise ValueError(f"--steps {options.steps}: nothing would be timed; set 1 or more")
+        raise UserError(f"--steps {options.steps}: nothing would be timed; set 1 or more")
     facts = measure.header()
     times = rounds(recipes[0], [word for word in options.words if "=" in word], options.steps)
     measure.write_json(options.json, facts, times)

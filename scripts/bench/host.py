@@ -20,6 +20,7 @@ import torch
 from layers import config_of
 from torch import Tensor
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 RECIPES = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")
@@ -40,9 +41,9 @@ def run() -> None:
     options = parser.parse_args()
     unknown = [name for name in options.recipes if name not in RECIPES]
     if unknown:
-        raise ValueError(f"{unknown[0]}: no recipe to measure; name some of {', '.join(RECIPES)}")
+        raise UserError(f"{unknown[0]}: no recipe to measure; name some of {', '.join(RECIPES)}")
     if options.repeat < 1:
-        raise ValueError(f"--repeat {options.repeat}: set 1 or more")
+        raise UserError(f"--repeat {options.repeat}: set 1 or more")
     measure.header()
     launches = pretend()
     rows: dict[str, dict[str, str]] = {}
@@ -56,9 +57,9 @@ def run() -> None:
 def pretend() -> list[int]:
     """Make Triton compile for a Hopper GPU and launch nothing; returns the number of launches, counted on."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("Triton is missing, so there are no kernels to launch: pip install triton")
+        raise UserError("Triton is missing, so there are no kernels to launch: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError("TRITON_INTERPRET=1: the interpreter compiles and launches nothing; unset it")
+        raise UserError("TRITON_INTERPRET=1: the interpreter compiles and launches nothing; unset it")
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver

@@ -43,6 +43,7 @@ from limits import linear_bf16, linear_fp8, random
 from measure import Timing, Variant, both, show
 
 from precision import Linear, begin_step
+from precision.errors import UserError
 from precision.rates import record
 from trainer.launch.command_line import Parser, guarded
 
@@ -70,7 +71,7 @@ def run() -> None:
         shapes |= shapes_of(options.model, options.tokens)
     backend = backend_of(options.backend)
     if options.table and backend != "cuda":
-        raise ValueError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
+        raise UserError(f"--table: the table of rates is of the cuda backend, and {backend} serves here; leave it out")
     facts = measure.header()
     te = transformer_engine(options.variants)
     results: list[dict[str, Any]] = []
@@ -90,16 +91,16 @@ def parse_shape(text: str) -> Shape:
     try:
         m, n, k = (int(part) for part in text.lower().split("x"))
     except ValueError:
-        raise ValueError(f"--shape {text}: want MxNxK, rows, out features, in features: 16384x8192x2048") from None
+        raise UserError(f"--shape {text}: want MxNxK, rows, out features, in features: 16384x8192x2048") from None
     if min(m, n, k) < 16 or n % 16 or k % 16:
-        raise ValueError(f"--shape {text}: FP8 wants N and K in multiples of 16, and at least 16 rows")
+        raise UserError(f"--shape {text}: FP8 wants N and K in multiples of 16, and at least 16 rows")
     return m, n, k
 
 
 def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
     """Every linear shape that the FP8 recipes put in FP8, and the rows of the plan that have it."""
     if tokens < 16:
-        raise ValueError(f"--tokens {tokens}: rows of each linear; give at least 16")
+        raise UserError(f"--tokens {tokens}: rows of each linear; give at least 16")
     shapes: dict[Shape, str] = {}
     for row in plan_of_model(model, "fp8_delayed").gemms.values():
         if row.recipe.is_fp8 and row.groups == 1:

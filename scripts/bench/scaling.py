@@ -31,6 +31,7 @@ from typing import Any
 import measure
 import torch
 
+from precision.errors import RunError, UserError
 from trainer.launch.command_line import Parser, compose, guarded
 from trainer.launch.liveness.rank_group import RankGroup
 
@@ -57,10 +58,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     options, words = parser.parse_known_args()
     for name in ("steps", "rounds"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: set 1 or more")
+            raise UserError(f"--{name} {getattr(options, name)}: set 1 or more")
     counts = options.gpus.split(",")
     if not all(count.isdecimal() and int(count) > 0 for count in counts):
-        raise ValueError(f"--gpus {options.gpus}: want counts with commas between, as 1,2,4,8")
+        raise UserError(f"--gpus {options.gpus}: want counts with commas between, as 1,2,4,8")
     options.gpus = sorted({int(count) for count in counts})
     return options, words
 
@@ -70,12 +71,12 @@ def run() -> None:
     options, _ = arguments()
     there = torch.cuda.device_count()
     if there and max(options.gpus) > there:
-        raise ValueError(f"--gpus {max(options.gpus)}: this node has {there}; name counts up to that")
+        raise UserError(f"--gpus {max(options.gpus)}: this node has {there}; name counts up to that")
     facts, results = measure.header(), []
     for count in options.gpus:
         results += measure.attempt(f"{count} GPUs", lambda count=count: [one(count, options)])
     if not results:
-        raise RuntimeError("no count of GPUs ran to the end; the lines above say why")
+        raise RunError("no count of GPUs ran to the end; the lines above say why")
     measure.say(measure.table([row(result, results[0]) for result in results]))
     measure.write_json(options.json, facts, results)
 
@@ -90,7 +91,7 @@ def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
             said = re.findall(r"^(?:octet: |\w+(?:Error|Exception): ).*", done.stderr, re.MULTILINE)
-            raise RuntimeError(said[0] if said else done.stderr[-500:])
+            raise RunError(said[0] if said else done.stderr[-500:])
         return json.loads(result.read_text())
 
 

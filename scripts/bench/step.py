@@ -37,6 +37,7 @@ import packed
 import torch
 from measure import Timing, both, show
 
+from precision.errors import RunError, UserError
 from trainer.launch.command_line import Parser, compose, guarded
 from trainer.step.microbatch import GraphedMicrobatch
 
@@ -66,13 +67,13 @@ def run() -> None:
     packed.add_arguments(parser)
     options = parser.parse_intermixed_args()
     if (wrong := packed.problem(options)) is not None:
-        raise ValueError(wrong)
+        raise UserError(wrong)
     recipes = [word for word in options.words if "=" not in word]
     overrides = [word for word in options.words if "=" in word]
     if not recipes:
-        raise ValueError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
+        raise UserError(f"{' '.join(options.words)}: no recipe to measure; name one: fp8_delayed")
     if options.steps < 2:
-        raise ValueError(f"--steps {options.steps}: a spread takes at least 2")
+        raise UserError(f"--steps {options.steps}: a spread takes at least 2")
     from trainer.launch.device import pick_device
 
     facts = measure.header()
@@ -95,7 +96,7 @@ def run() -> None:
             if len(together) == 1:
                 raise
             names = ", ".join(contestant.recipe for contestant in together)
-            raise RuntimeError(f"out of GPU memory with {names} in it; add --apart: one at a time") from None
+            raise RunError(f"out of GPU memory with {names} in it; add --apart: one at a time") from None
     base = contestants[-1]
     measure.say(measure.table([contestant.row() for contestant in contestants]))
     for contestant in contestants[:-1]:

@@ -17,6 +17,7 @@ import measure
 import torch
 from torch import Tensor
 
+from precision.errors import UserError
 from precision.kernels import const, grouped_gemm
 from precision.kernels.common import padded_rows
 from precision.kernels.route import Route
@@ -50,7 +51,7 @@ def run() -> None:
     parser.add_argument("--rows", type=int, default=98304, help="rows of all experts with --times (default: 98304)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise ValueError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
+        raise UserError("scripts/bench/sums.py measures GPU kernels and there is no GPU")
     measure.header()
     errors()
     if options.times:

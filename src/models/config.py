@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
+from precision.errors import UserError
+
 
 class NormPosition(Enum):
     """Where a sublayer's norm stands: before it (DeepSeek), or behind it, on what it adds to the stream (FOG)."""
@@ -42,7 +44,7 @@ class YarnConfig:
     """Growth of keys and queries as a whole with log(factor), put into the softmax scale; see `layers`."""
 
     def validate(self) -> None:
-        """ValueError, naming key, value and fix, for numbers that make no frequencies."""
+        """UserError, naming key, value and fix, for numbers that make no frequencies."""
         if not 1 <= self.factor < math.inf:
             self._refuse("factor", "YaRN stretches the context", "set at least 1")
         if self.original_max_position_embeddings < 1:
@@ -55,7 +57,7 @@ class YarnConfig:
                 self._refuse(key, "out of range", "set 0 or more")
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise ValueError(f"model.rope_scaling.{key}={getattr(self, key)}: {why}; {fix}")
+        raise UserError(f"model.rope_scaling.{key}={getattr(self, key)}: {why}; {fix}")
 
 
 @dataclass
@@ -142,7 +144,7 @@ class ModelConfig:
         return self.num_layers - self.num_dense_layers + self.num_mtp_layers
 
     def validate(self) -> None:
-        """ValueError, naming key, value and fix, for a model that cannot be built."""
+        """UserError, naming key, value and fix, for a model that cannot be built."""
         self._check_ranges()
         self._check_router()
         if self.qk_rope_head_dim % 2:
@@ -153,7 +155,7 @@ class ModelConfig:
             self.rope_scaling.validate()
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise ValueError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
+        raise UserError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
 
     def _check_ranges(self) -> None:
         for keys, least, fix in (

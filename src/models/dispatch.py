@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
+from precision.errors import UserError
 from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
 
 
@@ -136,7 +137,7 @@ class _Exchange:
 class AllToAllDispatcher:
     """Experts spread over the processes of `group`; see the module docstring. experts: the global ones that are here.
 
-    ValueError if they cannot be spread evenly.
+    UserError if they cannot be spread evenly.
     """
 
     traceable = False
@@ -144,7 +145,7 @@ class AllToAllDispatcher:
     def __init__(self, group: dist.ProcessGroup, num_experts: int):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         if num_experts % size:
-            raise ValueError(
+            raise UserError(
                 f"parallel.expert={size}: {num_experts} experts cannot be spread evenly; set a divisor of "
                 f"model.num_experts={num_experts}"
             )

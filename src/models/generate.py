@@ -32,6 +32,7 @@ from models.layers import normed, rope_table
 from models.mla import LatentCache
 from models.mtp import MTPBlock
 from precision import refresh_weights
+from precision.errors import UserError
 
 
 @dataclass
@@ -115,18 +116,18 @@ def generate(
     """The tokens that follow `prompt`, one after the other as they come: `max_tokens` or up to `end`, which is not
     among them.
 
-    speculative: with drafts of MTP's, if the temperature is 0. tally: is kept up to date. ValueError for a prompt
+    speculative: with drafts of MTP's, if the temperature is 0. tally: is kept up to date. UserError for a prompt
     without tokens, and for speculation that cannot be.
     """
     sampling, tally = sampling or Sampling(), tally or Tally()
     if not prompt:
-        raise ValueError("prompt: it has no tokens; begin with the end-of-text token, as a document does")
+        raise UserError("prompt: it has no tokens; begin with the end-of-text token, as a document does")
     if speculative and sampling.temperature > 0:
-        raise ValueError(
+        raise UserError(
             f"temperature={sampling.temperature}: speculation keeps the greedy text only; set 0, or do not speculate"
         )
     if speculative and not len(model.mtp):
-        raise ValueError("speculative: drafts come from multi-token prediction, which the model does not have")
+        raise UserError("speculative: drafts come from multi-token prediction, which the model does not have")
     decoder = Decoder(model, 1, len(prompt) + max_tokens)
     if speculative:
         tokens = _speculated(model, decoder, prompt, tally)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig, RouterScoring, YarnConfig
+from precision.errors import UserError
 
 _ATTENTION = {
     "attn.q": "self_attn.q_proj",
@@ -170,7 +171,7 @@ def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face tensors -> state dict of a DeepSeek, in their dtype. ValueError for missing and unknown ones."""
+    """Hugging Face tensors -> state dict of a DeepSeek, in their dtype. UserError for missing and unknown ones."""
     names = name_map(config)
     copies = {copy for copy, _ in mtp_copies(config)}
     needed = [theirs for parts in names.values() for theirs in parts]
@@ -184,19 +185,19 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model. ValueError if transformers would compute something else with it."""
+    """The config.json of a model. UserError if transformers would compute something else with it."""
     model_type, architecture, scoring, method = _ROUTER[config.router_scoring]
     for key in _OWN:
         if (value := getattr(config, key)) != getattr(ModelConfig, key):
             value = value.value if isinstance(value, Enum) else value
-            raise ValueError(
+            raise UserError(
                 f"model.{key}={value}: no architecture of transformers has it; the model cannot be exported to Hugging "
                 "Face (run.init_from starts a run from its checkpoints)"
             )
     if config.router_scoring is RouterScoring.softmax:
         for key in ("num_mtp_layers", "norm_topk_prob"):
             if value := getattr(config, key):
-                raise ValueError(f"model.{key}={value}: transformers' deepseek_v2 computes without; cannot be exported")
+                raise UserError(f"model.{key}={value}: transformers' deepseek_v2 computes without; cannot be exported")
     yarn = config.rope_scaling
     stretch = {} if yarn is None else {key: getattr(yarn, key) for key in _YARN_KEYS}
     kind = "default" if yarn is None else "yarn"
@@ -218,20 +219,20 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
     """A config.json -> ModelConfig, checked. What only concerns training and is not in it keeps its default.
 
-    ValueError for a model that is not built like ours.
+    UserError for a model that is not built like ours.
     """
     kind = hf.get("model_type")
     scoring = next((scoring for scoring, (model_type, *_) in _ROUTER.items() if model_type == kind), None)
     if scoring is None:
-        raise ValueError(f"config.json: model_type={kind}; only deepseek_v3 and deepseek_v2 can be read")
+        raise UserError(f"config.json: model_type={kind}; only deepseek_v3 and deepseek_v2 can be read")
     lacks = [key for key in _SAME_KEYS.values() if key not in hf and key not in _OPTIONAL]
     if lacks:
-        raise ValueError(f"config.json: lacks {', '.join(lacks)}; is it the file of a {kind}?")
+        raise UserError(f"config.json: lacks {', '.join(lacks)}; is it the file of a {kind}?")
     _, _, scoring_func, topk_method = _ROUTER[scoring]
     fixed = {**_FIXED, "scoring_func": scoring_func, "topk_method": topk_method}
     for key, value in {**fixed, "num_key_value_heads": hf["num_attention_heads"]}.items():
         if hf.get(key, value) != value:
-            raise ValueError(f"config.json: {key}={hf[key]}; a {kind} can only be built with {value} here")
+            raise UserError(f"config.json: {key}={hf[key]}; a {kind} can only be built with {value} here")
     values: dict[str, Any] = {ours: hf.get(theirs, _OPTIONAL.get(theirs)) for ours, theirs in _SAME_KEYS.items()}
     values |= {"num_expert_groups": hf.get("n_group") or 1, "num_groups_per_token": hf.get("topk_group") or 1}
     if scoring is RouterScoring.softmax:
@@ -248,16 +249,16 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
     theta = rope.pop("rope_theta")
     kind = {rope.pop(key, "default") for key in ("type", "rope_type")} - {"default"} or {"default"}
     if theta is None:
-        raise ValueError("config.json: lacks rope_theta; write it, or rope_parameters")
+        raise UserError("config.json: lacks rope_theta; write it, or rope_parameters")
     if kind == {"default"} and not rope:
         return theta, None
     if kind != {"yarn"} or not rope.keys() <= set(_YARN_KEYS):
-        raise ValueError(
+        raise UserError(
             f"config.json: rope_scaling={dict(rope)} of type {'/'.join(kind)}; only plain RoPE and YaRN can be read"
         )
     for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:
-            raise ValueError(f"config.json: rope_scaling of type yarn lacks {key}; write it, as DeepSeek does")
+            raise UserError(f"config.json: rope_scaling of type yarn lacks {key}; write it, as DeepSeek does")
     return theta, YarnConfig(**{"mscale": 0.0, "mscale_all_dim": 0.0, **rope})
 
 
@@ -296,4 +297,4 @@ def _check_names(what: str, have: Iterable[str], need: Iterable[str]) -> None:
     for problem, names in (("lacks", sorted(need - have)), ("has unknown", sorted(have - need))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{what} {problem} {names[0]}{more}; is model.* the config it was trained with?")
+            raise UserError(f"{what} {problem} {names[0]}{more}; is model.* the config it was trained with?")

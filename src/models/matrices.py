@@ -20,11 +20,21 @@ Legend: H heads, N nope, R rope, V value width of a head, C key-value latent, D 
 """
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from itertools import accumulate
+from typing import NamedTuple
 
 from models.config import ModelConfig
+from precision.errors import UserError
 from precision.rows import GemmRow
+
+
+class Box(NamedTuple):
+    """A matrix in its group: first row, first column, and its shape."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,14 @@ class Division:
         """Rows of a group."""
         return sum(self.rows)
 
-    def views(self, weight: Tensor) -> list[Tensor]:
-        """weight [..., groups x period, K] -> for each of `rows` its matrices [..., groups, columns, rows, K /
-        columns], in the same memory."""
-        grouped = weight.unflatten(-2, (-1, self.period)).unflatten(-1, (self.columns, -1))
-        return [part.movedim(-2, -3) for part in grouped.split(self.rows, -3)]
+    def boxes(self, width: int) -> list[Box]:
+        """The matrices of a group of a weight with `width` columns."""
+        starts, each = accumulate(self.rows, initial=0), width // self.columns
+        return [
+            Box(row, i * each, rows, each)
+            for row, rows in zip(starts, self.rows, strict=False)
+            for i in range(self.columns)
+        ]
 
     def shapes(self, weight: tuple[int, int]) -> list[tuple[int, int, int]]:
         """Count, rows and columns of the matrices of a weight [R, K]."""
@@ -53,7 +66,7 @@ class Division:
 
 
 def division(c: ModelConfig, row: GemmRow) -> Division:
-    """The division of the weight of a plan's row. ValueError for an op that no rule names."""
+    """The division of the weight of a plan's row. UserError for an op that no rule names."""
     match row.op:
         case "attn.q" | "attn.q_b":
             return Division((c.qk_head_dim,))
@@ -68,4 +81,4 @@ def division(c: ModelConfig, row: GemmRow) -> Division:
         case "ffn" | "moe.shared" | "moe.experts":
             parts = 2 if row.name.endswith(".gate_up") else 1
             return Division((row.out_features // parts,) * parts)
-    raise ValueError(f"{row.name}: no rule says which logical matrices the weight of {row.op!r} holds")
+    raise UserError(f"{row.name}: no rule says which logical matrices the weight of {row.op!r} holds")

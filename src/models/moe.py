@@ -133,7 +133,7 @@ class MoE(nn.Module):
 
     def spread(self, group: "ProcessGroup") -> None:
         """Expert parallelism: this process keeps its share of the experts, tokens travel to those of the group. After
-        the weights are drawn (they are cut), before the arena is made. ValueError where that cannot be."""
+        the weights are drawn (they are cut), before the arena is made. UserError where that cannot be."""
         dispatcher = AllToAllDispatcher(group, self.gate.num_experts)
         self.experts.keep(dispatcher.experts)
         self.dispatcher = dispatcher

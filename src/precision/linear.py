@@ -48,6 +48,7 @@ from torch import Tensor, nn
 
 from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
+from precision.errors import UserError
 from precision.formats import read_back
 from precision.observe import is_observed, is_sampled, sampling_number, tell_weight
 from precision.operand import GradRows, Operand
@@ -278,9 +279,9 @@ class GroupedLinear(_GemmLayer):
 
     def keep(self, experts: range) -> None:
         """Hold these groups only: weight [len(experts), out, in]. Before the arena is made; the masters may be on the
-        meta device. ValueError for Transformer Engine."""
+        meta device. UserError for Transformer Engine."""
         if self.te is not None:
-            raise ValueError(
+            raise UserError(
                 "precision.backend=transformer_engine: its experts stay in one process; set parallel.expert=1 or "
                 "precision.backend=auto"
             )

@@ -32,6 +32,7 @@ from precision.config import (
     PrecisionConfig,
     ScalingConfig,
 )
+from precision.errors import UserError
 from precision.formats import BF16, BY_NAME, E5M2, FP32, Format, static_scale
 from precision.hardware import Gpu
 from precision.report import plan_text
@@ -90,9 +91,7 @@ class Plan:
         self._recipes: dict[tuple[Precision, Format, str, Accumulation], GemmRecipe] = {}
         for op in TRAINER_OPS:
             if self._table(op, op) is not Precision.fp32:
-                raise ValueError(
-                    f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32"
-                )
+                raise UserError(f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32")
             self.tensors[op] = TensorRow(op, op, FP32, "table")
 
     @property
@@ -103,16 +102,16 @@ class Plan:
     def gemm(
         self, name: str, op: str, in_features: int, out_features: int, groups: int = 1, rows_per_token: float = 1.0
     ) -> GemmRow:
-        """The row of one GEMM; registers it. ValueError if it is undecided, decided twice, or cannot run in FP8."""
+        """The row of one GEMM; registers it. UserError if it is undecided, decided twice, or cannot run in FP8."""
         if op not in GEMM_OPS:
-            raise ValueError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
+            raise UserError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8:
             if op not in FP8_OPS:
                 raise _not_in_fp8(name, op, why)
             for label, size in (("in", in_features), ("out", out_features)):
                 if size % FP8_MULTIPLE:
-                    raise ValueError(
+                    raise UserError(
                         f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are "
                         f"no multiple of {FP8_MULTIPLE}; change the model's size, or add "
                         f"precision.rules.exceptions={{match: '{name}'}}"
@@ -130,12 +129,12 @@ class Plan:
     def tensor(self, name: str, op: str) -> Format:
         """Format of something that is no GEMM; registers it."""
         if op not in TENSOR_OPS:
-            raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
+            raise UserError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8 and op not in FP8_OPS:
             raise _not_in_fp8(name, op, why)
         if op == "norm" and precision is not Precision.fp32:
-            raise ValueError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
+            raise UserError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
         if op == "moe.dispatch" and precision is Precision.fp8:
             experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
             if experts is not None and not experts.recipe.reads_fp8:  # nobody to read FP8 at the other end
@@ -169,10 +168,10 @@ class Plan:
         return AmaxProbe(name)
 
     def finish(self) -> None:
-        """Called when the model is complete. ValueError for a rule that matched nothing."""
+        """Called when the model is complete. UserError for a rule that matched nothing."""
         for rule in self._rules:
             if not rule.hits:
-                raise ValueError(
+                raise UserError(
                     f"precision.rules: {rule.text} matches nothing in this plan"
                     + (" that is FP8" if rule.fp8_only or rule.precision is None else "")
                     + "; correct or remove it (dry_run=true prints the rows)"
@@ -236,14 +235,14 @@ class Plan:
 
     def _register(self, name: str) -> None:
         if name in self.gemms or name in self.tensors:
-            raise ValueError(f"{name} asked for a row of the precision plan twice; names must be unique")
+            raise UserError(f"{name} asked for a row of the precision plan twice; names must be unique")
 
     def _table(self, op: str, name: str) -> Precision:
         cell: object = self.config.table
         for part in op.split("."):
             cell = getattr(cell, part)
         if not isinstance(cell, Precision):
-            raise ValueError(f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16 or fp8")
+            raise UserError(f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16 or fp8")
         return cell
 
     def _decide(self, name: str, op: str) -> tuple[Precision, str]:
@@ -257,7 +256,7 @@ class Plan:
                 decided.setdefault(rule.precision, rule.text)
         if len(decided) > 1:
             what = " and ".join(f"{text} ({precision.value})" for precision, text in decided.items())
-            raise ValueError(f"precision.rules: {name} is decided twice, by {what}; keep one")
+            raise UserError(f"precision.rules: {name} is decided twice, by {what}; keep one")
         for precision, text in decided.items():
             return precision, text
         return table, "table"
@@ -271,7 +270,7 @@ class Plan:
                 decided.setdefault(rule.accumulation, rule.text)
         if len(decided) > 1:
             what = " and ".join(f"{text} ({accumulation.value})" for accumulation, text in decided.items())
-            raise ValueError(f"precision.rules: the accumulation of {name} is decided twice, by {what}; keep one")
+            raise UserError(f"precision.rules: the accumulation of {name} is decided twice, by {what}; keep one")
         accumulation = next(iter(decided), self.config.accumulation)
         if accumulation is Accumulation.fast and self.config.scaling.granularity is Granularity.block:
             if BLOCKS_PROMOTE not in self.notes:
@@ -293,10 +292,10 @@ class Plan:
         return self._recipes[key]
 
 
-def _not_in_fp8(name: str, op: str, decided_by: str) -> ValueError:
+def _not_in_fp8(name: str, op: str, decided_by: str) -> UserError:
     if decided_by == "table":
-        return ValueError(f"precision.table.{op}=fp8: {name} cannot be in FP8; set it to bf16 or fp32")
-    return ValueError(f"precision.rules.exceptions: {decided_by} takes {name}, which cannot be in FP8; match less")
+        return UserError(f"precision.table.{op}=fp8: {name} cannot be in FP8; set it to bf16 or fp32")
+    return UserError(f"precision.rules.exceptions: {decided_by} takes {name}, which cannot be in FP8; match less")
 
 
 def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
@@ -304,14 +303,14 @@ def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
     for key in ("first_blocks", "last_blocks"):
         count = getattr(config.rules, key)
         if not 0 <= count <= num_layers:
-            raise ValueError(f"precision.rules.{key}={count}: the model has {num_layers} blocks; set 0 to {num_layers}")
+            raise UserError(f"precision.rules.{key}={count}: the model has {num_layers} blocks; set 0 to {num_layers}")
         if count:
             blocks = range(count) if key == "first_blocks" else range(num_layers - count, num_layers)
             pattern = rf"layers\.({'|'.join(map(str, blocks))})\..*"
             rules.append(_Rule(f"{key}: {count}", re.compile(pattern), Precision.bf16, fp8_only=True))
     for exception in config.rules.exceptions:
         if not exception.match:
-            raise ValueError("precision.rules.exceptions: an entry has no match; write {match: GLOB, precision: bf16}")
+            raise UserError("precision.rules.exceptions: an entry has no match; write {match: GLOB, precision: bf16}")
         pattern = re.compile(fnmatch.translate(exception.match))
         precision = exception.precision
         if precision is None and exception.accumulation is None:
@@ -324,22 +323,22 @@ def _rules(config: PrecisionConfig, num_layers: int) -> list[_Rule]:
 def _check_scaling(scaling: ScalingConfig) -> None:
     where = "precision.scaling"
     if scaling.method is Method.delayed and scaling.granularity is not Granularity.tensor:
-        raise ValueError(
+        raise UserError(
             f"{where}.granularity={scaling.granularity.value} with method=delayed: a history is kept per tensor only; "
             f"set {where}.granularity=tensor or {where}.method=current"
         )
     if scaling.granularity is Granularity.row and not scaling.power_of_two:
-        raise ValueError(
+        raise UserError(
             f"{where}.granularity=row with power_of_two=false: the weight gradient casts row-scaled operands again, "
             f"which is exact for powers of two only; set {where}.power_of_two=true"
         )
     if scaling.history < 1:
-        raise ValueError(
+        raise UserError(
             f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more"
         )
     if not 0 <= scaling.margin <= 8:
-        raise ValueError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
+        raise UserError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
     if scaling.forward is not Fp8Format.e4m3:
-        raise ValueError(
+        raise UserError(
             f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3"
         )

@@ -27,6 +27,7 @@ from typing import Any
 
 from precision.backends.availability import HOPPER, cuda_problem, te_problem, te_scaling, wrong_products
 from precision.config import Accumulation, BackendChoice, Precision, PrecisionConfig
+from precision.errors import UserError
 from precision.formats import BF16, Format
 from precision.hardware import Gpu
 from precision.proof import EXPERTS, GEMMS
@@ -63,7 +64,7 @@ class Choice:
 
 
 class Resolver:
-    """Chooses for one model on one machine. ValueError at once if the configured backend cannot serve here.
+    """Chooses for one model on one machine. UserError at once if the configured backend cannot serve here.
 
     tokens: of a microbatch. saved: what `state()` returned when the run began. notes: what a user should know, a line
     each.
@@ -81,7 +82,7 @@ class Resolver:
         self.notes: list[str] = []
         self._rows: dict[str, tuple[Choice, Accumulation]] = {}
         if config.never_slower and config.backend is BackendChoice.reference:
-            raise ValueError(
+            raise UserError(
                 "precision.never_slower=true: backend=reference is for checking, nobody measures it; "
                 "set precision.never_slower=false or precision.backend=auto"
             )
@@ -97,7 +98,7 @@ class Resolver:
         if name == TE:
             problem = self._te_problem()
         if problem is not None:
-            raise ValueError(f"precision.backend={name}: {problem}; or set precision.backend=auto or reference")
+            raise UserError(f"precision.backend={name}: {problem}; or set precision.backend=auto or reference")
         return [] if name == REFERENCE else [name], name
 
     def _auto(self) -> tuple[list[str], str]:
@@ -215,7 +216,7 @@ class Resolver:
         """Who serves the row if `backend` is to."""
         if backend == CUDA and (problem := wrong_products(gemm.groups)) is not None:
             if self._config.backend is not BackendChoice.auto:
-                raise ValueError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
+                raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
             what = EXPERTS if gemm.groups > 1 else GEMMS
             note = f"{what} are served by reference instead of cuda: {problem}"
             if note not in self.notes:

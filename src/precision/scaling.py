@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from precision.config import ScalingConfig
+from precision.errors import UserError
 from precision.formats import Format
 
 
@@ -94,7 +95,7 @@ class ScalingArena:
         unique = list({id(s): s for s in slots}.values())
         self.names = [name for slot in unique for name in slot.names]
         if len(set(self.names)) != len(self.names):
-            raise ValueError(
+            raise UserError(
                 "two tensors share a name in the scaling arena; give every GEMM of the plan a name of its own"
             )
         self._scaling, self.delayed = scaling, delayed

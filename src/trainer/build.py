@@ -159,7 +159,7 @@ class Run:
 
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
-    """Everything a run needs, in order. ValueError for what the user can correct; then nothing has been written."""
+    """Everything a run needs, in order. UserError for what the user can correct; then nothing has been written."""
     saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     t, notes = config.trainer, []
     gpus = find_gpus(config.health.power, world)

@@ -21,6 +21,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.files import replace_file
 
 DIGEST = "digest"
@@ -49,25 +50,25 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
     """The JSON object in `path`, without its digest. keys: that it has, others beside them; fix: what to do if it is
     damaged.
 
-    ValueError, naming the file, for one that cannot be read, lacks a key or does not match its digest.
+    UserError, naming the file, for one that cannot be read, lacks a key or does not match its digest.
     """
     content = _read(path, fix)
     if missing := sorted(set(keys) - set(content)):
-        raise ValueError(f"{path}: was altered (it has no key {missing[0]}); {fix}")
+        raise UserError(f"{path}: was altered (it has no key {missing[0]}); {fix}")
     if DIGEST not in content:
         if any(isinstance(value, str) and len(value) == _LENGTH for value in content.values()):
-            raise ValueError(f"{path}: was altered (its digest is under another key); {fix}")
+            raise UserError(f"{path}: was altered (its digest is under another key); {fix}")
         warnings.warn(f"{path}: is from before files had digests; `{ACCEPT} {path}` adds one", stacklevel=2)
         return content
     if content[DIGEST] != digest_of(content):
-        raise ValueError(
+        raise UserError(
             f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
         )
     return {key: value for key, value in content.items() if key != DIGEST}
 
 
 def accept(path: Path, **changed: Any) -> None:
-    """Sign a file as it is now, with some of its keys `changed`. ValueError if it is no JSON object."""
+    """Sign a file as it is now, with some of its keys `changed`. UserError if it is no JSON object."""
     content = {**_read(path, "correct it"), **changed}
     write_signed(path, {key: value for key, value in content.items() if key != DIGEST})
 
@@ -76,9 +77,9 @@ def _read(path: Path, fix: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: cannot be read (no JSON); {fix}") from None
+        raise UserError(f"{path}: cannot be read (no JSON); {fix}") from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: cannot be read (no JSON object); {fix}")
+        raise UserError(f"{path}: cannot be read (no JSON object); {fix}")
     return content

@@ -74,13 +74,15 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def check_new(out: Path) -> Path:
-    """Where `new_folder` writes what becomes `out`. ValueError if one of the two exists."""
+    """Where `new_folder` writes what becomes `out`. UserError if one of the two exists."""
+    from precision.errors import UserError  # imports torch, for which `--help` must not wait
+
     partial = out.with_name(out.name + ".partial")
     if os.path.lexists(out):
-        raise ValueError(f"{out}: exists; name a folder that does not, or remove this one")
+        raise UserError(f"{out}: exists; name a folder that does not, or remove this one")
     if os.path.lexists(partial):
         why = "exists, being written or left by a program that was killed, perhaps for another purpose"
-        raise ValueError(f"{partial}: {why}; remove it, or name another folder than {out}")
+        raise UserError(f"{partial}: {why}; remove it, or name another folder than {out}")
     return partial
 
 

@@ -34,6 +34,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from precision.errors import RunError, UserError
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # what all benches share
 
@@ -72,9 +74,9 @@ def run() -> None:
     options = parser.parse_intermixed_args()
     for name in ("gpus", "sequences", "length", "warm_up", "steps", "rounds", "repeat"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: set 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: set 1 or more")
     if torch.cuda.is_available() and options.gpus > torch.cuda.device_count():
-        raise ValueError(f"--gpus {options.gpus}: this node has {torch.cuda.device_count()}; name as many or fewer")
+        raise UserError(f"--gpus {options.gpus}: this node has {torch.cuda.device_count()}; name as many or fewer")
     contestants = [("octet", name) for name in _names("--ours", options.ours, OURS)]
     contestants += [("megatron-core", name) for name in _names("--theirs", options.theirs, THEIRS)]
     facts = measure.header()
@@ -88,7 +90,7 @@ def run() -> None:
                 speed, took = found["tokens_per_second"], found["took"]
                 measure.say(f"{' '.join(contestant)}: {speed:,.0f} tokens/s, {took:.0f} s with its start")
     if not results:
-        raise RuntimeError("no contestant ran to the end; the lines above say why")
+        raise RunError("no contestant ran to the end; the lines above say why")
     medians = {name: statistics.median(each["tokens_per_second"] for each in found) for name, found in results.items()}
     best = max((speed for (who, _), speed in medians.items() if who == "megatron-core"), default=None)
     measure.say(measure.table([row(name, found, medians[name], best) for name, found in results.items()]))
@@ -99,7 +101,7 @@ def run() -> None:
 def one(who: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     """Start a contestant's processes; what they measured."""
     if who == "megatron-core" and "missing" in (_version("megatron-core"), _version("transformer_engine")):
-        raise RuntimeError("it wants megatron-core 0.19.2 and Transformer Engine 2.20.2; pip install them")
+        raise RunError("it wants megatron-core 0.19.2 and Transformer Engine 2.20.2; pip install them")
     overrides = our_overrides(precision if who == "octet" else "bf16", options)
     with tempfile.TemporaryDirectory() as room:
         work, result = work_of(overrides, precision, options, Path(room) / "result.json")
@@ -112,7 +114,7 @@ def one(who: str, precision: str, options: argparse.Namespace) -> dict[str, Any]
         if done.returncode or not result.exists():
             said = re.findall(ERRORS, done.stderr, re.MULTILINE)
             said = [line for line in said if "ChildFailedError" not in line]  # the launcher's, about the others
-            raise RuntimeError(said[-1] if said else done.stderr[-500:])
+            raise RunError(said[-1] if said else done.stderr[-500:])
         found = json.loads(result.read_text())
     tokens = work.sequences * work.length
     return {
@@ -167,7 +169,7 @@ def row(name: tuple[str, str], found: list[dict[str, Any]], speed: float, best: 
 def _names(option: str, given: str, known: tuple[str, ...]) -> list[str]:
     names = [name for name in given.split(",") if name]
     if wrong := [name for name in names if name not in known]:
-        raise ValueError(f"{option} {given}: no {wrong[0]} here; name some of {','.join(known)}, with commas between")
+        raise UserError(f"{option} {given}: no {wrong[0]} here; name some of {','.join(known)}, with commas between")
     return names
 
 

@@ -30,6 +30,8 @@ from pathlib import Path
 
 import yaml
 
+from precision.errors import UserError
+
 FOLDER = Path(__file__).parent
 KINDS = ("linear", "grouped")
 SCALINGS = ("delayed/tensor", "current/tensor", "current/row", "current/block")
@@ -55,14 +57,14 @@ class Entry:
             ("accumulation", self.accumulation, ACCUMULATIONS),
         ):
             if value not in known:
-                raise ValueError(f"{key}={value}: no {key} of the rate table; use {', '.join(known)}")
+                raise UserError(f"{key}={value}: no {key} of the rate table; use {', '.join(known)}")
         if len(self.shape) != 3 or min(*self.shape, self.rows) < 1:
-            raise ValueError(f"shape={list(self.shape)}, rows={self.rows}: want [N, K, groups] and rows, 1 or more")
+            raise UserError(f"shape={list(self.shape)}, rows={self.rows}: want [N, K, groups] and rows, 1 or more")
         unknown = sorted(set(self.ms) - set(RUNS))
         if unknown or not self.ms:
-            raise ValueError(f"ms={dict(self.ms)}: want milliseconds of {', '.join(RUNS)}, of one at least")
+            raise UserError(f"ms={dict(self.ms)}: want milliseconds of {', '.join(RUNS)}, of one at least")
         if not all(0 < value < math.inf for value in self.ms.values()):
-            raise ValueError(f"ms={dict(self.ms)}: a time is a number above 0")
+            raise UserError(f"ms={dict(self.ms)}: a time is a number above 0")
 
     def distance(self, shape: tuple[int, int, int], rows: int | None) -> float:
         """How far a shape is from this one; 0: the same. rows None: not compared."""
@@ -105,7 +107,7 @@ class RateTable:
 
 
 def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
-    """The table of a GPU by its name; without entries if nobody measured it. ValueError for a file that is wrong."""
+    """The table of a GPU by its name; without entries if nobody measured it. UserError for a file that is wrong."""
     for path in sorted(folder.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         if content.get("gpu") == gpu:
@@ -116,7 +118,7 @@ def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
 def record(
     kind: str, scaling: str, accumulation: str, shape: tuple[int, int, int], rows: int, ms: Mapping[str, float]
 ) -> str:
-    """The line of a measurement, to be put under `entries`. Times are kept to four digits. ValueError if it is none."""
+    """The line of a measurement, to be put under `entries`. Times are kept to four digits. UserError if it is none."""
     times = {run: float(f"{ms[run]:.4g}") for run in sorted(ms, key=lambda run: RUNS.index(run) if run in RUNS else 99)}
     entry = Entry(kind, scaling, accumulation, (shape[0], shape[1], shape[2]), rows, times)
     words = ", ".join(f"{run}: {value}" for run, value in entry.ms.items())
@@ -129,4 +131,4 @@ def _entry(raw: dict, path: Path) -> Entry:
     try:
         return Entry(raw["kind"], raw["scaling"], raw["accumulation"], tuple(raw["shape"]), raw["rows"], raw["ms"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path.name}: {raw}: {error}; correct the entry") from error
+        raise UserError(f"{path.name}: {raw}: {error}; correct the entry") from error

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from precision.errors import UserError
 from trainer.checkpoint.folder import (
     WRITING,
     OnEvent,
@@ -82,7 +83,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, keep: int, on_event: OnEvent, world: "World | None" = None) -> None:
         if keep < 0:
-            raise ValueError(f"checkpoint.keep={keep}: how many checkpoints stay, 1 or more, or 0 for all")
+            raise UserError(f"checkpoint.keep={keep}: how many checkpoints stay, 1 or more, or 0 for all")
         self.folder = folder
         self._keep = keep
         self._on_event = on_event
@@ -136,7 +137,7 @@ class Checkpointer:
         All ranks call it for the same steps, with states of the same names; what is not a `ShardView`, rank 0's is
         saved. No rank waits for another one here.
 
-        Raises TypeError or ValueError for a state that cannot be saved. Errors of the disk are not raised here, see
+        Raises TypeError or UserError for a state that cannot be saved. Errors of the disk are not raised here, see
         `wait`.
         """
         began = time.perf_counter() if began is None else began

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.files import sync_folder
 
 MANIFEST = "manifest.json"
@@ -31,7 +32,7 @@ _PIECE_BYTES = 1 << 24
 _THREADS = 8
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(UserError):
     """A checkpoint folder is not what was saved; the message names the file and what is wrong with it."""
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from precision.errors import UserError
 from trainer.checkpoint.folder import verify_checkpoint
 from trainer.checkpoint.manifest import STATE
 from trainer.checkpoint.shard_view import ShardLoadPlanner, ShardView
@@ -47,7 +48,7 @@ def read(
     what is returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
 
     Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file, and
-    ValueError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
+    UserError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
     collective: each rank reads for itself.
     """
     if not verified:
@@ -62,8 +63,8 @@ def read(
             branch, _, plain = name.partition("/")
             if branch == "optimizer" and name.rsplit("/", 1)[0].replace(branch, "model", 1) in saved:
                 why = "the checkpoint is of another optimizer; use that run's optim.name, or take its weights with"
-                raise ValueError(f"{plain}: {why} run.init_from")
-            raise ValueError(f"{plain or name}: the checkpoint is of another model; use that run's model.*")
+                raise UserError(f"{plain}: {why} run.init_from")
+            raise UserError(f"{plain or name}: the checkpoint is of another model; use that run's model.*")
     fresh = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in saved.items()

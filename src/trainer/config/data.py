@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from precision.errors import UserError
+
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
 
 
@@ -167,31 +169,31 @@ def source_configs(data: DataConfig) -> list[SourceConfig]:
 
 
 def check_data(data: DataConfig, vocab_size: int) -> None:
-    """Raise ValueError for settings that cannot work; looks at no file but the paths and `data.tokenizer`."""
+    """Raise UserError for settings that cannot work; looks at no file but the paths and `data.tokenizer`."""
     _check_mix(data)
     for part in source_configs(data):
         _check_part(part)
     if not 0.0 < data.validation_fraction < 1.0:
-        raise ValueError(
+        raise UserError(
             f"data.validation_fraction={data.validation_fraction}: must lie between 0 and 1, for example 0.05"
         )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         inside = Path(data.tokenizer) / "tokenizer.json"
         problem = "a folder" if Path(data.tokenizer).is_dir() else "there is no such file"
         fix = f"give {inside}" if inside.is_file() else "give a tokenizer.json, or null to train one"
-        raise ValueError(f"data.tokenizer={data.tokenizer}: {problem}: {fix}")
+        raise UserError(f"data.tokenizer={data.tokenizer}: {problem}: {fix}")
     if not data.cache_dir:
-        raise ValueError("data.cache_dir='': prepared data needs a folder: set one, for example .cache/data")
+        raise UserError("data.cache_dir='': prepared data needs a folder: set one, for example .cache/data")
     for key, why in (("tokenizer_sample_mb", "the tokenizer needs text"), ("shard_mb", "a shard needs text")):
         if getattr(data, key) < 1:
-            raise ValueError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
+            raise UserError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
     if data.workers is not None and data.workers < 1:
-        raise ValueError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
+        raise UserError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
     if not data.end_of_text:
-        raise ValueError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
+        raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
     if trains and vocab_size < SMALLEST_VOCABULARY:
-        raise ValueError(
+        raise UserError(
             f"model.vocab_size={vocab_size}: a byte-level tokenizer has an entry for each of the 256 bytes and one for "
             f"the end of text: set at least {SMALLEST_VOCABULARY}"
         )
@@ -201,29 +203,29 @@ def _check_mix(data: DataConfig) -> None:
     if not data.mix:
         return
     if data.path is not None:
-        raise ValueError(f"data.path={data.path}: data.mix names the sources: give each its path there, or no mix")
+        raise UserError(f"data.path={data.path}: data.mix names the sources: give each its path there, or no mix")
     names = [entry.name for entry in data.mix]
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
         if not re.fullmatch(r"[\w-]+", entry.name, re.ASCII) or entry.name in names[:number]:
             why = "is taken" if entry.name in names[:number] else "is no name for a file"
-            raise ValueError(f"{key}.name={entry.name}: {why}: use letters, digits, _ and -, each name once")
+            raise UserError(f"{key}.name={entry.name}: {why}: use letters, digits, _ and -, each name once")
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
-            raise ValueError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
+            raise UserError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")
         if (entry.weight is None) != (data.mix[0].weight is None):
-            raise ValueError(f"{key}.weight={entry.weight}: give all sources a weight, or none")
+            raise UserError(f"{key}.weight={entry.weight}: give all sources a weight, or none")
     kinds = {part.source is Source.bins for part in source_configs(data)}
     if kinds == {True, False}:
-        raise ValueError("data.mix: bins are prepared already and go with bins only: prepare the others first")
+        raise UserError("data.mix: bins are prepared already and go with bins only: prepare the others first")
     if kinds == {True} and data.mix[0].weight is not None:
-        raise ValueError("data.mix[0].weight: bins are read whole; give weights when they are prepared")
+        raise UserError("data.mix[0].weight: bins are read whole; give weights when they are prepared")
 
 
 def _check_part(part: SourceConfig) -> None:
     key, path = part.key, part.path
     if part.source is Source.stdlib:
         if path is not None:
-            raise ValueError(
+            raise UserError(
                 f"{key}.path={path}: {key}.source=stdlib finds its own folder: set data=text to read this one"
             )
         return
@@ -235,13 +237,13 @@ def _check_part(part: SourceConfig) -> None:
     }[part.source].format(key)
     if not path:
         given = "null" if path is None else "''"
-        raise ValueError(f"{key}.path={given}: {key}.source={part.source.value} needs {wanted}")
+        raise UserError(f"{key}.path={given}: {key}.source={part.source.value} needs {wanted}")
     if part.source is Source.hf:
         if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-            raise ValueError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
+            raise UserError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
     elif Path(path).is_file():
         if part.source is not Source.files:
             why = f"a file, and {key}.source={part.source.value} reads a folder"
-            raise ValueError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
+            raise UserError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
     elif not Path(path).is_dir():
-        raise ValueError(f"{key}.path={path}: there is no such folder: give an existing one")
+        raise UserError(f"{key}.path={path}: there is no such folder: give an existing one")

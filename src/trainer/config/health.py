@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from precision.errors import UserError
 from trainer.config.schema import Switch
 
 
@@ -91,16 +92,16 @@ class HealthConfig:
 
 
 def check_power(power: PowerConfig, gpu: bool) -> None:
-    """ValueError for a config that cannot be. gpu: whether the run has one."""
+    """UserError for a config that cannot be. gpu: whether the run has one."""
     if not power.seconds >= 0.1:
         why = "a sample takes some milliseconds itself"
-        raise ValueError(f"health.power.seconds={power.seconds}: {why}; set 0.1 or more")
+        raise UserError(f"health.power.seconds={power.seconds}: {why}; set 0.1 or more")
     if power.enabled is Switch.true and not gpu:
-        raise ValueError("health.power.enabled=true: this run has no GPU to meter; set health.power.enabled=auto")
+        raise UserError("health.power.enabled=true: this run has no GPU to meter; set health.power.enabled=auto")
 
 
 def check_alerts(alerts: AlertsConfig) -> None:
-    """ValueError for a threshold that could not be one."""
+    """UserError for a threshold that could not be one."""
     shares = (
         "saturated",
         "underflown",
@@ -121,20 +122,20 @@ def check_alerts(alerts: AlertsConfig) -> None:
         for key in keys:
             value = getattr(alerts, key)
             if value is not None and not (low < value <= high and math.isfinite(value)):
-                raise ValueError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")
+                raise UserError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")
 
 
 def check_looks(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
-    """ValueError for looks and shadows that cannot be. fp8: whether any GEMM computes in it; transformer_engine:
+    """UserError for looks and shadows that cannot be. fp8: whether any GEMM computes in it; transformer_engine:
     whether its modules do."""
     for key in ("every", "shadow_every"):
         value = getattr(health, key)
         if value is not None and value < 0:
             also = ", or null for every logged line" if key == "every" else ""
-            raise ValueError(f"health.{key}={value}: out of range; set 0 or more{also}")
+            raise UserError(f"health.{key}={value}: out of range; set 0 or more{also}")
     shadow = f"health.shadow_every={health.shadow_every}"
     if health.shadow_every and transformer_engine:
         why = "Transformer Engine's modules compute in the precision they were made for"
-        raise ValueError(f"{shadow}: {why}; set health.shadow_every=0, or precision.backend=auto")
+        raise UserError(f"{shadow}: {why}; set health.shadow_every=0, or precision.backend=auto")
     if health.shadow_every and not fp8:
-        raise ValueError(f"{shadow}: nothing computes in FP8, its shadow is the run; set health.shadow_every=0")
+        raise UserError(f"{shadow}: nothing computes in FP8, its shadow is the run; set health.shadow_every=0")

@@ -10,6 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from precision.errors import UserError
 from trainer.config.schema import fit, generic, keys_of, nearest, shown
 from trainer.config.sections import Config
 from trainer.config_diff import printable
@@ -20,12 +21,12 @@ RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+rec
 def load(composed: DictConfig | dict[str, Any]) -> Config:
     """The config in a composed tree (plain, or OmegaConf's).
 
-    ValueError with key, value and fix, in one line, for whatever does not fit the schema.
+    UserError with key, value and fix, in one line, for whatever does not fit the schema.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
     except InterpolationResolutionError as error:
-        raise ValueError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
+        raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
     tree = fit(tree, Config, unknown_key)
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree)))
 

@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from enum import Enum
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+from precision.errors import UserError
 from trainer.config_diff import printable
 
 LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
@@ -86,7 +87,7 @@ def nearest(wrong: str, keys: Iterable[str]) -> str | None:
 
 
 def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
-    """A copy of a plain tree, as it must be to go into a dataclass. ValueError for the first thing that does not fit.
+    """A copy of a plain tree, as it must be to go into a dataclass. UserError for the first thing that does not fit.
 
     OmegaConf checks types too, but turns `off` into the text "False", names no key inside a list, and wants Enum
     members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say about a key
@@ -122,19 +123,19 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
     return tree
 
 
-def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> ValueError:
-    return ValueError(f"{key}={shown(printable(key, value))}: must be {describe(annotation)}{fix}")
+def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> UserError:
+    return UserError(f"{key}={shown(printable(key, value))}: must be {describe(annotation)}{fix}")
 
 
 def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> dict[str, Any]:
     hints, stem = get_type_hints(section), f"{key}." if key else ""
     for name, value in tree.items():
         if name not in hints:
-            raise ValueError(unknown(*_first_leaf(f"{stem}{name}", value)))
+            raise UserError(unknown(*_first_leaf(f"{stem}{name}", value)))
     for field in dataclasses.fields(section):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in tree:
-            raise ValueError(f"{stem}{field.name}: has no value; it must be {describe(hints[field.name])}")
+            raise UserError(f"{stem}{field.name}: has no value; it must be {describe(hints[field.name])}")
     return {name: fit(value, hints[name], unknown, f"{stem}{name}") for name, value in tree.items()}
 
 

@@ -246,7 +246,7 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard of them, each with its part of every batch."""
+    """How the processes of a run share its work: replicate x shard x context of them."""
 
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
@@ -254,12 +254,8 @@ class ParallelConfig:
     """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
     expert: int
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
-    tensor: int
-    """Reserved; 1."""
     context: int
-    """Reserved; 1."""
-    pipeline: int
-    """Reserved; 1."""
+    """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
     timeout: float
     """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
     come. The first step compiles, within this time."""

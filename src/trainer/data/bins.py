@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from precision.errors import UserError
 from trainer.data.tokenizer import file_hash
 
 FORMAT = 2  # of bin and sidecar; raised when either changes meaning
@@ -73,21 +74,21 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, tokenizer_hash: str) -> Shard:
-        """ValueError, naming the file, if it is missing, truncated or altered, or made with another tokenizer."""
+        """UserError, naming the file, if it is missing, truncated or altered, or made with another tokenizer."""
         fix = f"delete {path.parent} and prepare the data again"
         sidecar = read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:
-            raise ValueError(
+            raise UserError(
                 f"bins {path}: packed with tokenizer {sidecar.tokenizer_hash[:12]}, "
                 f"not with {tokenizer_hash[:12]}: {fix}"
             )
         expected = sidecar.num_tokens * stored(sidecar.dtype).itemsize
         if not path.is_file():
-            raise ValueError(f"bins {path}: the file is missing: {fix}")
+            raise UserError(f"bins {path}: the file is missing: {fix}")
         if path.stat().st_size != expected:
-            raise ValueError(f"bins {path}: has {path.stat().st_size} bytes, its sidecar says {expected}: {fix}")
+            raise UserError(f"bins {path}: has {path.stat().st_size} bytes, its sidecar says {expected}: {fix}")
         if file_hash(path) != sidecar.sha256:
-            raise ValueError(f"bins {path}: the contents are not those that its sidecar describes (SHA-256): {fix}")
+            raise UserError(f"bins {path}: the contents are not those that its sidecar describes (SHA-256): {fix}")
         return cls(path, sidecar)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -152,7 +153,7 @@ class Bins:
     def open(cls, paths: str | Path | Sequence[Path], tokenizer_hash: str) -> Bins:
         """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order) and check them.
 
-        ValueError, naming the file, if one is missing, truncated or altered, or made with another tokenizer.
+        UserError, naming the file, if one is missing, truncated or altered, or made with another tokenizer.
         """
         files = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
         _allow_open_files(len(files))
@@ -185,9 +186,9 @@ class Bins:
         return (self.num_tokens - 1) // sequence_length
 
     def check_length(self, sequence_length: int) -> None:
-        """ValueError if there is no window at all."""
+        """UserError if there is no window at all."""
         if self.num_windows(sequence_length) == 0:
-            raise ValueError(
+            raise UserError(
                 f"trainer.sequence_length={sequence_length}: {self.path} has only {self.num_tokens} tokens, a sequence "
                 f"takes {sequence_length + 1}: lower it, or give more text"
             )
@@ -223,32 +224,32 @@ def stored(dtype: str) -> np.dtype:
 
 
 def read_sidecar(path: Path, fix: str) -> Sidecar:
-    """ValueError, naming the file, unless it is a sidecar of this format, field for field."""
+    """UserError, naming the file, unless it is a sidecar of this format, field for field."""
     if not path.is_file():
-        raise ValueError(f"bins sidecar {path}: the file is missing: {fix}")
+        raise UserError(f"bins sidecar {path}: the file is missing: {fix}")
     try:
         values = json.loads(path.read_text())
         version = values.get("format")
         sidecar = Sidecar(**values) if version == FORMAT else None
     except (ValueError, TypeError, AttributeError):
-        raise ValueError(f"bins sidecar {path}: cannot be read: {fix}") from None
+        raise UserError(f"bins sidecar {path}: cannot be read: {fix}") from None
     if sidecar is None:
-        raise ValueError(f"bins sidecar {path}: has format {version}, this version reads {FORMAT}: {fix}")
+        raise UserError(f"bins sidecar {path}: has format {version}, this version reads {FORMAT}: {fix}")
     types = {"int": int, "str": str}
     good = all(type(values[field.name]) is types[str(field.type)] for field in fields(Sidecar))
     if not good or sidecar.dtype not in ("uint16", "uint32") or sidecar.num_tokens < 1:
-        raise ValueError(f"bins sidecar {path}: has a value that makes no sense: {fix}")
+        raise UserError(f"bins sidecar {path}: has a value that makes no sense: {fix}")
     return sidecar
 
 
 def _allow_open_files(count: int) -> None:
-    """Let this process hold so many more files open. ValueError if the system does not."""
+    """Let this process hold so many more files open. UserError if the system does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + count + SPARE_FILES  # other bins may be open already
     if soft == resource.RLIM_INFINITY or wanted <= soft:
         return
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise ValueError(
+        raise UserError(
             f"data.shard_mb: the data has {count} shards, and a process may hold {hard} files open (ulimit -Hn): "
             "prepare it in larger shards"
         )

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig
 
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
@@ -81,7 +82,7 @@ class Corpus:
 
 
 def scan(data: DataConfig | SourceConfig) -> Corpus:
-    """List the corpus. ValueError if no file of it has text."""
+    """List the corpus. UserError if no file of it has text."""
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     if root.is_file():
         status = root.stat()
@@ -116,7 +117,7 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
             if data.source is Source.stdlib
             else "check data.glob and data.exclude"
         )
-        raise ValueError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
+        raise UserError(f"data.glob={data.glob}: no file with text matches below {root}: {fix}")
     by_path = attrgetter("path")
     return Corpus(
         root, tuple(sorted(documents, key=by_path)), tuple(sorted(missing, key=by_path)), tuple(sorted(empty))

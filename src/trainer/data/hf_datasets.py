@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.config.data import SourceConfig
 from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
 
@@ -63,7 +64,7 @@ class Dataset:
 
     def pin(self, commit: str | None) -> str | None:
         """Hold the dataset at `commit`, if one is given. Returns the one that is read; None for a folder here, whose
-        files are watched themselves. ValueError if the library has another one."""
+        files are watched themselves. UserError if the library has another one."""
         if self._root.is_dir():
             return None
         if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):
@@ -73,7 +74,7 @@ class Dataset:
         found = str(self._builder.hash)
         if commit is not None and found != commit:
             key, path = self.part.key, self.part.path
-            raise ValueError(
+            raise UserError(
                 f"{key}.path={path}: commit {commit[:12]} is to be read and `datasets` has {found[:12]}: prepare where "
                 f"the hub can be reached, or set {key}.revision={found} for that one"
             )
@@ -91,7 +92,7 @@ class Dataset:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Whatever the library says becomes a ValueError in one line."""
+        """Whatever the library says becomes a UserError in one line."""
         part = self.part
         try:
             yield
@@ -99,13 +100,13 @@ class Dataset:
             if isinstance(error, ValueError) and str(error).startswith(f"{part.key}."):
                 raise
             reason = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), "")
-            raise ValueError(
+            raise UserError(
                 f"{part.key}.path={part.path}: `datasets` cannot load it with subset={part.subset} split={part.split} "
                 f"revision={part.revision} ({type(error).__name__}: {reason[:300]}): correct that, or repair it"
             ) from error
 
     def _open(self) -> Any:
-        """The rows, loaded once. ValueError, one line, for whatever the library says."""
+        """The rows, loaded once. UserError, one line, for whatever the library says."""
         if self._rows is not None:
             return self._rows
         import datasets
@@ -118,7 +119,7 @@ class Dataset:
                 if isinstance(rows, datasets.DatasetDict):
                     if part.split not in rows:
                         names = ", ".join(map(str, rows))
-                        raise ValueError(f"{part.key}.split={part.split}: {root} has the splits {names}: set one")
+                        raise UserError(f"{part.key}.split={part.split}: {root} has the splits {names}: set one")
                     rows = rows[part.split]
                 rows = rows.to_iterable_dataset() if part.streaming else rows
             else:

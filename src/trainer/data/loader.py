@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from precision.errors import UserError
 from trainer.data.bins import Bins
 from trainer.data.order import permute
 from trainer.data.prefetch import Delivery, Reader
@@ -58,16 +59,16 @@ class Loader:
         ahead: int = 0,
     ) -> None:
         """`batch_size` is the run's global one, in sequences. device: where batches are given. ahead: batches that are
-        read before they are asked for; end it with `close`. ValueError if the bins do not hold one batch."""
+        read before they are asked for; end it with `close`. UserError if the bins do not hold one batch."""
         bins.check_length(sequence_length)
         num_windows = bins.num_windows(sequence_length)
         if num_windows < batch_size:
-            raise ValueError(
+            raise UserError(
                 f"trainer.global_batch_size={batch_size}: {bins.path} has only {num_windows} sequences of "
                 f"{sequence_length} tokens: lower it, or give more text"
             )
         if not 0 <= seed < 1 << 63:
-            raise ValueError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
+            raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
         self.sequence_length = sequence_length
         self.batch_size = batch_size
@@ -92,7 +93,7 @@ class Loader:
         DamagedShard as `Bins.gather`; the cursor stays where it is then.
         """
         if self.batch_size % world_size:
-            raise ValueError(
+            raise UserError(
                 f"trainer.global_batch_size={self.batch_size}: does not divide among {world_size} processes: "
                 "make it a multiple of them"
             )
@@ -162,7 +163,7 @@ class Loader:
         return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved cursor. ValueError as `check` says."""
+        """Continue from a saved cursor. UserError as `check` says."""
         self.check(state)
         self._forget()
         self.cursor = int(state["cursor"])
@@ -170,7 +171,7 @@ class Loader:
         self.leave_out(state.get("left_out", []))
 
     def check(self, state: dict[str, Any]) -> None:
-        """ValueError if a saved cursor counts the windows of other data or another order of them."""
+        """UserError if a saved cursor counts the windows of other data or another order of them."""
         other = (
             "so its data cursor means nothing here: set it back, or start a new run from its weights with run.init_from"
         )
@@ -178,8 +179,8 @@ class Loader:
             if state[key] == now:
                 continue
             if key == "data":
-                raise ValueError(f"data: {self.bins.path} is another text than the run to resume was reading, {other}")
-            raise ValueError(f"trainer.{key}={now}: the run to resume has {state[key]}, {other}")
+                raise UserError(f"data: {self.bins.path} is another text than the run to resume was reading, {other}")
+            raise UserError(f"trainer.{key}={now}: the run to resume has {state[key]}, {other}")
 
     def _units(self) -> dict[str, int | str]:
         return {"sequence_length": self.sequence_length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
@@ -202,7 +203,7 @@ def validation_batches(
     """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_batches`.
 
     With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
-    ValueError if the bins hold no window.
+    UserError if the bins hold no window.
     """
     bins.check_length(sequence_length)
     num_windows = bins.num_windows(sequence_length)

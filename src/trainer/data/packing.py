@@ -90,7 +90,7 @@ class Packer:
         }
 
     def pack(self, work: Work) -> Done:
-        """Write the shard's files. ValueError for what is damaged, where that is not allowed."""
+        """Write the shard's files. UserError for what is damaged, where that is not allowed."""
         how, log = self._how, SkipLog(strict=not self._how.skip_damaged)
         writers: dict[str, ShardWriter] = {}
         documents = {name: [0, 0] for name in how.names}

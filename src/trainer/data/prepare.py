@@ -28,6 +28,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
+from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
 from trainer.data.bins import FORMAT, Shard
 from trainer.data.packing import Done, Packing, Work, read_done
@@ -61,7 +62,7 @@ def prepare(
 ) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
-    folder: where they shall be instead of in the cache. Safe to call from several processes at once. ValueError, one
+    folder: where they shall be instead of in the cache. Safe to call from several processes at once. UserError, one
     line, for settings that cannot work, a source without text, what is damaged (unless `data.skip_damaged`), and a
     cache whose files are not what they were when written.
     """
@@ -71,7 +72,7 @@ def prepare(
     if sources[0].source is Source.bins:
         prepared = open_several(sources)
         if data.tokenizer is not None and file_hash(Path(data.tokenizer)) != prepared.tokenizer_hash:
-            raise ValueError(
+            raise UserError(
                 f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
             )
         _check_entries(prepared.train.sidecar.vocab_size, vocab_size)
@@ -82,7 +83,7 @@ def prepare(
     setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
     place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
-        raise ValueError(f"{folder}: exists, and is not prepared data: name a folder that does not exist")
+        raise UserError(f"{folder}: exists, and is not prepared data: name a folder that does not exist")
     if not place.is_dir():
         lock = _lock(place, setting, report)
         try:
@@ -93,19 +94,19 @@ def prepare(
             kept = any(_partial(place).glob("done-*.json"))
             if not kept:
                 shutil.rmtree(_partial(place), ignore_errors=True)
-            raise ValueError(
+            raise UserError(
                 f"{setting}: {place.name} cannot be written ({error.strerror or error}): free space "
                 f"there{', and it goes on where it stopped' * kept}, or set another folder"
             ) from error
         finally:
             lock.release()
     if folder is not None and read_summary(folder)["key"] != key:
-        raise ValueError(f"{folder}: holds other data than this, or from another state of the source: name another")
+        raise UserError(f"{folder}: holds other data than this, or from another state of the source: name another")
     prepared = open_prepared(place, built)
     damaged = [each for each in prepared.skipped if each.why != EMPTY]
     if damaged and not data.skip_damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"data.skip_damaged=false: {damaged[0]}{more} cannot be used: repair or remove what is damaged, and delete "
             f"{place}; or set data.skip_damaged=true to train without it"
         )
@@ -126,7 +127,7 @@ def _name(data: DataConfig) -> str:
 
 def _check_entries(entries: int, vocab_size: int) -> None:
     if entries > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
+        raise UserError(f"model.vocab_size={vocab_size}: the tokenizer has {entries} entries: set at least {entries}")
 
 
 def _check_end(prepared: Prepared, end_of_text: str) -> None:
@@ -135,7 +136,7 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
     for shard in (*prepared.train.shards, *prepared.validation.shards):
         end = shard.sidecar.end_of_text
         if tokenizer.token_to_id(end_of_text) != end:
-            raise ValueError(
+            raise UserError(
                 f"data.end_of_text={end_of_text}: documents in {shard.path.parent} end with "
                 f"{tokenizer.id_to_token(end)}: set data.end_of_text to that"
             )
@@ -152,7 +153,7 @@ def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
             report("waiting for another process that prepares the same data", 0, 0)
             lock.acquire()
     except OSError as error:
-        raise ValueError(f"{setting}: cannot be written ({error.strerror}): set a folder that can") from None
+        raise UserError(f"{setting}: cannot be written ({error.strerror}): set a folder that can") from None
     return lock
 
 
@@ -203,7 +204,7 @@ def _build(
         for reader in readers:
             if open_source(reader.part, data.validation_fraction).fingerprint != reader.fingerprint:
                 shutil.rmtree(partial)
-                raise ValueError(
+                raise UserError(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when they are still"
                 )
@@ -214,7 +215,7 @@ def _build(
 
 def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:
     """The commits of datasets of the hub, by source: those that this folder was begun with, or the present ones.
-    ValueError for one that cannot be had any more: no folder has text of two."""
+    UserError for one that cannot be had any more: no folder has text of two."""
     path = partial / REVISIONS
     begun = json.loads(path.read_text()) if path.is_file() else {}
     found = {reader.part.name: reader.pin(begun.get(reader.part.name)) for reader in readers}
@@ -244,7 +245,7 @@ def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None =
     check_data(data, vocab_size)
     for part in source_configs(data):
         if part.source is Source.bins:
-            raise ValueError(f"{part.key}.source=bins: has no text to learn from: name what it was prepared from")
+            raise UserError(f"{part.key}.source=bins: has no text to learn from: name what it was prepared from")
     readers = [open_source(part, data.validation_fraction) for part in source_configs(data)]
     return _train(readers, data, vocab_size, progress or _silent)
 
@@ -255,7 +256,7 @@ def _train(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report:
 
 
 def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
-    """About so much training text, of each source its share. ValueError if there is none."""
+    """About so much training text, of each source its share. UserError if there is none."""
     what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
     weights = [reader.part.weight or 1.0 for reader in readers]
     next_report = 0.0
@@ -273,7 +274,7 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
         where = " and ".join(str(reader.part.path) for reader in readers)
         reasons = "; ".join(map(str, list(log.found.values())[:3]))
         fix = f"correct that ({reasons})" if reasons else "give more text, or a data.tokenizer"
-        raise ValueError(f"data: no text to train a tokenizer on in {where}: {fix}")
+        raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
     report(what, taken, taken)
 
 
@@ -332,7 +333,7 @@ def _cores() -> int:
 def _finish(
     packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str, revisions: dict[str, str]
 ) -> None:
-    """One validation file a source, and prepared.json. ValueError if there is nothing to train or validate on."""
+    """One validation file a source, and prepared.json. UserError if there is nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
         before = skipped.found.get((each.path, each.why))
@@ -350,7 +351,7 @@ def _finish(
             reasons = "; ".join(map(str, list(skipped.found.values())[:3]))
             why = f" (left out: {reasons})" if reasons else ""
             missing = "hold out" if not held_out else "train on"
-            raise ValueError(
+            raise UserError(
                 f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
                 f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
             )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.config.data import SourceConfig
 from trainer.data.bins import Bins
 from trainer.data.records import Skipped
@@ -59,31 +60,31 @@ def sidecar_digests(folder: Path, facts: dict) -> dict[str, str]:
 
 
 def accept_prepared(folder: Path) -> None:
-    """Sign prepared.json and the sidecars as they are now. ValueError if it is not what `prepare` writes."""
+    """Sign prepared.json and the sidecars as they are now. UserError if it is not what `prepare` writes."""
     try:
         content = json.loads((folder / SUMMARY).read_text())
         sidecars = sidecar_digests(folder, content)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
+        raise UserError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
     accept(folder / SUMMARY, **{SIDECARS: sidecars})
 
 
 def _check_sidecars(folder: Path, facts: dict) -> None:
-    """ValueError, naming the file, for a sidecar that is not the one which was written with this listing."""
+    """UserError, naming the file, for a sidecar that is not the one which was written with this listing."""
     found = sidecar_digests(folder, facts)
     for name, digest in facts.get(SIDECARS, {}).items():
         if found.get(name, digest) != digest:  # a missing one is reported by `Bins.open`
-            raise ValueError(
+            raise UserError(
                 f"bins sidecar {folder / name}: was altered (its SHA-256 is not the one in {SUMMARY}); delete "
                 f"{folder} and prepare the data again, or accept an edit with `{ACCEPT} {folder / SUMMARY}`"
             )
 
 
 def open_prepared(folder: Path, built: bool = False) -> Prepared:
-    """Open a folder and check all that is in it. ValueError, naming the file, for what is not as it was written."""
+    """Open a folder and check all that is in it. UserError, naming the file, for what is not as it was written."""
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
-        raise ValueError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
+        raise UserError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
     tokenizer_hash = file_hash(tokenizer_path)
     facts = read_summary(folder)
     _check_sidecars(folder, facts)
@@ -105,7 +106,7 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
     """Folders that were prepared before, as one."""
     for part in sources:
         if not (Path(str(part.path)) / SUMMARY).is_file():
-            raise ValueError(
+            raise UserError(
                 f"{part.key}.path={part.path}: no {SUMMARY} in it, so it is not what prepare_data.py makes: give "
                 "such a folder, or read text with data=text or data=files"
             )
@@ -114,7 +115,7 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         return found[0]
     for part, each in zip(sources, found, strict=True):
         if each.tokenizer_hash != found[0].tokenizer_hash:
-            raise ValueError(
+            raise UserError(
                 f"{part.key}.path={part.path}: prepared with tokenizer {each.tokenizer_hash[:12]}, {sources[0].path} "
                 f"with {found[0].tokenizer_hash[:12]}: prepare one again with data.tokenizer="
                 f"{found[0].tokenizer_path}"

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from precision.errors import UserError
 from trainer.config.data import SourceConfig
 from trainer.data.corpus import read_pieces, whats_wrong
 
@@ -57,7 +58,7 @@ class Skipped:
 
 @dataclass
 class SkipLog:
-    """Counts what is left out. strict: what is damaged is a ValueError instead."""
+    """Counts what is left out. strict: what is damaged is a UserError instead."""
 
     strict: bool
     found: dict[tuple[str, str], Skipped] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class SkipLog:
     def add(self, path: str, why: str, where: str = "", count: int = 1) -> None:
         """Documents of `path` are left out. where: the place in it. why: some fixed words."""
         if self.strict and why != EMPTY:
-            raise ValueError(
+            raise UserError(
                 f"data.skip_damaged=false: {path}{', ' * bool(where)}{where}: {why}: repair or remove it, or set "
                 "data.skip_damaged=true to train without it"
             )
@@ -229,14 +230,14 @@ class RowGroup:
 
 
 def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -> None:
-    """ValueError if the column of the text is not there, or no text."""
+    """UserError if the column of the text is not there, or no text."""
     column, key = part.text_column, f"{part.key}.text_column"
     if column not in names:
-        raise ValueError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
+        raise UserError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
     kind = str(schema.field(column).type) if schema is not None else "string"
     nested = any(word in kind for word in ("list", "struct", "map", "union"))
     if nested or not any(word in kind for word in ("string", "binary")):
-        raise ValueError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
+        raise UserError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
 
 
 def as_bytes(column) -> list[bytes | str | None]:
@@ -283,7 +284,7 @@ class TextFile:
                 waiting = text
         except (OSError, UnicodeDecodeError) as error:  # it was whole a moment ago
             why = getattr(error, "strerror", None) or "not UTF-8 text any more"
-            raise ValueError(f"data: {self.path} cannot be read ({why}): start again when it is whole") from error
+            raise UserError(f"data: {self.path} cannot be read ({why}): start again when it is whole") from error
         if waiting is None:
             log.add(self.label, EMPTY, "all of it")
         else:

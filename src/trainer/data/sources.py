@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
 from trainer.data.corpus import Document, scan, split
 from trainer.data.records import (
@@ -66,7 +67,7 @@ class Reader(Protocol):
 
 
 def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
-    """ValueError, one line, if there is nothing to read."""
+    """UserError, one line, if there is nothing to read."""
     if part.source is Source.hf:
         from trainer.data.hf_datasets import Dataset
 
@@ -88,7 +89,7 @@ class Files:
         self._held_out = {document.path for document in split(texts, validation_fraction)[1]}
         if texts and len(self._held_out) == len(corpus.documents):
             fix = "lower it, or give" if len(texts) > 1 else "give"
-            raise ValueError(
+            raise UserError(
                 f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
                 f"for training, and a file is never divided: {fix} the text as more files"
             )
@@ -102,12 +103,12 @@ class Files:
         suffix = Path(name.stem).suffix if packed else name.suffix
         kind = SUFFIXES.get(suffix.lower()) if self.part.format is Format.auto else self.part.format
         if kind is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.part.key}.format=auto: {path} does not say by its name what it is: set "
                 f"{self.part.key}.format=jsonl, parquet or text, or leave it out by {self.part.key}.glob"
             )
         if packed and kind is Format.parquet:
-            raise ValueError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
+            raise UserError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
         return kind, packed
 
     def pin(self, commit: str | None) -> None:
@@ -236,7 +237,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken
             if stop is Stop.first_exhausted or len(ended) == len(readers):
                 return
             if not taken[source]:
-                raise ValueError(f"{readers[source].part.key}: has nothing that could be read again and again")
+                raise UserError(f"{readers[source].part.key}: has nothing that could be read again and again")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         taken[source] += block.num_bytes

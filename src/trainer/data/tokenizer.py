@@ -19,6 +19,8 @@ from typing import TypeVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from precision.errors import UserError
+
 Flag = TypeVar("Flag")
 
 
@@ -38,14 +40,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json; where it cuts texts off, or fills them up, it does not. ValueError if it is none."""
+    """Read a tokenizer.json; where it cuts texts off, or fills them up, it does not. UserError if it is none."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"tokenizer {path}: cannot be read ({reason}): give a tokenizer.json of `tokenizers`"
-        ) from None
+        raise UserError(f"tokenizer {path}: cannot be read ({reason}): give a tokenizer.json of `tokenizers`") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -57,10 +57,10 @@ def num_entries(tokenizer: Tokenizer) -> int:
 
 
 def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
-    """The token's id. ValueError if the tokenizer does not have it."""
+    """The token's id. UserError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(end_of_text)
     if token_id is None:
-        raise ValueError(
+        raise UserError(
             f"data.end_of_text={end_of_text}: not a token of data.tokenizer: name the token that ends a document there"
         )
     return token_id
@@ -77,7 +77,7 @@ def encode_pieces(
 ) -> Iterator[tuple[np.ndarray, Flag]]:
     """(text, anything) -> (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores.
 
-    ValueError for a tokenizer that has no ids for some text."""
+    UserError for a tokenizer that has no ids for some text."""
     tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is text
     batch: list[tuple[str, Flag]] = []
     waiting = 0
@@ -95,6 +95,6 @@ def _encode(tokenizer: Tokenizer, batch: list[tuple[str, Flag]]) -> Iterator[tup
         encodings = tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
     except Exception as error:  # the library raises no narrower class
         reason = str(error).splitlines()[0]
-        raise ValueError(f"data.tokenizer: it cannot encode the text ({reason}): give one that can") from error
+        raise UserError(f"data.tokenizer: it cannot encode the text ({reason}): give one that can") from error
     for encoding, (_, flag) in zip(encodings, batch, strict=True):
         yield np.array(encoding.ids, dtype=np.uint32), flag

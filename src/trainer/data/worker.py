@@ -21,6 +21,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     orders: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(orders,), daemon=True).start()
+    from precision.errors import UserError
     from trainer.data.packing import Excuse, Packer
 
     def answer_with(answer: Any) -> None:
@@ -35,7 +36,7 @@ def main() -> None:
                 packer = Packer(order, answer_with)
                 continue
             answer: Any = packer.pack(order)
-        except ValueError as error:
+        except UserError as error:
             answer = Excuse(str(error))
         except OSError as error:
             answer = Excuse(error.strerror or str(error), error.errno or 0)

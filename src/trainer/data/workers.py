@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Lock
 
+from precision.errors import RunError, UserError
 from trainer.data.packing import Done, Excuse, Packer, Packing, Work
 
 
 def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: Callable[[int], None]) -> None:
     """Pack every shard of `work`, which is read as it is needed. on_read: hears of bytes of text that have been read.
 
-    ValueError for data at fault, OSError for the system, RuntimeError for a worker that was killed. The first of them
+    UserError for data at fault, OSError for the system, RunError for a worker that was killed. The first of them
     ends all workers.
     """
     first = list(itertools.islice(work, 2 if num_workers > 1 else 1))
@@ -93,13 +94,13 @@ class _Worker:
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-            raise RuntimeError(
+            raise RunError(
                 f"data.workers: a process that prepares shard {shard.number} {how} (if the memory is too small: set "
                 "fewer, or a smaller data.shard_mb); what is done is kept, start again to go on"
             ) from None
         if isinstance(answer, Excuse):
             if answer.errno is None:
-                raise ValueError(answer.message)
+                raise UserError(answer.message)
             raise OSError(answer.errno, answer.message)
         return answer
 

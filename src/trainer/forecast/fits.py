@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from precision import Plan
+from precision.errors import UserError
 from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Machine, fewest
 from trainer.forecast.gpus import Target
@@ -19,10 +20,10 @@ PER_NODE = 8
 
 
 def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> None:
-    """ValueError, with settings that fit, if a rank is forecast to need more memory than there is. target: what
+    """UserError, with settings that fit, if a rank is forecast to need more memory than there is. target: what
     `local_ranks` ranks of this host compute on."""
     if not config.force_memory and (problem := does_not_fit(config, plan, degrees, target, local_ranks)) is not None:
-        raise ValueError(f"{problem}; or start anyway with force_memory=true")
+        raise UserError(f"{problem}; or start anyway with force_memory=true")
 
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:

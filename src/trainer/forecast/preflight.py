@@ -17,6 +17,7 @@ from models.flops import count_parameters, flops_per_token
 from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
+from precision.errors import UserError
 from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
@@ -34,7 +35,7 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
-    """The resolved plan of a config that can be trained, by `world_size` processes if given. ValueError, naming key,
+    """The resolved plan of a config that can be trained, by `world_size` processes if given. UserError, naming key,
     value and fix, for one that cannot."""
     _check_run(config.run)
     check_sizes(config)
@@ -53,10 +54,10 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_gpu(config)
     gpu = target(config).gpu
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
-        raise ValueError(f"trainer.device={config.trainer.device.value}: {problem}")
+        raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // max(config.parallel.context, 1)
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
@@ -74,7 +75,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise ValueError(f"{key}={value}: {why}; {fix}")
+    raise UserError(f"{key}={value}: {why}; {fix}")
 
 
 def _check_gpu(config: Config) -> None:
@@ -96,7 +97,7 @@ def _check_run(run: RunConfig) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """ValueError for numbers that no run can have, and sequences that the model cannot."""
+    """UserError for numbers that no run can have, and sequences that the model cannot."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": t.max_steps,
@@ -167,7 +168,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
     """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
     more of them, to read as many windows."""
     t, e = config.trainer, config.eval
-    share, rest = divmod(t.global_batch_size, degrees.world)
+    share, rest = divmod(t.global_batch_size, degrees.data)
     if rest or t.microbatch_size <= share:
         return config
     batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
@@ -175,25 +176,31 @@ def fitted(config: Config, degrees: Degrees) -> Config:
 
 
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
-    """ValueError if this config cannot be trained by the ranks of `degrees`."""
+    """UserError if this config cannot be trained by the ranks of `degrees`."""
     if degrees.world == 1:
         return
     t = config.trainer
-    together = degrees.world if t.global_batch_size % degrees.world else t.microbatch_size * degrees.world
+    together = degrees.data if t.global_batch_size % degrees.data else t.microbatch_size * degrees.data
     if t.global_batch_size % together:
-        doing = "" if together == degrees.world else f" with trainer.microbatch_size={t.microbatch_size}"
-        why = f"{degrees.world} ranks{doing} do a multiple of {together} sequences"
+        doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
+        who = "ranks" if degrees.context == 1 else f"groups of parallel.context={degrees.context} ranks"
+        why = f"{degrees.data} {who}{doing} do a multiple of {together} sequences"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+    lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": t.sequence_length}
+    for key, value in lengths.items():
+        if value % degrees.context:
+            fits = math.gcd(*lengths.values())
+            fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
+            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
     if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
-    if config.optim.name is OptimizerName.muon and (degrees.shard > 1 or degrees.expert > 1):
-        key, degree = ("shard", degrees.shard) if degrees.shard > 1 else ("expert", degrees.expert)
-        why = "optim.name=muon updates whole matrices, which sharded ranks do not hold"
-        _refuse(f"parallel.{key}", degree, why, "set parallel=hsdp parallel.shard=1, or optim=adamw_wsd")
+    if config.optim.name is OptimizerName.muon and degrees.context > 1:
+        why = "optim.name=muon does not know ranks that share sequences"
+        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
-        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.world))
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
@@ -306,7 +313,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     """What a run would compute in, how large it is and what each rank takes: several lines of text.
 
     Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
-    or, of one process, as few as go with the others. ValueError for degrees that do not go together, or with the batch.
+    or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
     """
     degrees = _imagined(config.parallel, processes)
     config = fitted(config, degrees)
@@ -360,7 +367,7 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     left = -1 in (parallel.replicate, parallel.shard)
     if left and processes > 1:
         return resolve(parallel, processes)
-    given = math.prod(size for size in (parallel.replicate, parallel.shard) if size > 0)
+    given = math.prod(size for size in (parallel.replicate, parallel.shard, parallel.context) if size > 0)
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
@@ -368,14 +375,15 @@ def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
     t = config.trainer
     again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
     reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
-    several = t.global_batch_size > t.microbatch_size * degrees.world
+    several = t.global_batch_size > t.microbatch_size * degrees.data
     return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
 
 
 def _ranks(d: Degrees) -> str:
     if d.world == 1:
         return "one process"
-    return f"each of {d.world} ranks (replicate {d.replicate}, shard {d.shard}, expert {d.expert})"
+    axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
+    return f"each of {d.world} ranks ({axes}{f', context {d.context}' if d.context > 1 else ''})"
 
 
 def _short(number: float) -> str:

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from precision.errors import UserError
 from trainer.config.health import PowerConfig
 from trainer.config.schema import Switch
 from trainer.health.nvml import HARDWARE, IDLE, POWER_CAP, THERMAL, THROTTLED, Gpu, Lost, Unavailable, find
@@ -230,7 +231,7 @@ class Found:
 
 
 def find_gpus(config: PowerConfig, world: World) -> Found:
-    """Each rank's GPU; a collective. ValueError, on every rank alike, if it has to be metered and cannot be."""
+    """Each rank's GPU; a collective. UserError, on every rank alike, if it has to be metered and cannot be."""
     if config.enabled is Switch.false or (config.enabled is Switch.auto and world.device.type != "cuda"):
         return Found(None, [], False, "")
     gpu, problem = None, ""
@@ -246,7 +247,7 @@ def find_gpus(config: PowerConfig, world: World) -> Found:
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         problem = f"rank {rank}{others}: {why}" if world.many else why
         if config.enabled is Switch.true:
-            raise ValueError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
+            raise UserError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
     first = {uuid: rank for rank, (uuid, _) in reversed(list(enumerate(uuids))) if uuid}
     mine = gpu if gpu is not None and world.rank in first.values() else None
     return Found(mine, sorted(first.values()), not missing, problem)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import torch
 
+from precision.errors import UserError
 from trainer.config import Config
 from trainer.config_diff import HIDDEN, flat, is_secret
 from trainer.files import SOURCE
@@ -18,7 +19,7 @@ from trainer.launch.world import World
 
 
 def agree(world: World, config: Config, plan: str) -> None:
-    """A collective. ValueError, naming the first difference and the ranks, unless all have come with the same.
+    """A collective. UserError, naming the first difference and the ranks, unless all have come with the same.
 
     plan: the resolved precision plan, which the GPU decides too.
     """
@@ -37,7 +38,7 @@ def agree(world: World, config: Config, plan: str) -> None:
             usual = Counter(values).most_common(1)[0][0]
             others = [rank for rank, value in enumerate(values) if value != usual]
             shown = [HIDDEN, "another value"] if is_secret(key) else [values[others[0]], usual]
-            raise ValueError(
+            raise UserError(
                 f"{key}={shown[0]} on {_ranks(others)}, {shown[1]} on the others: all ranks of a run have the same "
                 "config, code and torch; start them with the same command, from the same checkout"
             )

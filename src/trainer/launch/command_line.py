@@ -3,7 +3,7 @@
 Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
 composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
 
-An error that we raise on purpose ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
+A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
 errors take several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug
 and keeps its traceback. Of many processes one says it.
 
@@ -12,16 +12,13 @@ This module imports no torch before something has gone wrong: `--help` is quick.
 
 import argparse
 import contextlib
-import inspect
 import io
-import linecache
 import os
 import re
 import select
 import signal
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config_diff import is_secret
 from trainer.files import FULL, SOURCE
-from trainer.launch.launcher import Launch
+from trainer.launch.launcher import Launch, user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
@@ -54,14 +51,14 @@ class Job:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with its help as it was written, and errors that are a ValueError: one line, as all others."""
+    """argparse's, with its help as it was written, and errors that are a UserError: one line, as all others."""
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """ValueError: what argparse found."""
-        raise ValueError(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
+        """UserError: what argparse found."""
+        raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
 def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") -> list[Job]:
@@ -72,7 +69,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
     for argument in sys.argv[1:]:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
-            raise ValueError(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
+            raise user_error(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []
@@ -90,7 +87,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
         raise SystemExit(OK)
     if any(sweeps):
         if launch.under_torchrun:
-            raise ValueError("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
         _name_runs(jobs)
         _check_resumed(jobs)
     for job in jobs:
@@ -99,7 +96,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
 
 
 def _read_by_hydra(task: Callable[[], None]) -> None:
-    """Run what reads sys.argv. ValueError for options that do not exist, where Hydra prints its usage, and for what it
+    """Run what reads sys.argv. UserError for options that do not exist, where Hydra prints its usage, and for what it
     stumbles over itself."""
     said = io.StringIO()
     try:
@@ -109,11 +106,11 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
         if end.code != REFUSED:
             sys.stderr.write(said.getvalue())
             raise
-        raise ValueError(_explain_option(said.getvalue())) from None
+        raise user_error(_explain_option(said.getvalue())) from None
     except OmegaConfBaseException:  # some of them are ValueErrors, too
         raise
     except ValueError as error:
-        raise ValueError(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
+        raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
     sys.stderr.write(said.getvalue())
 
 
@@ -136,7 +133,7 @@ def _explain_option(usage: str) -> str:
 def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
     """A run that torchrun starts anew goes on by itself: from its newest checkpoint, whatever it once started from."""
     if launch.max_restarts and OmegaConf.select(tree, "run.name") is None:
-        raise ValueError(
+        raise user_error(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot go on after a restart; set run.name"
         )
     if launch.attempt:
@@ -158,13 +155,13 @@ def _name_runs(jobs: list[Job]) -> None:
 
 
 def _check_resumed(jobs: list[Job]) -> None:
-    """ValueError where runs of a sweep would go on in one folder, one after the other."""
+    """UserError where runs of a sweep would go on in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
     for path in given:
         if path not in NO_PATHS and given.count(path) > 1:
-            raise ValueError(
+            raise user_error(
                 f"run.resume={path}: {given.count(path)} runs of the sweep would go on in one folder; "
                 f"start each from its weights with run.init_from={path}, or leave out -m"
             )
@@ -185,7 +182,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
         ):  # `--help | head`
             return CUT_OFF
         rank_group.decided()
-        end = _judge(error, main, rank_group.stop_signal)
+        end = _judge(error, rank_group.stop_signal)
         if rank_group.connected and end.by_signal:
             rank_group.stopped(end.message or "", end.code)
         if rank_group.connected and not end.orderly:
@@ -246,17 +243,18 @@ class _End:
     by_signal: bool = False
 
 
-def _judge(error: BaseException, main: Callable[[], None], stop_signal: int) -> _End:
+def _judge(error: BaseException, stop_signal: int) -> _End:
     """stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
+    from precision.errors import RunError, UserError
+
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
-    expected = isinstance(error, OSError) or hasattr(error, "exit_code")
-    if expected or (isinstance(error, ValueError | RuntimeError) and _on_purpose(error, main)):
-        code = REFUSED if isinstance(error, ValueError) else getattr(error, "exit_code", FAILED)
+    if isinstance(error, UserError | RunError | OSError):
+        code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
         word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
@@ -281,14 +279,6 @@ def _of_a_file(error: OSError) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _on_purpose(error: BaseException, main: Callable[[], None]) -> bool:
-    """Whether an error comes from a raise statement of ours (src/, or main's file), not from a library or a bug."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    source = Path(frame.filename).resolve()
-    ours = source.is_relative_to(SOURCE) or source == Path(inspect.getfile(main)).resolve()
-    return ours and linecache.getline(frame.filename, frame.lineno or 0).lstrip().startswith("raise")
 
 
 def explain(error: BaseException, arguments: list[str]) -> str:

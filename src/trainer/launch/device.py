@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from precision.errors import UserError
 from trainer.config import Device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -43,10 +44,10 @@ def host_memory() -> float:
 
 
 def pick_device(choice: Device) -> torch.device:
-    """The device to train on. ValueError if a GPU is asked for and there is none."""
+    """The device to train on. UserError if a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     if choice is Device.cuda and not available:
-        raise ValueError(
+        raise UserError(
             "trainer.device=cuda: torch sees no GPU; set trainer.device=cpu or install a CUDA build of torch"
         )
     return torch.device("cuda" if available and choice is not Device.cpu else "cpu")

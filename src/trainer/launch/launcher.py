@@ -38,21 +38,21 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:
-        """From the environment. ValueError, one line, if the variables do not go together."""
+        """From the environment. UserError, one line, if the variables do not go together."""
         if "WORLD_SIZE" not in environment:
             return cls()
         size = _number(environment, "WORLD_SIZE", None)
         if size < 1:
-            raise ValueError(
+            raise user_error(
                 f"WORLD_SIZE={size}: the number of processes is 1 or more; start with torchrun, which sets it"
             )
         rank = _number(environment, "RANK", 0 if size == 1 else None)
         if not 0 <= rank < size:
-            raise ValueError(
+            raise user_error(
                 f"RANK={rank}: ranks go from 0 to WORLD_SIZE-1={size - 1}; start with torchrun, which sets it"
             )
         if size > 1 and not environment.get("MASTER_ADDR"):
-            raise ValueError(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
+            raise user_error(f"WORLD_SIZE={size}: MASTER_ADDR is not set; start with torchrun, which sets it")
         return cls(
             rank=rank,
             local_rank=_number(environment, "LOCAL_RANK", 0 if size == 1 else None),
@@ -83,5 +83,12 @@ class Launch:
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
     text = environment.get(name, "" if default is None else str(default))
     if not text.isdigit():
-        raise ValueError(f"{name}={text}: it must be a number; start with torchrun, which sets it")
+        raise user_error(f"{name}={text}: it must be a number; start with torchrun, which sets it")
     return int(text)
+
+
+def user_error(message: str) -> ValueError:
+    """precision's UserError. Importing it imports torch, for which `--help` must not wait."""
+    from precision.errors import UserError
+
+    return UserError(message)

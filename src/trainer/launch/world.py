@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from precision.errors import UserError
 from trainer.launch.liveness.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) 
     """Join the other processes of `rank_group.launch`; call it once. device: its type chooses GPUs or CPUs.
 
     `rank_group.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK,
-    made the current one). timeout: seconds that a collective waits. ValueError if this node has fewer GPUs than
+    made the current one). timeout: seconds that a collective waits. UserError if this node has fewer GPUs than
     processes.
     """
     launch = rank_group.launch
@@ -169,7 +170,7 @@ def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) 
 def _own_gpu(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ValueError(
+        raise UserError(
             f"--nproc_per_node={local_rank + 1} or more: this node has {count} GPU(s), and a process needs one for "
             f"itself; start with --nproc_per_node={count}, or train on CPUs with trainer.device=cpu"
         )

@@ -7,6 +7,7 @@ cost. On one process, on the device that the run had, the loss in the run's reci
 import math
 from dataclasses import dataclass
 
+from precision.errors import UserError
 from precision.plain import in_bf16
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.data.document_masking import set_document_masking
@@ -40,16 +41,16 @@ def held_out(data: Prepared) -> list[tuple[str, Bins]]:
 def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     """The model on each source's held-out text. most: microbatches of each, spread evenly; None for all windows.
 
-    ValueError if the text is in other tokens than the model's or shorter than a sequence, or Transformer Engine serves
+    UserError if the text is in other tokens than the model's or shorter than a sequence, or Transformer Engine serves
     the model.
     """
     own = saved.run / TOKENIZER
     saved.tokenizer()
     if data.tokenizer_path.read_bytes() != own.read_bytes():
         given = saved.config.data.tokenizer or "null"
-        raise ValueError(f"data.tokenizer={given}: the text is not in the tokens of the run; set data.tokenizer={own}")
+        raise UserError(f"data.tokenizer={given}: the text is not in the tokens of the run; set data.tokenizer={own}")
     if saved.plan.served_by("transformer_engine"):
-        raise ValueError(
+        raise UserError(
             "precision.backend=auto: it chose Transformer Engine, whose modules cannot leave FP8 for a while; "
             "set precision.backend=reference"
         )

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from precision import PrecisionConfig
+from precision.errors import UserError
 from trainer.checkpoint import checkpoint_name, checkpoint_step, read_meta
 from trainer.files import check_new
 from trainer.offline.hf_export import Exported, Numbers, export, saved_model
@@ -34,18 +35,18 @@ def export_run(
     """Export a run folder, one of its checkpoints, or an imported model; `export` says how.
 
     step: of the checkpoint, None for the newest whole one. tokenizer: a tokenizer.json instead of the run's. Returns
-    what was made and remarks, a line each. ValueError for what the user can correct.
+    what was made and remarks, a line each. UserError for what the user can correct.
     """
     check_new(out)
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if not given.is_dir():
-        raise ValueError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
+        raise UserError(f"{given}: no such folder; give a run folder that has checkpoints, as runs/NAME")
     remarks: list[str] = []
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder, meta = checkpoint.parent.parent, read_meta(checkpoint)
     model = saved_model(meta, checkpoint)
     if mtp and not model.num_mtp_layers:
-        raise ValueError(f"--mtp: {folder} has no multi-token prediction; leave it out")
+        raise UserError(f"--mtp: {folder} has no multi-token prediction; leave it out")
     source = _tokenizer(checkpoint, meta, tokenizer)
     quantizer = _quantizer(folder, checkpoint, meta) if numbers is Numbers.fp8 else None
     made = export(checkpoint, out, model, numbers, source, quantizer=quantizer, mtp=mtp, max_file_bytes=max_file_bytes)
@@ -70,12 +71,10 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
         )
     except (OmegaConfBaseException, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{folder / CONFIG}: precision cannot be read ({reason}); use the version of the run"
-        ) from None
+        raise UserError(f"{folder / CONFIG}: precision cannot be read ({reason}); use the version of the run") from None
     assert isinstance(precision, PrecisionConfig)
     if precision.name != meta["precision"]:
-        raise ValueError(
+        raise UserError(
             f"--dtype fp8: {checkpoint} was trained as {meta['precision']}, since when the run is {precision.name}; "
             "export a later step, or use --dtype bf16"
         )
@@ -87,17 +86,17 @@ def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> To
     folder = checkpoint.parent.parent
     if "source" in meta:
         if given is not None:
-            raise ValueError(f"--tokenizer {given}: {folder} is an imported model, which has its own; leave it out")
+            raise UserError(f"--tokenizer {given}: {folder} is an imported model, which has its own; leave it out")
         return TokenizerSource(folder) if (folder / TOKENIZER).is_file() else None
     path = given or folder / TOKENIZER
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")
+        raise UserError(f"{path}: no such file; name the run's tokenizer with --tokenizer FILE")
     if given is None:
         check_tokenizer(path, meta)
     try:
         return TokenizerSource(path, str(_config(checkpoint)["data"]["end_of_text"]))
     except KeyError:
-        raise ValueError(f"{folder / CONFIG}: has no data.end_of_text; is it a run's?") from None
+        raise UserError(f"{folder / CONFIG}: has no data.end_of_text; is it a run's?") from None
 
 
 def _config(checkpoint: Path) -> dict[str, Any]:

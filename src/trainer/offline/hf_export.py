@@ -28,6 +28,7 @@ from torch import Tensor
 
 from models import ModelConfig
 from models.hf import Matrix, matrices, mtp_copies, shapes, to_hf_config
+from precision.errors import UserError
 from trainer.checkpoint.storage import DTYPE_CODES
 from trainer.files import check_new, new_folder
 from trainer.offline.hf_fp8 import SCALE_SUFFIX, Quantizer, grid_shape, listed
@@ -99,7 +100,7 @@ def export(
 ) -> Exported:
     """Write the folder `out`, which must not exist, from a verified checkpoint of `model`.
 
-    quantizer: for Numbers.fp8, and only for it. mtp: with the blocks of multi-token prediction. ValueError for a model
+    quantizer: for Numbers.fp8, and only for it. mtp: with the blocks of multi-token prediction. UserError for a model
     that has no such form in Hugging Face's layout; then nothing has been written.
     """
     check_new(out)
@@ -141,7 +142,7 @@ def export(
 
 
 def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
-    """The model's config in a checkpoint's meta. ValueError if this version does not know it."""
+    """The model's config in a checkpoint's meta. UserError if this version does not know it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -149,7 +150,7 @@ def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), meta["model"]))
     except (OmegaConfBaseException, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{checkpoint}: its model cannot be read ({reason}); use the version that saved it") from None
+        raise UserError(f"{checkpoint}: its model cannot be read ({reason}); use the version that saved it") from None
     assert isinstance(config, ModelConfig)
     return config
 
@@ -202,7 +203,7 @@ def _check_shapes(saved: SavedTensors, config: ModelConfig, checkpoint: Path) ->
         stored = f"model/{name}"
         if stored not in saved or saved.shape(stored) != shape:
             there = list(saved.shape(stored)) if stored in saved else "missing"
-            raise ValueError(f"{checkpoint}: {name} is {there}, its model has {list(shape)}; it is no whole checkpoint")
+            raise UserError(f"{checkpoint}: {name} is {there}, its model has {list(shape)}; it is no whole checkpoint")
 
 
 def _quantization(units: list[Unit], quantizer: Quantizer) -> dict[str, Any]:

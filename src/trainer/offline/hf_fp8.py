@@ -32,6 +32,7 @@ from precision import GroupedLinear, Linear, Plan, PrecisionConfig, ScalingArena
 from precision.backends import get_backend
 from precision.backends.availability import te_scaling
 from precision.config import BackendChoice, Granularity, Method, Precision
+from precision.errors import UserError
 from precision.formats import E4M3, saturating_cast
 from precision.rows import TE
 from precision.scaling import absolute_max, scale_from_amax
@@ -79,7 +80,7 @@ class Quantizer(Protocol):
 class RunQuantizer:
     """As a run's recipe quantises its weights. precision, backends: what config.yaml and backends.json of it say.
 
-    ValueError if nothing of the run can leave in FP8.
+    UserError if nothing of the run can leave in FP8.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class RunQuantizer:
         if not self._fp8:
             unfit = "nothing that did can be read in FP8: sides must be multiples of"
             why = f"{unfit} {TILE} ({self.left[0]})" if wanted else "nothing ran in FP8"
-            raise ValueError(f"--dtype fp8: {path}, trained as {precision.name}: {why}; use --dtype bf16")
+            raise UserError(f"--dtype fp8: {path}, trained as {precision.name}: {why}; use --dtype bf16")
 
     def is_fp8(self, matrix: Matrix) -> bool:
         """Whether it computed in FP8, and loaders can read it."""
@@ -164,12 +165,12 @@ class RunQuantizer:
 
 
 class KeptQuantizer:
-    """What came in FP8, in the same FP8 again. ValueError if nothing did."""
+    """What came in FP8, in the same FP8 again. UserError if nothing did."""
 
     def __init__(self, saved: SavedTensors, path: Path) -> None:
         self._scales = {name: saved.read(f"{SCALES}/{name}") for name in saved.names(SCALES)}
         if not self._scales:
-            raise ValueError(f"--dtype fp8: {path} was not imported from FP8; use --dtype bf16")
+            raise UserError(f"--dtype fp8: {path} was not imported from FP8; use --dtype bf16")
         self.left: list[str] = []
         self.power_of_two = all(bool((torch.frexp(scale)[0] == 0.5).all()) for scale in self._scales.values())
 

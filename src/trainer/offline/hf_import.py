@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from models import ModelConfig
 from models.hf import Matrix, from_hf_config, matrices, mtp_copies, shapes
+from precision.errors import UserError
 from trainer.checkpoint.folder import checkpoint_name
 from trainer.checkpoint.manifest import seal, write_file
 from trainer.checkpoint.reading import STATE
@@ -90,7 +91,7 @@ def _override(key: str, value: str) -> str:
 
 
 def import_hf(source: Path, out: Path) -> Imported:
-    """Make `out`, which must not exist, from the folder `source`. ValueError for a folder that is no such model."""
+    """Make `out`, which must not exist, from the folder `source`. UserError for a folder that is no such model."""
     folder = HfFolder(source)
     check_new(out)
     remarks: list[str] = []
@@ -116,9 +117,9 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     try:
         config = from_hf_config(folder.config)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
-    except ValueError as error:
-        raise ValueError(f"{folder.folder}: {error}") from None
+        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+    except UserError as error:
+        raise UserError(f"{folder.folder}: {error}") from None
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")
@@ -127,21 +128,21 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
 
 
 def _check_fp8(folder: HfFolder) -> None:
-    """ValueError for numbers that are scaled otherwise than in 128 x 128 blocks."""
+    """UserError for numbers that are scaled otherwise than in 128 x 128 blocks."""
     given = folder.config.get("quantization_config")
     if given is None:
         return
     if not isinstance(given, dict):
-        raise ValueError(f"{folder.folder / 'config.json'}: quantization_config is no object; fetch the file again")
+        raise UserError(f"{folder.folder / 'config.json'}: quantization_config is no object; fetch the file again")
     expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [TILE, TILE]}
     for key, value in expected.items():
         if given.get(key, "e4m3" if key == "fmt" else None) != value:
             where = f"{folder.folder / 'config.json'}: quantization_config.{key}={given.get(key)}"
-            raise ValueError(f"{where}; only {value} can be read; import the BF16 weights of this model")
+            raise UserError(f"{where}; only {value} can be read; import the BF16 weights of this model")
 
 
 def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
-    """ValueError unless the folder has this model's tensors and no others, in shapes and formats that can be read.
+    """UserError unless the folder has this model's tensors and no others, in shapes and formats that can be read.
     Returns the names of the weights."""
     have = {name for name in folder.names() if not name.endswith(DERIVED)}
     copies = {copy for copy, _ in mtp_copies(model)}
@@ -151,14 +152,14 @@ def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
         part = _part_shape(matrix, known[matrix.ours])
         for name in matrix.theirs:
             if name not in have:
-                raise ValueError(f"{folder.folder}: lacks {name}; fetch the folder again, all files of it")
+                raise UserError(f"{folder.folder}: lacks {name}; fetch the folder again, all files of it")
             wanted.append(name)
             _check_tensor(folder, name, part, have)
     for name in copies & have:
         _check_tensor(folder, name, (model.vocab_size, model.hidden_size), have)
     scales = {name + SCALE_SUFFIX for name in [*wanted, *copies] if name in have and folder.dtype(name) == FP8}
     if unknown := sorted(have - set(wanted) - copies - scales):
-        raise ValueError(f"{folder.folder}: has {unknown[0]}, which its config.json does not explain; is it complete?")
+        raise UserError(f"{folder.folder}: has {unknown[0]}, which its config.json does not explain; is it complete?")
     return wanted
 
 
@@ -166,25 +167,25 @@ def _check_tensor(folder: HfFolder, name: str, shape: tuple[int, ...], have: set
     def expect(name: str, shape: tuple[int, ...], formats: Iterable[str]) -> None:
         where = f"{folder.folder}: {name} is {folder.dtype(name)} {list(folder.shape(name))}"
         if folder.shape(name) != shape:
-            raise ValueError(f"{where}, by config.json it is {list(shape)}; the two do not belong together")
+            raise UserError(f"{where}, by config.json it is {list(shape)}; the two do not belong together")
         if folder.dtype(name) not in formats:
-            raise ValueError(f"{where}; only {', '.join(formats)} can be read")
+            raise UserError(f"{where}; only {', '.join(formats)} can be read")
 
     expect(name, shape, (*PLAIN, FP8) if len(shape) == 2 else PLAIN)
     if folder.dtype(name) == FP8:
         scale = name + SCALE_SUFFIX
         if scale not in have:
-            raise ValueError(f"{folder.folder}: lacks {scale}, the scales of FP8 weights; fetch the folder again")
+            raise UserError(f"{folder.folder}: lacks {scale}, the scales of FP8 weights; fetch the folder again")
         expect(scale, grid_shape((shape[0], shape[1])), SCALE_FORMATS)
 
 
 def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
-    """ValueError if MTP has an embedding or a head of its own: ours shares the model's."""
+    """UserError if MTP has an embedding or a head of its own: ours shares the model's."""
     for copy, original in mtp_copies(model):
         if copy in folder.names():
             for rows in row_steps(model.vocab_size, model.hidden_size):
                 if not torch.equal(_rows(folder, copy, rows), _rows(folder, original, rows)):
-                    raise ValueError(f"{folder.folder}: {copy} is not {original}, which MTP shares here")
+                    raise UserError(f"{folder.folder}: {copy} is not {original}, which MTP shares here")
 
 
 def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:

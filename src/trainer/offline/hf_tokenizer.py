@@ -27,7 +27,7 @@ class TokenizerSource:
     end_of_text: str | None = None
 
     def check(self) -> None:
-        """ValueError for what cannot be used."""
+        """UserError for what cannot be used."""
         self.token_id()
 
     def token_id(self) -> int | list[int] | None:

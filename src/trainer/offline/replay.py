@@ -22,6 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from precision.errors import UserError
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify_checkpoint
 from trainer.config import Config, load
 from trainer.data import Loader, Prepared, prepare
@@ -85,16 +86,16 @@ class Replay:
 
 
 def find(run: Path, step: int, most: int) -> Course:
-    """ValueError if there is no such run or step, or nothing to begin with less than `most` steps before it."""
+    """UserError if there is no such run or step, or nothing to begin with less than `most` steps before it."""
     if not (run / CONFIG).is_file():
         what = f"no {CONFIG} in it" if run.is_dir() else "no such folder"
-        raise ValueError(f"{run}: {what}; give the folder of a run, as runs/NAME")
+        raise UserError(f"{run}: {what}; give the folder of a run, as runs/NAME")
     events, metrics = _lines(run / EVENTS), _lines(run / METRICS)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
     known = [entry["step"] for entry in [*events, *metrics]] + [checkpoint_step(path) or 0 for path in checkpoints]
     last = max(known, default=0)
     if not 1 <= step <= last:
-        raise ValueError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
+        raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
     dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry["kind"] in DROPPED]
     event = events[dropped[-1]] if dropped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
@@ -109,14 +110,14 @@ def find(run: Path, step: int, most: int) -> Course:
     checkpoint = next((path for path in reversed(checkpoints) if _usable(path, newest)), None)
     first = 0 if checkpoint is None else checkpoint_step(checkpoint) or 0
     if checkpoint is None and config_at(run, step)["run"]["init_from"] is not None:
-        raise ValueError(
+        raise UserError(
             f"step {step}: {run} has no checkpoint before it, and began with the weights of another run; "
             "give a step after its first checkpoint"
         )
     if step - 1 - first > most:
         where = "no checkpoint before it" + ("" if checkpoint is None else f" but {checkpoint.name}")
         again = step - 1 - first
-        raise ValueError(
+        raise UserError(
             f"step {step}: {run} has {where}, and the steps to train again are {again}; allow them with --most {again}"
         )
     return Course(run, step, checkpoint, first, rewinds, event, logged)
@@ -142,7 +143,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     t, device = config.trainer, pick_device(config.trainer.device)
     count = t.global_batch_size // t.microbatch_size
     if microbatch is not None and not 0 <= microbatch < count:
-        raise ValueError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
+        raise UserError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
     data = prepare(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
     engine = build_engine(config, device, saved_backends(course.run))

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from precision.errors import UserError
 from trainer.checkpoint.storage import INDEX
 
 STEP_BYTES = 1 << 26
@@ -85,11 +86,11 @@ class SavedTensors:
 
 
 class HfFolder:
-    """The tensors of a folder in Hugging Face's layout. ValueError, naming the file, for what cannot be read."""
+    """The tensors of a folder in Hugging Face's layout. UserError, naming the file, for what cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder; give one with config.json and *.safetensors")
+            raise UserError(f"{folder}: no such folder; give one with config.json and *.safetensors")
         self.folder = folder
         self.config = self.json("config.json")
         self._file = self._files()
@@ -121,11 +122,11 @@ class HfFolder:
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError:
-            raise ValueError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
+            raise UserError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
         except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error}); fetch the file again") from None
+            raise UserError(f"{path}: not JSON ({error}); fetch the file again") from None
         if not isinstance(content, dict):
-            raise ValueError(f"{path}: not a JSON object; fetch the file again")
+            raise UserError(f"{path}: not a JSON object; fetch the file again")
         return content
 
     def _files(self) -> dict[str, str]:
@@ -133,26 +134,26 @@ class HfFolder:
         if (self.folder / HF_INDEX).is_file():
             found = self.json(HF_INDEX).get("weight_map")
             if not isinstance(found, dict):
-                raise ValueError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
+                raise UserError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
             return found
         if (self.folder / HF_SINGLE).is_file():
             return dict.fromkeys(self._open(HF_SINGLE), HF_SINGLE)
-        raise ValueError(f"{self.folder}: neither {HF_INDEX} nor {HF_SINGLE} in it; only safetensors can be read")
+        raise UserError(f"{self.folder}: neither {HF_INDEX} nor {HF_SINGLE} in it; only safetensors can be read")
 
     def _open(self, name: str) -> list[str]:
         try:
             with safe_open(self.folder / name, framework="pt") as file:
                 return list(file.keys())
         except FileNotFoundError:
-            raise ValueError(f"{self.folder / name} is missing; fetch it again") from None
+            raise UserError(f"{self.folder / name} is missing; fetch it again") from None
         except Exception as error:  # the library raises no narrower class
-            raise ValueError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
+            raise UserError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
 
     def _scan(self, name: str) -> None:
         here = set(self._open(name))
         wanted = [tensor for tensor, file in self._file.items() if file == name]
         if lacking := sorted(set(wanted) - here):
-            raise ValueError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
+            raise UserError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
         with safe_open(self.folder / name, framework="pt") as file:
             for tensor in wanted:
                 part = file.get_slice(tensor)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from models import DeepSeek
 from precision import Plan, bind, refresh_weights
+from precision.errors import UserError
 from precision.hardware import detect
 from precision.proof import recall
 from trainer.checkpoint import (
@@ -62,10 +63,10 @@ class Saved:
         return checkpoint_step(self.checkpoint) or 0
 
     def tokenizer(self) -> tuple[Tokenizer, int]:
-        """The run's tokenizer, and its end-of-text token. ValueError if the run folder has none."""
+        """The run's tokenizer, and its end-of-text token. UserError if the run folder has none."""
         path = self.run / TOKENIZER
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
+            raise UserError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
         check_tokenizer(path, read_meta(self.checkpoint))
         tokenizer = load_tokenizer(path)
         tokenizer.encode_special_tokens = True  # as in training: a special token's spelling inside a text is text
@@ -78,12 +79,12 @@ def open_run(
     """The model of a run folder, or of one of its checkpoints. step: of the checkpoint, None for the newest whole one.
     overrides: KEY=VALUE of the config. precision: that section of the config, if not the run's.
 
-    ValueError, one line, for what the user can correct.
+    UserError, one line, for what the user can correct.
     """
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if not given.is_dir():
         what = f"no such {'folder' if step is None else 'checkpoint'}"
-        raise ValueError(f"{given}: {what}; give a run folder that has checkpoints, as runs/NAME")
+        raise UserError(f"{given}: {what}; give a run folder that has checkpoints, as runs/NAME")
     remarks: list[str] = []
     checkpoint = find_checkpoint(given, "RUN", lambda kind, step, message, **_: remarks.append(message))
     folder = checkpoint.parent.parent
@@ -127,37 +128,37 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
         if (tree := read_meta(checkpoint).get("config")) is not None:
             return tree
     if not path.is_file():
-        raise ValueError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
+        raise UserError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
     tree = yaml.safe_load(path.read_text())
     if not isinstance(tree, dict) or "run" not in tree:
-        raise ValueError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
+        raise UserError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree
 
 
 def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
-    """ValueError unless `path` is the tokenizer that the checkpoint with this meta was trained with. An older one does
+    """UserError unless `path` is the tokenizer that the checkpoint with this meta was trained with. An older one does
     not say."""
     if meta.get("tokenizer", found := file_hash(path)) != found:
-        raise ValueError(
+        raise UserError(
             f"{path}: was altered (its SHA-256 is {found[:12]}, the checkpoint's {meta['tokenizer'][:12]}); put the "
             "tokenizer there that the run's data was made with"
         )
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A config's tree with KEY=VALUE put in. ValueError for what is none."""
+    """A config's tree with KEY=VALUE put in. UserError for what is none."""
     try:
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ValueError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
+        raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
     for override in overrides:
         key, is_pair, _ = override.partition("=")
         if not is_pair:
-            raise ValueError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
+            raise UserError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
         is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not isinstance(given[key], dict))
         if is_choice or override.startswith("+"):
             why = "the recipe, and all that is chosen by name, is the run's"
-            raise ValueError(f"{override}: {why}; change single keys, as precision.backend=reference")
+            raise UserError(f"{override}: {why}; change single keys, as precision.backend=reference")
     merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(given)))
     assert isinstance(merged, dict)
     return {str(key): value for key, value in merged.items()}

@@ -5,26 +5,34 @@ import torch
 from models import DeepSeek
 from models.matrices import division
 from precision import Plan
+from precision.errors import UserError
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.optim.muon import Muon
+from trainer.optim.owners import Layout, layout
+from trainer.parallel.mesh import Degrees
 
 
 def build_optimizer(
-    config: Config, plan: Plan, model: DeepSeek, device: torch.device, world: World | None = None
+    config: Config,
+    plan: Plan,
+    model: DeepSeek,
+    device: torch.device,
+    world: World | None = None,
+    degrees: Degrees = Degrees(),  # noqa: B008
 ) -> Optimizer:
-    """For the model that the plan was made for. world: who shares its weights. ValueError where Muon would leave out a
-    weight that it should update."""
+    """For the model that the plan was made for. world, degrees: who shares its weights, and how. UserError where Muon
+    would leave out a weight that it should update."""
     c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
     if c.name is OptimizerName.adamw:
         return Optimizer(model, no_decay, c, steps, device, world)
-    found = {f"{name}.weight": division(config.model, row) for name, row in muon_rows(config, plan).items()}
+    found = {f"{name}.weight": each for name, each in muon_layouts(config, plan, degrees).items()}
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
-            raise ValueError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
+            raise UserError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
     return Muon(model, no_decay, c, steps, device, found, world)
 
 
@@ -36,3 +44,15 @@ def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
         return {}
     others = {"lm_head"} if o.muon.router else {"lm_head", "moe.router"}
     return {name: row for name, row in plan.gemms.items() if row.op not in others}
+
+
+def muon_layouts(config: Config, plan: Plan, degrees: Degrees) -> dict[str, Layout]:
+    """Where the matrices of these weights lie, by row of the plan."""
+    return {
+        name: layout(_shape(row), division(config.model, row), degrees) for name, row in muon_rows(config, plan).items()
+    }
+
+
+def _shape(row: GemmRow) -> tuple[int, ...]:
+    shape = row.out_features, row.in_features
+    return (row.groups, *shape) if row.op == "moe.experts" else shape

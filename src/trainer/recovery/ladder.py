@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
 from trainer.checkpoint import OnEvent, checkpoint_name, checkpoint_step, newest_checkpoint
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import put_together
@@ -156,7 +157,7 @@ class Ladder:
             on_event("rollback", choice.step, why, failed=True)
 
     def read(self) -> list[dict[str, Any]]:
-        """All rewinds in the run folder, for `load_state_dict`. ValueError if the file is damaged."""
+        """All rewinds in the run folder, for `load_state_dict`. UserError if the file is damaged."""
         path = self._folder / RECOVERY
         if not path.is_file():
             return []
@@ -165,7 +166,7 @@ class Ladder:
         try:
             return [asdict(_rewind(entry)) for entry in entries]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
+            raise UserError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: the row."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from precision.errors import UserError
 from trainer.checkpoint import OnEvent
 
 
@@ -25,7 +26,7 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise ValueError(
+        raise UserError(
             f"run.name={path.name}: {path} is in use by {owner}; wait for it, or choose another run.name"
         ) from None
     except OSError as error:  # some network file systems cannot lock
@@ -39,13 +40,13 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
 
 
 def _open(path: Path) -> TextIO:
-    """The lock file, made if need be. ValueError if it is a link: what that points to would be overwritten."""
+    """The lock file, made if need be. UserError if it is a link: what that points to would be overwritten."""
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ValueError(f"{path}: is a link, and a lock is a file of its own; remove it") from None
+        raise UserError(f"{path}: is a link, and a lock is a file of its own; remove it") from None
 
 
 def is_in_place(lock: TextIO, path: Path) -> bool:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from models import DeepSeek
 from precision import Plan
+from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
 from trainer.config import Config, OptimConfig, OptimizerName
 from trainer.config.paths import anchored
@@ -55,20 +56,20 @@ def made_by(config: Config, tokenizer_hash: str) -> dict:
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
-    """ValueError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
+    """UserError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
     _check_same(meta, identity(config), checkpoint)
     step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
     if step > last:
-        raise ValueError(f"trainer.max_steps={last}: {checkpoint} is further already; set {step} or more")
+        raise UserError(f"trainer.max_steps={last}: {checkpoint} is further already; set {step} or more")
 
 
 def _check_same(theirs: dict, ours: dict, path: Path) -> None:
-    """ValueError, naming the first key that a resumed run may not change and does."""
+    """UserError, naming the first key that a resumed run may not change and does."""
     for section in ("model", "trainer", "optim"):
         for key, value in ours[section].items():
             was = theirs.get(section, {}).get(key, value)
             if was != value:
-                raise ValueError(
+                raise UserError(
                     f"{section}.{key}={value}: {path} was trained with {was}; set {section}.{key}={was}, or "
                     f"start a new run from its weights with run.init_from={path}"
                 )
@@ -76,7 +77,7 @@ def _check_same(theirs: dict, ours: dict, path: Path) -> None:
 
 def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
     """Read weights (and router biases) of another run's checkpoint into `ours`, by name; what there is to tell goes to
-    `notes`. A collective. ValueError if there are none, or not the same tensors."""
+    `notes`. A collective. UserError if there are none, or not the same tensors."""
 
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
@@ -113,15 +114,15 @@ def check_origin(config: Config) -> None:
 
 
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
-    """ValueError, naming the first tensor that a model and a checkpoint, which `path` meant, do not both have alike."""
+    """UserError, naming the first tensor that a model and a checkpoint, which `path` meant, do not both have alike."""
     saved = saved_shapes(checkpoint)
     for name, tensor in ours.items():
         here, there = tensor.size(), saved.get(f"model/{name}")
         if there != here:
             theirs = "no such tensor" if there is None else list(there)
-            raise ValueError(
+            raise UserError(
                 f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
             )
     for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
         if name not in ours:
-            raise ValueError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")
+            raise UserError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")

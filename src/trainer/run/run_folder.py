@@ -15,7 +15,7 @@
 | PATH of a checkpoint |                |                                    | go on from that one          |
 
 Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
-later than N taken out of use. Every refusal is a ValueError in one line, and comes before anything is written.
+later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
 One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and the others are
 told where it is. Where torchrun has started them anew, those before may be dying still: rank 0 waits for the lock.
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from omegaconf import OmegaConf
 
+from precision.errors import UserError
 from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 Check = Callable[[dict[str, Any], Path], None]
-"""Called with (meta, path) of the checkpoint to go on from; raises ValueError if this config cannot go on from it."""
+"""Called with (meta, path) of the checkpoint to go on from; raises UserError if this config cannot go on from it."""
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -185,7 +186,7 @@ class RunFolder:
     def heal(self, step: int, on_event: OnEvent) -> None:
         """If the folder was deleted under the run, make it again, so that the run can go on from what is saved next.
 
-        Whether that works or not is an alert. ValueError if another process has taken its place.
+        Whether that works or not is an alert. UserError if another process has taken its place.
         """
         try:
             if self._lock is None or (self.path / CONFIG).is_file():
@@ -214,12 +215,12 @@ class RunFolder:
         folder = self.path / CHECKPOINTS
         found = newest_checkpoint(folder, self._note)
         if found is None and list_checkpoints(folder):
-            raise ValueError(
+            raise UserError(
                 f"run.name={self.path.name}: every checkpoint of {self.path} is damaged ({self.notes[0].message}); "
                 "start a new run under another run.name"
             )
         if found is None and must_exist:
-            raise ValueError(
+            raise UserError(
                 f"run.resume={self.path}: it has no checkpoint to go on from; start it again with run.resume=auto"
             )
         return found
@@ -265,9 +266,9 @@ def check_place(run: "RunConfig") -> Path | None:
 
 
 def check_name(name: str | None) -> None:
-    """ValueError for a run.name that no folder can have, or that would be several."""
+    """UserError for a run.name that no folder can have, or that would be several."""
     if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
-        raise ValueError(
+        raise UserError(
             f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
         )
 
@@ -291,16 +292,16 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
 def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
     """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified.
 
-    Raises ValueError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
+    Raises UserError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
     """
     if checkpoint_step(path) is not None and path.is_dir():
         _verify(path, f"{key}={path}")
         return path
     found = newest_checkpoint(path / CHECKPOINTS, on_event)
     if found is None and list_checkpoints(path / CHECKPOINTS):
-        raise ValueError(f"{key}={path}: every checkpoint there is damaged; give another run")
+        raise UserError(f"{key}={path}: every checkpoint there is damaged; give another run")
     if found is None:
-        raise ValueError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
+        raise UserError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
     return found
 
 
@@ -310,14 +311,12 @@ def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pa
     if resume in ("never", "auto"):
         if name is None:
             if resume == "auto":
-                raise ValueError(
-                    "run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH"
-                )
+                raise UserError("run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH")
             return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
         path = parent / name
         if path.is_symlink() and not path.exists():
             what = f"{path} is a link to {path.readlink()}, which is not there"
-            raise ValueError(f"run.name={name}: {what}; make that folder, or choose another run.name")
+            raise UserError(f"run.name={name}: {what}; make that folder, or choose another run.name")
         state = _state_of(path)
         if state == "foreign" or (state == "run" and resume == "never"):
             raise _exists(path, state)
@@ -326,11 +325,11 @@ def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pa
     checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
     path = target if checkpoint is None else checkpoint.parent.parent
     if not target.is_dir() or _state_of(path) != "run":
-        raise ValueError(
+        raise UserError(
             f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
         )
     if name is not None and (parent / name).resolve() != path.resolve():
-        raise ValueError(
+        raise UserError(
             f"run.name={name}: run.resume={resume} goes on in {path}; leave run.name out, "
             "or start a new run from its weights with run.init_from"
         )
@@ -348,22 +347,20 @@ def _state_of(path: Path) -> str:
     return "foreign" if any(not entry.name.startswith(".") for entry in path.iterdir()) else "vacant"
 
 
-def _exists(path: Path, state: str) -> ValueError:
+def _exists(path: Path, state: str) -> UserError:
     if state == "foreign":
-        return ValueError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
-    return ValueError(
-        f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto"
-    )
+        return UserError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
+    return UserError(f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto")
 
 
 @contextmanager
 def _told(parent: Path) -> Iterator[None]:
-    """A folder that cannot be made or looked into is a ValueError that names run.dir."""
+    """A folder that cannot be made or looked into is a UserError that names run.dir."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or parent} cannot be used ({error.strerror or error})"
-        raise ValueError(f"run.dir={parent}: {what}; set a folder that can be written") from error
+        raise UserError(f"run.dir={parent}: {what}; set a folder that can be written") from error
 
 
 def _make_unique(parent: Path, name: str) -> Path:
@@ -391,6 +388,6 @@ def _verify(checkpoint: Path, setting: str) -> None:
     try:
         verify_checkpoint(checkpoint)
     except DamagedCheckpoint as damage:
-        raise ValueError(
+        raise UserError(
             f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"
         ) from None

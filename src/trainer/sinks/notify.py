@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from precision.errors import UserError
+
 TOLD = frozenset({"alert", "rollback", "failure"})
 """Kinds of events that are told; so is any that has a `rule` or says that something `failed`."""
 
@@ -47,18 +49,18 @@ Notice = Mapping[str, Any]
 
 
 def check_targets(webhook: str | None, command: str | None) -> None:
-    """ValueError, naming key, value and fix, for what could never be told."""
+    """UserError, naming key, value and fix, for what could never be told."""
     if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
-        raise ValueError("health.alerts.webhook: not an address to post to; set http://... or https://...")
+        raise UserError("health.alerts.webhook: not an address to post to; set http://... or https://...")
     if command is None:
         return
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"health.alerts.command: {error}; quote it as for a shell") from None
+        raise UserError(f"health.alerts.command: {error}; quote it as for a shell") from None
     if not words or shutil.which(words[0]) is None:
         name = words[0] if words else ""
-        raise ValueError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
+        raise UserError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
 
 
 def is_told(kind: str, what: Mapping[str, Any]) -> bool:

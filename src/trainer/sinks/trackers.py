@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from precision.errors import UserError
+
 
 def require(package: str, setting: str) -> None:
-    """Raise ValueError if `package`, which the config key `setting` asks for, is not installed."""
+    """Raise UserError if `package`, which the config key `setting` asks for, is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(
+        raise UserError(
             f"{setting}=true: needs {package}, which is not installed; pip install {package}, or set it to false"
         )
 

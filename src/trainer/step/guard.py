@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from precision import ScalingArena
+from precision.errors import RunError
 from trainer.config.recovery import RecoveryConfig
 from trainer.step.spikes import Reading, SpikeWatch
 
@@ -28,7 +29,7 @@ GRAD_SUFFIX = ":grad"
 COUNTERS = ("committed", "skipped", "spiked")
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(RunError):
     """Training cannot go on, or was told to stop; the message says why and what to do. exit_code: of the process."""
 
     def __init__(self, message: str, exit_code: int = 1):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek, Losses
+from precision.errors import UserError
 from precision.observe import Observer, sampler, unsampled
 
 WARM_UP = 3  # passes before a recording; the second one on adds to gradients, as later microbatches do
@@ -75,7 +76,7 @@ class _Unrecordable(Exception):
 class GraphedMicrobatch:
     """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count.
 
-    must: where recording fails, raise ValueError; else warn and go on the plain way.
+    must: where recording fails, raise UserError; else warn and go on the plain way.
     """
 
     def __init__(self, model: DeepSeek, must: bool = True):
@@ -112,7 +113,7 @@ class GraphedMicrobatch:
         except _Unrecordable as error:
             what = f"the forward and backward pass cannot be recorded ({error})"
             if self._must or index > 0:
-                raise ValueError(
+                raise UserError(
                     f"cuda_graph={'true' if self._must else 'auto'}: {what}; set cuda_graph=false"
                 ) from error
             self._failed = True

@@ -111,7 +111,7 @@ def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> N
     speeds = [round(one.tokens_per_second, -2) for one in found]
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
-    assert all(one.microbatch * one.microbatches == 8 for one in found)
+    assert all(one.microbatch * one.microbatches == 8 * one.degrees.context for one in found)
     assert not list(layouts(*moonlight, replace(H200S, gpus=1), 8))
 
 

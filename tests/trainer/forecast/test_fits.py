@@ -87,4 +87,4 @@ def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable) ->
     overrides = [word for word in command.split() if "=" in word and not word.startswith("--")]
     config = config_of([*overrides, "dry_run=true", "gpu=h200"])
     total = next(line for line in report(config, check(config)).splitlines() if line.startswith("  total"))
-    assert float(row.split()[5]) == pytest.approx(float(total.split()[1]), abs=0.06)
+    assert float(row.split()[6]) == pytest.approx(float(total.split()[1]), abs=0.06)

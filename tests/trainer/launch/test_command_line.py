@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import trainer.trainer
+from precision.errors import UserError
 from trainer.config import Config
 from trainer.launch.command_line import guarded
 from trainer.launch.liveness.rank_group import RankGroup
@@ -202,7 +203,7 @@ def test_a_dry_run_refuses_a_name_that_a_run_would(call: Call, capsys: pytest.Ca
 
 
 def refuse() -> None:
-    raise ValueError("optim.lr=9: too\n  large; lower it")
+    raise UserError("optim.lr=9: too\n  large; lower it")
 
 
 def fail() -> None:
@@ -277,10 +278,20 @@ def test_a_warning_of_ours_is_one_line_without_a_place_in_the_code(capsys: pytes
     assert said[0] == "octet: model.vocab_size=9: too many" and "elsewhere.py:3: UserWarning" in said[1]
 
 
+def bug_in_a_raise_statement() -> None:
+    raise ValueError("heads: 3 and 4")  # no UserError: nothing that the user gave
+
+
+def bug_within_a_raise_statement() -> None:
+    raise UserError(str({}["x"]))
+
+
 @pytest.mark.parametrize(
     ("bug", "error"),
     [
         (lambda: int("x"), ValueError),  # not raised by us: a mistake in an expression
+        (bug_in_a_raise_statement, ValueError),
+        (bug_within_a_raise_statement, KeyError),
         (lambda: {}["x"], KeyError),
         (lambda: os.path.commonpath([]), ValueError),  # raised by a library
         (lambda: subprocess.run([], check=True), (IndexError, ValueError)),

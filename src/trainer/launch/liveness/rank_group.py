@@ -80,7 +80,7 @@ class RankGroup:
         self._ending = threading.Lock()
 
     def board(self, environment: Mapping[str, str]) -> Launch:
-        """Read which process this is. ValueError if the launcher's variables do not go together.
+        """Read which process this is. UserError if the launcher's variables do not go together.
 
         From here on SIGTERM and SIGHUP end this process as Ctrl-C does: what is half done is undone, and one line says
         so.
