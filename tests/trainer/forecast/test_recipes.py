@@ -1,4 +1,7 @@
-"""Whole-run recipes: they compose with a precision, fit the GPUs in their names by forecast, and train."""
+"""Whole-run recipes: they compose with a precision, fit the GPUs in their names by forecast, and train.
+
+To accept a change of a dry run: PYTHONPATH=tests/support:src python tests/trainer/forecast/test_recipes.py
+"""
 
 import re
 from pathlib import Path
@@ -9,10 +12,11 @@ from composed import config_of
 from trainer.config import Config
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import target
-from trainer.forecast.preflight import check
+from trainer.forecast.preflight import check, report
 from trainer.parallel.mesh import resolve
 from trainer.trainer import Trainer
 
+GOLDEN = Path(__file__).parent / "golden" / "recipes"
 FOLDER = Path(__file__).parents[3] / "configs" / "recipe"
 PRECISIONS = {path.stem for path in (FOLDER.parent / "precision").glob("*.yaml")}
 WHOLE = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in PRECISIONS)
@@ -29,6 +33,19 @@ def planned(recipe: str) -> Config:
     """The recipe's config, as a dry run for its GPU has it."""
     gpu, _ = machine(recipe)
     return config_of([f"+recipe={recipe}", "dry_run=true", f"gpu={gpu}"])
+
+
+def dry_run(recipe: str) -> str:
+    """What a dry run for the recipe's GPU prints, below the precision plan, which has golden files of its own."""
+    config = planned(recipe)
+    plan = check(config)
+    lines = report(config, plan, machine(recipe)[1]).removeprefix(plan.to_text()).strip().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("fits: ") or "this host" not in line) + "\n"
+
+
+@pytest.mark.parametrize("recipe", WHOLE)
+def test_a_dry_run_is_the_golden_one(recipe: str) -> None:
+    assert dry_run(recipe) == (GOLDEN / f"{recipe}.txt").read_text()
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
@@ -49,22 +66,51 @@ def test_a_precision_composes_with_a_whole_recipe() -> None:
     assert (alone.trainer, alone.model, alone.parallel) == (both.trainer, both.model, both.parallel)
 
 
-# of the model's shape: small enough for a CPU, with every mechanism that the recipe's model has
-CUT = """vocab_size=512 hidden_size=64 num_layers=2 num_dense_layers=1 num_heads=2 intermediate_size=128 kv_lora_rank=32
-    qk_nope_head_dim=32 qk_rope_head_dim=32 v_head_dim=32 moe_intermediate_size=64 num_experts=8 num_experts_per_token=2
-    num_expert_groups=1 num_groups_per_token=1""".split()
+# Sizes for a CPU. Routing, norms, MTP, losses, precision, optimizer and schedule stay the recipe's.
+CUT = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_dense_layers": 1,
+    "num_heads": 2,
+    "intermediate_size": 128,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_expert_groups": 1,
+    "num_groups_per_token": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all recipes: they read the same text with the same vocabulary."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
-def test_a_whole_recipe_trains_two_steps_with_its_model_cut_down(recipe: str, tmp_path: Path, corpus: Path) -> None:
+def test_a_whole_recipe_trains_two_steps_with_its_model_cut_down(
+    recipe: str, tmp_path: Path, corpus: Path, cache: Path
+) -> None:
     sizes = "max_steps=2", "global_batch_size=2", "microbatch_size=1", "sequence_length=32", "device=cpu"
-    data = "data=text", f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}"
+    data = "data=text", f"data.path={corpus}", f"data.cache_dir={cache}"
     one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "compile.enabled=false"
-    words = [f"model.{size}" for size in CUT] + [f"trainer.{size}" for size in sizes]
+    words = [f"model.{key}={size}" for key, size in CUT.items()] + [f"trainer.{size}" for size in sizes]
+    quiet = "health.dashboard=false", "logging.console.enabled=false", "checkpoint.every=0"
     config = config_of(
-        [f"+recipe={recipe}", *words, *one, *data, f"run.dir={tmp_path}", "optim.warmup_steps=1", "eval.batches=1"]
+        [f"+recipe={recipe}", *words, *one, *data, *quiet, f"run.dir={tmp_path}", "optim.warmup_steps=1"]
     )
     if config.model.q_lora_rank is not None:
         config.model.q_lora_rank = 32
     summary = Trainer(config).train()
     assert summary.step == 2 and summary.skipped_steps == 0
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for recipe in WHOLE:
+        (GOLDEN / f"{recipe}.txt").write_text(dry_run(recipe))
