@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from precision.errors import UserError
-from trainer.config.schema import fit, generic, keys_of, nearest, shown
+from trainer.config.schema import ELSEWHERE, fit, generic, keys_of, nearest, shown
 from trainer.config.sections import Config
 from trainer.config_diff import printable
 
@@ -37,7 +37,9 @@ def unknown_key(key: str, value: Any) -> str:
     wrong = generic(key)
     parent = wrong.rpartition(".")[0]
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    meant = nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys)
+    same_name = [k for k in keys if k.rpartition(".")[2] == wrong.rpartition(".")[2]]
+    meant = same_name[0] if len(same_name) == 1 else None  # optim.max_steps
+    meant = meant or nearest(wrong, siblings if parent else [*siblings, RECIPE]) or nearest(wrong, keys, ELSEWHERE)
     problem = f"{key}={shown(printable(key, value))}: there is no such key"
     if meant == RECIPE:
         return f"{problem}; did you mean +{RECIPE}={shown(value)}?"
@@ -50,5 +52,7 @@ def unknown_key(key: str, value: Any) -> str:
 
 def meant_by(name: str) -> str | None:
     """The key, or the choice of a recipe, that somebody probably meant who wrote `name`; None if nothing is like it."""
-    meant = nearest(name, [*keys_of(Config), RECIPE])
+    keys = keys_of(Config)
+    values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes none
+    meant = nearest(name, [*values, RECIPE], ELSEWHERE)
     return f"+{RECIPE}" if meant == RECIPE else meant

@@ -16,6 +16,7 @@ from trainer.config_diff import printable
 
 LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
 GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
+ELSEWHERE = 0.88  # the same for a key of another section, where little but the name speaks for it
 
 
 class Switch(Enum):
@@ -72,8 +73,9 @@ def describe(annotation: Any) -> str:
     return f"a section with the keys {names_inside}{or_null}"
 
 
-def nearest(wrong: str, keys: Iterable[str]) -> str | None:
-    """The key that was probably meant, or None. The last part weighs most, so that `trainer.lr` finds `optim.lr`."""
+def nearest(wrong: str, keys: Iterable[str], least: float = GOOD_MATCH) -> str | None:
+    """The key that was probably meant, or None if none is `least` alike. The last part weighs most: `trainer.lr` finds
+    `optim.lr`."""
 
     def score(key: str) -> float:
         (*wrong_path, wrong_name), (*path, name) = wrong.split("."), key.split(".")
@@ -83,7 +85,7 @@ def nearest(wrong: str, keys: Iterable[str]) -> str | None:
         return alike + 0.1 * _ratio(".".join(wrong_path), ".".join(path)) + 0.01 * _ratio(wrong_name, name)
 
     best = max(keys, key=score, default=None)
-    return best if best is not None and score(best) >= GOOD_MATCH else None
+    return best if best is not None and score(best) >= least else None
 
 
 def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
