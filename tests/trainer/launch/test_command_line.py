@@ -117,6 +117,7 @@ MISTAKES = {
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
     "mean trainer.max_steps=VALUE?",
     "--recipe=bf16": "did you mean +recipe=VALUE?",
+    "+recipe=fp8_delayed +recipe=bf16": "recipe is chosen twice; write +recipe=NAME once, or +recipe=[A,B]",
     "--ouput z": "--ouput: there is no such option, and keys are written KEY=VALUE, without dashes; --help and",
     "trainer.max_steps=3 -x": "-x: there is no such option",
     "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: separated from the other KEY=VALUE by an option",
