@@ -87,7 +87,7 @@ MISTAKES = {
     "-m +recipe=bf16,fp8_delayd": "there is no such recipe; did you mean fp8_delayed?",
     "recipe=bf16": "write +recipe=bf16",
     "+recpe=bf16": "did you mean +recipe=bf16?",
-    "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice",
+    "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice; write +recipe=NAME once, or +recipe=[A,B]",
     "model=deepseek_tny": "did you mean deepseek_tiny?",
     "+model=deepseek_300m": "model is chosen twice",
     "+model=deepseek_tiny": "model is chosen twice",
@@ -117,7 +117,6 @@ MISTAKES = {
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
     "mean trainer.max_steps=VALUE?",
     "--recipe=bf16": "did you mean +recipe=VALUE?",
-    "+recipe=fp8_delayed +recipe=bf16": "recipe is chosen twice; write +recipe=NAME once, or +recipe=[A,B]",
     "--ouput z": "--ouput: there is no such option, and keys are written KEY=VALUE, without dashes; --help and",
     "trainer.max_steps=3 -x": "-x: there is no such option",
     "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: separated from the other KEY=VALUE by an option",
