@@ -45,7 +45,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
     verdict = e.guard.judge(step, means, norms)
-    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
+    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
     e.model.update_router_bias(load, verdict.ok)
     e.snapshot.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)
