@@ -16,6 +16,8 @@ def run(rank_group: RankGroup) -> None:
     launch = rank_group.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
+    from trainer.forecast.fits import check_memory
+    from trainer.forecast.gpus import target
     from trainer.forecast.preflight import check, fitted, report
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.resume_source import check_origin
@@ -25,6 +27,9 @@ def run(rank_group: RankGroup) -> None:
     for i, config in enumerate(configs):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
+    for config, plan in zip(configs, plans, strict=True):
+        if not config.dry_run:
+            check_memory(config, plan, resolve(config.parallel, launch.size), target(config), launch.local_size)
     if not launch.under_torchrun:  # there, a rank would look while the first one has made its folder already
         for config in configs:
             if not config.dry_run:

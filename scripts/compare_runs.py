@@ -37,7 +37,8 @@ CONFIG, METRICS = (
     "config.yaml",
     "metrics.jsonl",
 )  # as in trainer.run.run_folder, which imports torch: this is quick without it
-NO_MATTER = {"run", "logging", "dry_run", "checkpoint", "health"}  # sections that change no number of a run
+# sections that change no number of a run
+NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"

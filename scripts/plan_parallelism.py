@@ -4,13 +4,14 @@
     python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block trainer.sequence_length=4096
     python scripts/plan_parallelism.py --gpus 4 --sequences 4,6,8,10,12 model=moonlight_16b trainer.sequence_length=4096
 
-Arguments after the options are train.py's. The arithmetic is that of docs/parallelism.md, and as good as the rates it
-is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network what it sends
-(scripts/bench/allreduce.py).
+Arguments after the options are train.py's. gpu=h100 (a100, rtx4090) with --tflops plans for such GPUs, else for
+the H200. The arithmetic is that of docs/parallelism.md, and as good as the rates it is given: --tflops what one GPU
+does in a step (scripts/bench/step.py), --node-link and --network what it sends (scripts/bench/allreduce.py).
 """
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ from models import DeepSeek
 from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
-from trainer.config import Config, load
+from trainer.config import Config, GpuChoice, load
 from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
+from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
 from trainer.launch.command_line import Parser, compose, guarded
 
-DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert")
+DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context")
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
@@ -40,7 +42,7 @@ def run() -> None:
     parser.add_argument("--gpus", type=int, required=True, help="GPUs in all")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
     parser.add_argument("--sequences", type=_counts, default=[8], help="a GPU and step (8); of several, the fastest")
-    parser.add_argument("--memory", type=float, default=139.0, help="GiB of a GPU (139: H200)")
+    parser.add_argument("--memory", type=float, help="GiB of a GPU (that of gpu=)")
     parser.add_argument("--tflops", type=float, help="of one GPU in a step (469 in BF16, 611 in FP8: one H200)")
     parser.add_argument("--node-link", type=float, default=350.0, help="GB/s of a GPU within its node (350)")
     parser.add_argument("--network", type=float, default=45.0, help="GB/s of a GPU between nodes (45: 400 Gbit/s)")
@@ -64,12 +66,17 @@ def run() -> None:
         raise UserError("several values: a layout is planned for one config; leave -m out")
     config = load(jobs[0].tree)
     check_sizes(config)
-    plan = _plan(config)
+    target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
+    memory = options.memory * GIB if options.memory else target.memory
+    if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
+        fix = "measure it with scripts/bench/step.py, and give --tflops"
+        raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
+    plan = _plan(config, target.gpu)
     fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     machine = Machine(
         gpus=gpus,
         per_node=per_node,
-        memory=options.memory * GIB,
+        memory=memory,
         flops=1e12 * (options.tflops or RATES[fp8]),
         node_link=1e9 * options.node_link,
         network=1e9 * options.network,
@@ -79,7 +86,7 @@ def run() -> None:
         enough = fewest(config, plan, machine)
         more = f"{enough} would do" if enough else "none are enough"
         raise UserError(
-            f"--gpus={gpus}: no layout fits into {options.memory:g} GiB a GPU; take more GPUs ({more}), "
+            f"--gpus={gpus}: no layout fits into {memory / GIB:g} GiB a GPU; take more GPUs ({more}), "
             "or a shorter trainer.sequence_length"
         )
     best, seen = [], set()
@@ -99,10 +106,10 @@ def _counts(text: str) -> list[int]:
     return numbers
 
 
-def _plan(config: Config) -> Plan:
-    """As the run will have it: with kernels for Hopper."""
+def _plan(config: Config, gpu: Gpu | None) -> Plan:
+    """As the run will have it on such GPUs."""
     config.model.validate()
-    plan = Plan(config.precision, config.model.num_layers, Gpu("planned", (9, 0)))
+    plan = Plan(config.precision, config.model.num_layers, gpu)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
     return plan
@@ -111,11 +118,12 @@ def _plan(config: Config) -> Plan:
 def table(costs: list[Cost]) -> str:
     """One layout a line."""
     head = (
-        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
-        f"{'compute ms':>10} {'gather+reduce':>13} {'to experts':>10} {'tokens/s/GPU':>12}"
+        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'context':>7} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
+        f"{'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} {'tokens/s/GPU':>12}"
     )
     lines = [
-        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.microbatch:10} {c.recompute.value:>9} "
+        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.degrees.context:7} {c.microbatch:10} "
+        f"{c.recompute.value:>9} "
         f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} "
         f"{c.tokens_per_second:12,.0f}"
         for c in costs
@@ -131,17 +139,13 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
         start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     if gpus == 1:
         start = "python"
-    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run"}
+    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run", "gpu"}
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
-    degrees = [
-        f"parallel.{axis}={size}"
-        for axis, size in zip(("replicate", "shard", "expert"), (d.replicate, d.shard, d.expert), strict=True)
-        if size != 1
-    ]
+    degrees = [f"parallel.{axis}={size}" for axis, size in asdict(d).items() if size != 1]
     batch = [
         f"trainer.microbatch_size={c.microbatch}",
-        f"trainer.global_batch_size={c.microbatch * c.microbatches * gpus}",
+        f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
     ]
     again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
     return " ".join([start, "train.py", *kept, *degrees, *batch, *again])

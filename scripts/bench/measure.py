@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from precision.errors import RunError, UserError
 from trainer.health.nvml import Gpu, Lost, Unavailable, find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,8 @@ def attempt(name: str, make: Callable[[], list]) -> list:
     try:
         return make()
     except Exception as error:  # whatever a library says
-        say(f"{name}: left out, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        kind = "" if isinstance(error, UserError | RunError) else f", {type(error).__name__}"
+        say(f"{name}: left out{kind}: {' '.join(str(error).split())[:300]}")
         return []
 
 

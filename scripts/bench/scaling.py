@@ -114,7 +114,7 @@ def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
 def rank(rank_group: RankGroup) -> None:
     """One of the processes: build, time, and on rank 0 write down what the slowest took."""
     from trainer.config import load
-    from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, total_memory
+    from trainer.forecast.memory import forecast, total_memory
     from trainer.forecast.preflight import check
     from trainer.launch.device import pick_device
     from trainer.launch.world import init
@@ -150,7 +150,7 @@ def rank(rank_group: RankGroup) -> None:
     if world.device.type == "cuda":
         peak, retries = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["num_alloc_retries"]
     silent = silent_seconds(engine.model, steps, options, world)
-    policy = pick_fsdp_policy(config, engine.plan, degrees, total_memory(world.device))
+    expected, _ = forecast(config, engine.plan, degrees, total_memory(world.device))
     peaks, retries = world.gather(peak), world.gather(retries)
     if world.is_first:
         result = {
@@ -162,7 +162,7 @@ def rank(rank_group: RankGroup) -> None:
             "silent_seconds": silent,
             "peak": max(peaks),
             "retries": max(retries),
-            "forecast": sum(forecast_memory(config, engine.plan, degrees, policy).values()),
+            "forecast": sum(expected.values()),
         }
         Path(os.environ["SCALING_RESULT"]).write_text(json.dumps(result))
     world.barrier()

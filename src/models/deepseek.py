@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from models.block import Block, DenseBlock, MoEBlock
 from models.config import ModelConfig, NormPosition
+from models.context import ContextSplit
 from models.documents import beyond, bounds_of, documents_of
 from models.layers import FFN, Embedding, RMSNorm, normed, qk_bound, rope_table, softmax_scale
 from models.loss import Losses, targets_ahead
@@ -61,42 +62,53 @@ class DeepSeek(nn.Module):
         self.end_of_text: int | None = None
         """The token that documents begin with, if attention is to stay within them (`models.documents`); None: it goes
         over whole sequences."""
+        self.context: ContextSplit | None = None
+        """The ranks that sequences are cut over (`split_sequences`); None: they are whole."""
         self._mtp_targets: Tensor | None = None  # [K], see `expect`
         plan.finish()
 
     def forward(self, tokens: Tensor) -> Losses:
-        """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it."""
+        """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it.
+
+        With `context` of the positions of this rank: the mean over the group's ranks is the loss of the sequences.
+        """
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
             raise UserError(
                 f"model.num_mtp_layers={len(self.mtp)}: too deep for a sequence of {S} positions; set at most {S - 1}"
             )
         refresh_weights(self)
-        embedded = self.embed(tokens)
+        further = max(1, len(self.mtp))
+        embedded = self.embed(tokens if self.context is None else self.context.window(tokens, further))
         rope_2SP = self._rope(S, tokens.device)
         documents = None if self.end_of_text is None else documents_of(tokens, self.end_of_text)
         masked = () if documents is None else self._mask(documents[:, :S])
-        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, S), rope_2SP, masked)
-        lm = self.loss(h_BSD, targets_ahead(tokens, 1))
+        own = S if self.context is None else S // self.context.size
+        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, own), rope_2SP, masked)
+        lm = self.loss(h_BSD, self.own(targets_ahead(tokens, 1)))
         mtp = torch.zeros_like(lm)
         for k, block in enumerate(self.mtp, start=1):
-            ahead, targets = tokens_ahead(embedded, k, S), targets_ahead(tokens, k + 1)
-            share = None
+            ahead, targets = tokens_ahead(embedded, k, own), targets_ahead(tokens, k + 1)
             if documents is not None:
                 ahead, targets = self._within(documents, k, ahead, targets)
-                if self._mtp_targets is not None:
-                    share = (targets != IGNORED).sum() / self._mtp_targets[k - 1]
+            mean = None  # number of targets of a microbatch whose loss has weight 1
+            if documents is not None and self._mtp_targets is not None:
+                mean = self._mtp_targets[k - 1]
+            elif self.context is not None:
+                mean = (targets != IGNORED).sum().clamp(min=1) / self.context.size
+            targets = self.own(targets)
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, ahead, *masked)
             balance = balance + loss
             loads.append(load_E)
             loss = self.loss(h_BSD, targets) / len(self.mtp)
-            mtp = mtp + (loss if share is None else loss * share)
+            mtp = mtp + (loss if mean is None else loss * ((targets != IGNORED).sum() / mean))
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
 
     @torch.no_grad()
     def expect(self, tokens: Tensor, microbatches: int) -> None:
-        """What a step is about to read, all of it, tokens [B, S + 1] int64, and in how many equal microbatches.
+        """What a step is about to read, all of it, tokens [B, S + 1] int64, and in how many equal microbatches, of all
+        ranks; one that ranks of a context group share counts on each.
 
         Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
         are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
@@ -113,10 +125,29 @@ class DeepSeek(nn.Module):
         self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype."""
+        """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype; with `context`
+        at this rank's positions, as `own` takes them of targets."""
         refresh_weights(self)
         masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
-        return self._main(self.embed(tokens), self._rope(tokens.shape[1], tokens.device), masked)[0]
+        return self._main(self.embed(self.own(tokens)), self._rope(tokens.shape[1], tokens.device), masked)[0]
+
+    def own(self, x: Tensor) -> Tensor:
+        """x [B, S, ...] at this rank's positions: all, without `context`."""
+        return x if self.context is None else self.context.own(x).contiguous()
+
+    def split_sequences(self, context: ContextSplit) -> None:
+        """Context parallelism: from now on each rank of the group computes its part of every sequence. UserError if
+        heads do not go round."""
+        if self.config.num_heads % context.size:
+            raise UserError(
+                f"parallel.context={context.size}: it does not divide model.num_heads={self.config.num_heads}; "
+                "set a divisor"
+            )
+        self.context = context
+        for _, block in self._blocks:
+            block.attn.context = context
+            if isinstance(block, MoEBlock):
+                block.moe.gate.context = context
 
     def logits(self, h_BSD: Tensor) -> Tensor:
         """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
@@ -197,7 +228,7 @@ class DeepSeek(nn.Module):
         out_BS = beyond(documents, k, target_BS.shape[1])
         if k > 1:  # one place on, the other document begins with that end-of-text token anyway
             end_1D = self.embed(documents.new_full((1,), self.end_of_text or 0, dtype=torch.int64))
-            ahead_BSD = torch.where(out_BS[..., None], end_1D, ahead_BSD)
+            ahead_BSD = torch.where(self.own(out_BS)[..., None], end_1D, ahead_BSD)
         return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
 
     def _main(self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple = ()) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -20,12 +20,21 @@ Legend: H heads, N nope, R rope, V value width of a head, C key-value latent, D 
 """
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from itertools import accumulate
+from typing import NamedTuple
 
 from models.config import ModelConfig
 from precision.errors import UserError
 from precision.rows import GemmRow
+
+
+class Box(NamedTuple):
+    """A matrix in its group: first row, first column, and its shape."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,14 @@ class Division:
         """Rows of a group."""
         return sum(self.rows)
 
-    def views(self, weight: Tensor) -> list[Tensor]:
-        """weight [..., groups x period, K] -> for each of `rows` its matrices [..., groups, columns, rows, K /
-        columns], in the same memory."""
-        grouped = weight.unflatten(-2, (-1, self.period)).unflatten(-1, (self.columns, -1))
-        return [part.movedim(-2, -3) for part in grouped.split(self.rows, -3)]
+    def boxes(self, width: int) -> list[Box]:
+        """The matrices of a group of a weight with `width` columns."""
+        starts, each = accumulate(self.rows, initial=0), width // self.columns
+        return [
+            Box(row, i * each, rows, each)
+            for row, rows in zip(starts, self.rows, strict=False)
+            for i in range(self.columns)
+        ]
 
     def shapes(self, weight: tuple[int, int]) -> list[tuple[int, int, int]]:
         """Count, rows and columns of the matrices of a weight [R, K]."""

@@ -36,6 +36,7 @@ positions, L positions in a cache.
 import torch
 from torch import Tensor, nn
 
+from models.context import ContextSplit
 from models.layers import RMSNorm, apply_rope, normed
 from precision import AttentionCore, Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
 
@@ -94,17 +95,20 @@ class MLA(nn.Module):
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
+        self.context: ContextSplit | None = None  # the ranks that sequences are cut over
         self.num_heads, self.softmax_scale = num_heads, softmax_scale
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
 
     def forward(self, x: Operand | Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table`; mask as from `document_mask`, or
-        None: every position sees all before it -> [B, S, D]."""
-        q_BSx, latent, k_rope = self._queries(x), *self._latent(x, rope_2SP)
+        None: every position sees all before it -> [B, S, D]. With `context` x and the result are this rank's positions,
+        rope and mask those of whole sequences."""
+        own_2SP = rope_2SP if self.context is None else self.context.own(rope_2SP)
+        q_BSx, latent, k_rope = self._queries(x), *self._latent(x, own_2SP)
         kv_BSx = self.kv_b(latent)
         self.kurtosis(q_BSx, kv_BSx)
-        return self._expanded(self._by_head(q_BSx, rope_2SP), kv_BSx, k_rope, rope_2SP, mask)
+        return self._expanded(self._by_head(q_BSx, own_2SP), kv_BSx, k_rope, rope_2SP, mask)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
@@ -147,13 +151,21 @@ class MLA(nn.Module):
         """Attention among these positions, of keys and values [B, S, H (N + V)] as `kv_b` makes them; see `_by_head`,
         `_latent` -> [B, S, D]."""
         kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
+        if self.context is None:
+            k_rope = k_rope.expand(-1, -1, self.num_heads, -1)
+        else:  # from here to the result: all positions, own heads
+            k_rope = self.context.for_heads(k_rope[:, :, 0], self.num_heads // self.context.size)
+            q_BSHd, kv_BSHx = self.context.to_heads(q_BSHd), self.context.to_heads(kv_BSHx)
         k_nope_BSHN, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
-        k = torch.cat([k_nope_BSHN, k_rope.expand(-1, -1, self.num_heads, -1)], -1)
+        k = torch.cat([k_nope_BSHN, k_rope], -1)
         if self.k_head_norm is not None:
             k = self._turned(normed(k, self.k_head_norm), rope_2SP)
         q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q_BSHd, k, v_BSHV))
         out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
-        return self.o(out_BHSV.transpose(1, 2).flatten(2))
+        out_BSHV = out_BHSV.transpose(1, 2)
+        if self.context is not None:
+            out_BSHV = self.context.to_positions(out_BSHV)
+        return self.o(out_BSHV.flatten(2))
 
     def _queries(self, x: Operand | Tensor) -> Tensor:
         """[B, S, H (N + R)]."""

@@ -16,7 +16,9 @@ the same. Against imbalance within one sequence there is a small loss:
     f_i = E / (K S) * number of the sequence's tokens that chose i        counts: no gradient
     P_i = mean over the sequence's tokens of s_i / sum_j s_j
 
-averaged over sequences. No token is dropped, and a token's experts depend on that token alone.
+averaged over sequences. No token is dropped, and a token's experts depend on that token alone. Where a sequence is cut
+over ranks (`context`), f_i counts over all of it, P_i is the mean over a rank's positions: the mean of the ranks'
+losses is that of one process.
 
 Legend: B batch, S sequence, E experts, G groups, K chosen experts of a token.
 """
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import RouterScoring
+from models.context import ContextSplit
 from precision import choose_experts
 
 
@@ -66,6 +69,7 @@ class Gate(nn.Module):
         self.scoring, self.normalize, self.scaling_factor = scoring, normalize, scaling_factor
         self.balance_loss_weight, self.force_balanced = balance_loss_weight, force_balanced
         biased = scoring is RouterScoring.sigmoid
+        self.context: ContextSplit | None = None
         self.register_buffer("bias", torch.empty(num_experts, dtype=torch.float32) if biased else None)
 
     def forward(self, logits_BSE: Tensor) -> Routing:
@@ -78,7 +82,8 @@ class Gate(nn.Module):
             weight_BSK = weight_BSK / (weight_BSK.sum(-1, keepdim=True) + 1e-20)
         count_BE = count_choices(expert_BSK, self.num_experts)
         share_BSE = score_BSE if softmax else score_BSE / (score_BSE.sum(-1, keepdim=True) + 1e-20)
-        loss = self.balance_loss_weight * balance_loss(share_BSE, count_BE, self.num_chosen)
+        f_BE = count_BE if self.context is None else self.context.sum(count_BE) / self.context.size
+        loss = self.balance_loss_weight * balance_loss(share_BSE, f_BE, self.num_chosen)
         return Routing(expert_BSK, weight_BSK * self.scaling_factor, loss, count_BE.sum(0))
 
     def choose(self, score_BSE: Tensor) -> Tensor:

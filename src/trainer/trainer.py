@@ -25,7 +25,7 @@ from models.flops import flops_per_token
 from trainer.build import Run, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
-from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, what_grew
+from trainer.forecast.memory import forecast, what_grew
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
 from trainer.launch.world import World
@@ -192,8 +192,8 @@ class Trainer:
         e = self.run.engine
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
-        forecast = forecast_memory(self.config, e.plan, degrees, pick_fsdp_policy(self.config, e.plan, degrees, total))
-        return TrainingStopped(what_grew(forecast, torch.cuda.max_memory_allocated(e.device), total))
+        expected, _ = forecast(self.config, e.plan, degrees, float(total))
+        return TrainingStopped(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""

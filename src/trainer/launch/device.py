@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -11,6 +14,7 @@ from trainer.config import Device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = 1 << 30  # bytes
+_CONTROL_GROUP = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 def tune_host(device: torch.device) -> None:
@@ -28,6 +32,15 @@ def tune_host(device: torch.device) -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, _KEEP)
             libc.mallopt(_M_TRIM_THRESHOLD, _KEEP)
+
+
+def host_memory() -> float:
+    """Bytes that all processes of this host have together: its memory, or the limit of this control group."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CONTROL_GROUP:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(Path(path).read_text()))
+    return float(min(limits))
 
 
 def pick_device(choice: Device) -> torch.device:

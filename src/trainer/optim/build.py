@@ -11,17 +11,24 @@ from trainer.config import Config, OptimizerName
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.optim.muon import Muon
+from trainer.optim.owners import Layout, layout
+from trainer.parallel.mesh import Degrees
 
 
 def build_optimizer(
-    config: Config, plan: Plan, model: DeepSeek, device: torch.device, world: World | None = None
+    config: Config,
+    plan: Plan,
+    model: DeepSeek,
+    device: torch.device,
+    world: World | None = None,
+    degrees: Degrees = Degrees(),  # noqa: B008
 ) -> Optimizer:
-    """For the model that the plan was made for. world: who shares its weights. UserError where Muon would leave out a
-    weight that it should update."""
+    """For the model that the plan was made for. world, degrees: who shares its weights, and how. UserError where Muon
+    would leave out a weight that it should update."""
     c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
     if c.name is OptimizerName.adamw:
         return Optimizer(model, no_decay, c, steps, device, world)
-    found = {f"{name}.weight": division(config.model, row) for name, row in muon_rows(config, plan).items()}
+    found = {f"{name}.weight": each for name, each in muon_layouts(config, plan, degrees).items()}
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
@@ -37,3 +44,15 @@ def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
         return {}
     others = {"lm_head"} if o.muon.router else {"lm_head", "moe.router"}
     return {name: row for name, row in plan.gemms.items() if row.op not in others}
+
+
+def muon_layouts(config: Config, plan: Plan, degrees: Degrees) -> dict[str, Layout]:
+    """Where the matrices of these weights lie, by row of the plan."""
+    return {
+        name: layout(_shape(row), division(config.model, row), degrees) for name, row in muon_rows(config, plan).items()
+    }
+
+
+def _shape(row: GemmRow) -> tuple[int, ...]:
+    shape = row.out_features, row.in_features
+    return (row.groups, *shape) if row.op == "moe.experts" else shape

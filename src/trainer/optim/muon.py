@@ -10,54 +10,64 @@ An orthogonal O has entries of RMS 1 / sqrt(max(A, B)). So all entries of the up
 shape. With 0.2, the RMS of AdamW's updates in practice, AdamW's learning rate and decay carry over.
 
 Embedding, head, norms and (unless `optim.muon.router`) routers are AdamW's; both groups share schedule, rate and clip.
-The momentum has the parameter's name and shape: checkpoints know nothing of matrices and batches. A rank needs whole
-matrices: parameters may be replicated, not sharded (`forecast.preflight` refuses that).
+The momentum has the parameter's name and shape, and is shared as the parameter is: checkpoints know nothing of matrices
+and owners. Where ranks share weights, each matrix has one owner (`owners`), which orthogonalises it. A matrix that the
+owner alone holds needs no message; the others travel in rounds (`exchange`), which are hidden: a round is on its way
+while the one before it, or matrices without messages, are computed.
 
 A step that is dropped writes nothing: new momentum and weights are *selected* by `ok`, since NaN x 0 is NaN. An expert
 without tokens moves all the same, along its old momentum.
 
-Matrices of one shape (up to transposition) are computed in batches of at most `_AT_ONCE` numbers, which bounds what
-a step takes in memory. U is rounded to the format of the iteration before anything else.
+Matrices of one shape (up to transposition) are computed in batches of at most `AT_ONCE` numbers, which bounds what
+a step takes in memory. U is rounded to the format of the iteration before anything else, so that it does not matter
+whether it travelled.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from models.matrices import Division
 from precision.formats import BY_NAME
 from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer, foreach_norm
+from trainer.optim.exchange import Fragment, Packing, Parcel, Round, fragment, rounds
 from trainer.optim.orthogonalise import DTYPES, orthogonalise, polynomials
+from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.shard_views import local, shared_like
 
-_AT_ONCE = 1 << 26  # numbers in a batch: 128 MiB in BF16, of which the iteration has about four
+AT_ONCE = 1 << 26
+"""Numbers in a batch: 128 MiB in BF16, of which the iteration has about four."""
 
 
-class Piece(NamedTuple):
-    """Matrices of a rank's part of a parameter: [begin:end] of view number `index` of its division."""
+@dataclass
+class Travel:
+    """A round on its way. matrices: those that this rank owns, [matrices, A, B] by run, in `batches` of one shape."""
 
-    name: str
-    index: int
-    begin: int
-    end: int
-    shape: torch.Size
+    round: Round
+    batches: list[tuple[list[Run], Tensor]]
+    matrices: dict[Run, Tensor]
+    parcel: Parcel
 
-    def of(self, views: Mapping[str, list[Tensor]]) -> Tensor:
-        return views[self.name][self.index][self.begin : self.end]
 
-    @property
-    def count(self) -> int:
-        """Number of matrices."""
-        return self.shape[:-2].numel()
+@dataclass
+class Step:
+    """What a step works on: the flag, the rate, clipping's divisor; and this rank's rows of each weight, [rows, K]."""
+
+    ok: Tensor
+    lr: Tensor
+    divisor: Tensor | None
+    weights: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    gradients: dict[str, Tensor]
 
 
 class Muon(Optimizer):
-    """Muon for the parameters that `divisions` names, AdamW for the others of the model; see `Optimizer`."""
+    """Muon for the parameters that `layouts` names, AdamW for the others of the model; see `Optimizer`. A collective
+    where there are ranks: `step`, too."""
 
     def __init__(
         self,
@@ -66,18 +76,20 @@ class Muon(Optimizer):
         config: OptimConfig,
         max_steps: int,
         device: torch.device,
-        divisions: Mapping[str, Division],
+        layouts: Mapping[str, Layout],
         world: World | None = None,
     ):
-        super().__init__(model, no_decay, config, max_steps, device, world, elsewhere=divisions.keys())
+        super().__init__(model, no_decay, config, max_steps, device, world, elsewhere=layouts.keys())
         assert config.muon is not None
-        self._divisions, self._muon, self._decay = dict(divisions), config.muon, config.weight_decay
+        self._layouts, self._muon, self._decay = dict(layouts), config.muon, config.weight_decay
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)
         self._dtype = DTYPES[config.muon.iteration]
         moments = BY_NAME[config.moments.value].dtype
-        self._momentum = {name: torch.zeros_like(self._parts[name], dtype=moments) for name in divisions}
-        self._batches = list(batches(divisions, {name: self._parts[name].shape for name in divisions}))
-        self._moved = {name: torch.zeros((), dtype=torch.float64, device=device) for name in divisions}
+        self._momentum = {name: torch.zeros_like(self._parts[name], dtype=moments) for name in layouts}
+        runs, _ = assign(layouts, len(self._triples), self._world.size)
+        alone, self._rounds = rounds(runs, layouts, self._world.rank, AT_ONCE)
+        self._alone = list(batches(alone, AT_ONCE))
+        self._moved = {name: torch.zeros((), dtype=torch.float64, device=device) for name in layouts}
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
         """As `Optimizer.step`. A parameter without a gradient counts as one whose gradient is zero."""
@@ -89,42 +101,101 @@ class Muon(Optimizer):
     def _orthogonal_step(self, ok: Tensor, lr: Tensor, divisor: Tensor | None) -> None:
         for square in self._moved.values():
             square.zero_()
-        weights = self._views({name: self._parts[name].detach() for name in self._divisions})
-        momenta = self._views(self._momentum)
-        gradients = self._views({name: self._gradient(name) for name in self._divisions})
-        for batch in self._batches:
-            count, shape = sum(p.count for p in batch), canonical(batch[0].shape)
-            x = torch.empty(count, *shape, dtype=self._dtype, device=lr.device)
-            for piece, slot in slots(batch, x):
-                slot.copy_(self._advance(ok, piece.of(momenta), piece.of(gradients), divisor))
-            for piece, update in slots(batch, orthogonalise(x, self._triples, self._dtype)):
-                self._moved[piece.name] += self._apply(ok, lr, piece.of(weights), update)
+        names = self._layouts
+        step = Step(
+            ok,
+            lr,
+            divisor,
+            {name: self._parts[name].detach().flatten(0, -2) for name in names},
+            {name: self._momentum[name].flatten(0, -2) for name in names},
+            {name: self._gradient(name).contiguous().flatten(0, -2) for name in names},
+        )
+        turns = len(self._rounds) + 1  # between the rounds, a share of the matrices that need no message
+        coming, back = self._send(step, 0), None
+        for turn in range(turns):
+            following = self._send(step, turn + 1)
+            for batch in self._alone[turn::turns]:
+                self._update(step, batch)
+            returning = None if coming is None else self._send_back(coming)
+            if back is not None:
+                self._finish(step, back)
+            coming, back = following, returning
 
-    def _advance(self, ok: Tensor, momentum: Tensor, gradient: Tensor, divisor: Tensor | None) -> Tensor:
+    def _update(self, step: Step, batch: list[Run]) -> None:
+        """Matrices that this rank alone holds."""
+        x = self._room(batch, step.lr.device)
+        rows = {run: fragment(run, self._layouts[run.name], run.first) for run in batch}
+        for run, slot in slots(batch, x):
+            slot.copy_(self._advance(step, rows[run]))
+        for run, update in slots(batch, orthogonalise(x, self._triples, self._dtype)):
+            self._apply(step, rows[run], update)
+
+    def _send(self, step: Step, number: int) -> Travel | None:
+        """The matrices of a round, on their way to their owners; None if there is no such round."""
+        if number >= len(self._rounds):
+            return None
+        this, device = self._rounds[number], step.lr.device
+        ready = [(batch, self._room(batch, device)) for batch in batches(this.mine, AT_ONCE)]
+        matrices = {run: slot for batch, x in ready for run, slot in slots(batch, x)}
+        packing = Packing(this.sends, self._dtype, device)
+        for rows in this.here:
+            u = self._advance(step, rows)
+            if rows.run in matrices:
+                rows.within(matrices[rows.run]).copy_(u)
+            elif (slot := packing.slots.get((rows.run.owner, rows))) is not None:
+                slot.copy_(u)
+        return Travel(this, ready, matrices, packing.send(this.receives, self._world.size))
+
+    def _send_back(self, coming: Travel) -> Travel:
+        """Orthogonalise what has come; the updates, on their way to who needs them."""
+        this = coming.round
+        for rows, arrived in coming.parcel.open().items():
+            rows.within(coming.matrices[rows.run]).copy_(arrived)
+        done = [(batch, orthogonalise(x, self._triples, self._dtype)) for batch, x in coming.batches]
+        updates = {run: slot for batch, x in done for run, slot in slots(batch, x)}
+        packing = Packing(this.returns, self._dtype, self._lr.device)
+        for (_, rows), slot in packing.slots.items():
+            slot.copy_(rows.within(updates[rows.run]))
+        return Travel(this, done, updates, packing.send(this.awaits, self._world.size))
+
+    def _finish(self, step: Step, back: Travel) -> None:
+        """Apply the updates of a round to the rows of this rank."""
+        arrived = back.parcel.open()
+        for rows in back.round.here:
+            mine = back.matrices.get(rows.run)
+            self._apply(step, rows, arrived[rows] if mine is None else rows.within(mine))
+
+    def _room(self, batch: list[Run], device: torch.device) -> Tensor:
+        """For its matrices, [matrices, m, n]."""
+        return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._dtype, device=device)
+
+    def _advance(self, step: Step, rows: Fragment) -> Tensor:
         """M <- mu M + G if `ok`; returns U, FP32."""
-        mu = self._muon.momentum
-        gradient = gradient if divisor is None else gradient / divisor
+        mu, momentum, gradient = (
+            self._muon.momentum,
+            rows.of(step.momenta[rows.run.name]),
+            rows.of(step.gradients[rows.run.name]),
+        )
+        gradient = gradient if step.divisor is None else gradient / step.divisor
         advanced = torch.add(gradient, momentum.float(), alpha=mu)
-        momentum.copy_(torch.where(ok, advanced, momentum))
+        momentum.copy_(torch.where(step.ok, advanced, momentum))
         return torch.add(gradient, advanced, alpha=mu) if self._muon.nesterov else advanced
 
-    def _apply(self, ok: Tensor, lr: Tensor, weight: Tensor, update: Tensor) -> Tensor:
-        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`; returns the square of that, 0-d FP64."""
-        times = self._muon.scale * max(weight.shape[-2:]) ** 0.5
-        change = torch.add(update.float() * times, weight, alpha=self._decay).mul_(lr)
-        weight.copy_(torch.where(ok, weight - change, weight))
-        return torch.where(ok, torch.linalg.vector_norm(change).double().square(), 0.0)
+    def _apply(self, step: Step, rows: Fragment, update: Tensor) -> None:
+        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and add the square of that to its weight's."""
+        weight, times = rows.of(step.weights[rows.run.name]), self._muon.scale * max(canonical(rows.run)) ** 0.5
+        change = torch.add(update.float() * times, weight, alpha=self._decay).mul_(step.lr)
+        weight.copy_(torch.where(step.ok, weight - change, weight))
+        square = torch.linalg.vector_norm(change).double().square()
+        self._moved[rows.run.name] += torch.where(step.ok, square, 0.0)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self._named[name].grad
         return torch.zeros_like(self._parts[name]) if gradient is None else local(gradient)
 
-    def _views(self, parts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        return {name: self._divisions[name].views(part) for name, part in parts.items()}
-
     def _norms_of_parts(self) -> Tensor:
-        mine = [self._parts[name].detach() for name in self._divisions]
-        moved = torch.stack([self._moved[name].sqrt() for name in self._divisions])
+        mine = [self._parts[name].detach() for name in self._layouts]
+        moved = torch.stack([self._moved[name].sqrt() for name in self._layouts])
         return torch.cat([super()._norms_of_parts(), torch.stack([moved, torch.stack(foreach_norm(mine)).double()])], 1)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -133,36 +204,28 @@ class Muon(Optimizer):
         return super().state_dict() | momenta
 
 
-def canonical(shape: torch.Size) -> tuple[int, int]:
+def canonical(run: Run) -> tuple[int, int]:
     """Rows and columns as they are iterated on: no more rows than columns."""
-    m, n = sorted(shape[-2:])
+    m, n = sorted((run.box.rows, run.box.columns))
     return m, n
 
 
-def slots(batch: list[Piece], x: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with its place in x [matrices, m, n], in the piece's shape."""
-    for piece, mine in zip(batch, x.split([piece.count for piece in batch]), strict=True):
-        place = mine.mT if piece.shape[-2] > piece.shape[-1] else mine
-        yield piece, place.unflatten(0, piece.shape[:-2])
+def slots(batch: list[Run], x: Tensor) -> Iterator[tuple[Run, Tensor]]:
+    """Each run with its matrices [matrices, A, B] in x [matrices of all, m, n]."""
+    for run, mine in zip(batch, x.split([run.count for run in batch]), strict=True):
+        yield run, mine.mT if run.box.rows > run.box.columns else mine
 
 
-def batches(divisions: Mapping[str, Division], shapes: Mapping[str, torch.Size]) -> Iterator[list[Piece]]:
-    """The matrices of parts of these shapes, grouped: a function of shapes alone."""
-    by_shape: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-    for name, division in divisions.items():
-        for index, view in enumerate(division.views(torch.empty(shapes[name], device="meta"))):
-            if not view.numel():
-                continue
-            most = max(_AT_ONCE // view[0].numel(), 1)
-            for begin in range(0, len(view), most):
-                end = min(begin + most, len(view))
-                piece = Piece(name, index, begin, end, view[begin:end].shape)
-                by_shape[canonical(piece.shape)].append(piece)
-    for pieces in by_shape.values():
-        batch: list[Piece] = []
-        for piece in pieces:
-            if batch and sum(p.shape.numel() for p in batch) + piece.shape.numel() > _AT_ONCE:
+def batches(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
+    """Runs of matrices of one shape, of at most `most` numbers or one run."""
+    by_shape: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        by_shape[canonical(run)].append(run)
+    for alike in by_shape.values():
+        batch: list[Run] = []
+        for run in alike:
+            if batch and sum(r.numel for r in batch) + run.numel > most:
                 yield batch
                 batch = []
-            batch.append(piece)
+            batch.append(run)
         yield batch

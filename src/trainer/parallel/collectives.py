@@ -16,9 +16,10 @@ from trainer.launch.world import World
 T = TypeVar("T")
 
 
-def local_share(tokens: Tensor, world: World) -> Tensor:
-    """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them."""
-    return tokens.chunk(world.size)[world.rank] if world.many else tokens
+def local_share(tokens: Tensor, world: World, context: int = 1) -> Tensor:
+    """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them, or with groups of `context` ranks
+    those of its group."""
+    return tokens.chunk(world.size // context)[world.rank // context] if world.many else tokens
 
 
 def all_max(amax: Tensor, world: World) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from models import DeepSeek
 from models.block import Block, MoEBlock
+from models.context import ContextSplit
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
 from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
 from trainer.parallel.large import LargeWeights, Sending
@@ -51,6 +52,8 @@ def materialise(
     keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
     needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
     """
+    if mesh.context is not None:
+        model.split_sequences(ContextSplit(mesh.context.get_group()))
     sync, sending = WeightAmaxSync() if fp8 else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)

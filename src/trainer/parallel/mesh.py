@@ -1,15 +1,15 @@
 """The mesh: which rank does what.
 
-    weights of all kinds but experts    replicate x shard
+    sequences                           (replicate x shard) x context
+    weights of all kinds but experts    replicate x (shard x context)
     experts' weights                    expert_replicate x expert_shard x expert
 
-Ranks are counted row by row, so that the last axis is made of neighbours: a shard group, and an expert group, lie in
-one node where they fit. `expert` subdivides the other two axes: an expert group is some ranks of a shard group, or some
-whole shard groups. Each of its ranks owns E / expert whole experts, and shares each of them with the `expert_shard x
-expert_replicate` ranks that own the same ones, if there are others; all `replicate x shard` ranks have tokens of their
-own.
-
-Axes for tensor, context and pipeline parallelism have their names in the config, and nothing behind them yet.
+Ranks are counted row by row, so that the last axis is made of neighbours: a context group, a shard group and an expert
+group lie in one node where they fit. The ranks of a context group have the same sequences and a piece of each
+(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. `expert`
+subdivides all ranks: an expert group is some of the ranks that weights are cut over, or some whole groups of these.
+Each of its ranks owns E / expert whole experts, and shares each of them with the `expert_shard x expert_replicate`
+ranks that own the same ones, if there are others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from trainer.config import ParallelConfig
 
-RESERVED = ("tensor", "context", "pipeline")
 LARGE = 2**24  # numbers of a weight: a gradient of 64 MiB, which is worth being a message of its own
 
 
@@ -37,16 +36,27 @@ class Degrees:
     replicate: int = 1
     shard: int = 1
     expert: int = 1
+    context: int = 1
 
     @property
     def world(self) -> int:
         """Number of ranks."""
+        return self.data * self.context
+
+    @property
+    def data(self) -> int:
+        """Number of context groups: of different sequences at a time."""
         return self.replicate * self.shard
+
+    @property
+    def cut(self) -> int:
+        """Ranks that each weight outside the experts is cut over."""
+        return self.shard * self.context
 
     @property
     def expert_shard(self) -> int:
         """Ranks that share each expert's weights."""
-        return max(self.shard // self.expert, 1)
+        return max(self.cut // self.expert, 1)
 
     @property
     def expert_replicate(self) -> int:
@@ -76,9 +86,12 @@ class FsdpPolicy:
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:
     """The degrees for `world` processes. UserError, naming key, value and fix, for what does not go together."""
-    for axis in RESERVED:
-        if getattr(config, axis) != 1:
-            _refuse(axis, getattr(config, axis), "there is no such parallelism yet", f"set parallel.{axis}=1")
+    context = config.context
+    if context < 1:
+        _refuse("context", context, "out of range", "set 1 or more")
+    if world % context:
+        why = f"it does not divide the {world} processes"
+        _refuse("context", context, why, f"set {_divisor_near(context, world)}, or start a multiple of {context}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
         if size < 1 and size != -1:
@@ -88,25 +101,31 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     if len(left) == 2:
         why = "parallel.shard=-1 takes what is left already"
         _refuse("replicate", -1, why, "set the number of groups, or of ranks in a group")
+    groups = world // context
+    these = f"the {world} processes" if context == 1 else f"the {groups} groups of parallel.context={context} processes"
     if left:
-        if world % known:
+        if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
-            why = f"it does not divide the {world} processes"
-            _refuse(known_axis, known, why, f"set {_divisor_near(known, world)}, or start a multiple of {known}")
-        sizes[left[0]] = world // known
-    elif known != world:
-        if known == 1:
+            fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * context}"
+            _refuse(known_axis, known, f"it does not divide {these}", fix)
+        sizes[left[0]] = groups // known
+    elif known != groups:
+        if known == context == 1:
             why = f"parallel.replicate * parallel.shard are all {world} processes"
             _refuse("shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
-        why = f"with parallel.replicate={config.replicate} it makes {known} ranks, and there are {world} processes"
-        axis = "shard" if config.shard != 1 else "replicate"
-        _refuse(axis, sizes[axis], why, f"start {known}, or set parallel.{axis}=-1 to take what is left")
+        axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
+        others = {"replicate": config.replicate, "shard": config.shard, "context": context}
+        beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k != "context"))
+        start = known * context
+        why = f"with {beside} it makes {start} ranks, and there are {world} processes"
+        _refuse(axis, sizes[axis], why, f"start {start}, or set parallel.{axis}=-1 to take what is left")
     expert = world if config.expert == -1 else config.expert
-    shard = sizes["shard"]
-    if not fits_expert(expert, shard, world):
-        why = f"an expert group is a part of the parallel.shard={shard} ranks of {world}, or several whole ones"
-        _refuse("expert", expert, why, f"set {_expert_near(expert, shard, world)}")
-    return Degrees(sizes["replicate"], shard, expert)
+    cut = sizes["shard"] * context
+    if not fits_expert(expert, cut, world):
+        ranks = f"parallel.shard={cut}" if context == 1 else f"parallel.shard * parallel.context={cut}"
+        why = f"an expert group is a part of the {ranks} ranks of {world}, or several whole ones"
+        _refuse("expert", expert, why, f"set {_expert_near(expert, cut, world)}")
+    return Degrees(sizes["replicate"], sizes["shard"], expert, context)
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
@@ -130,15 +149,16 @@ def _expert_near(expert: int, shard: int, world: int) -> int:
 class Mesh:
     """Process groups of a run, as DeviceMeshes.
 
-    weights: `shard`, or `replicate x shard`. experts: the same of the experts' weights (`expert_shard`, or
-    `expert_replicate x expert_shard`). expert: the ranks that together own all experts; None without expert
-    parallelism.
+    weights: `shard x context` as one axis, or `replicate x` that. experts: the same of the experts' weights
+    (`expert_shard`, or `expert_replicate x expert_shard`). expert: the ranks that together own all experts; None
+    without expert parallelism. context: the ranks that share sequences; None where they are whole.
     """
 
     degrees: Degrees
     weights: DeviceMesh
     experts: DeviceMesh
     expert: DeviceMesh | None
+    context: DeviceMesh | None
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
@@ -146,12 +166,15 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     d = degrees
-    mesh = init_device_mesh(device_type, (d.replicate, d.shard), mesh_dim_names=("replicate", "shard"))
-    weights = mesh if d.replicate > 1 else mesh["shard"]
+    mesh = init_device_mesh(device_type, (d.replicate, d.cut), mesh_dim_names=("replicate", "cut"))
+    weights = mesh if d.replicate > 1 else mesh["cut"]
+    context = None
+    if d.context > 1:
+        context = init_device_mesh(device_type, (d.data, d.context), mesh_dim_names=("data", "context"))["context"]
     if d.expert == 1:
-        return Mesh(degrees, weights, weights, None)
+        return Mesh(degrees, weights, weights, None, context)
     shape = d.expert_replicate, d.expert_shard, d.expert
     names = "expert_replicate", "expert_shard", "expert"
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     experts = mesh[names[:2]] if d.expert_replicate > 1 else mesh["expert_shard"]
-    return Mesh(degrees, weights, experts, mesh["expert"])
+    return Mesh(degrees, weights, experts, mesh["expert"], context)

@@ -184,7 +184,7 @@ class Diagnosis:
         if origin is not None:
             bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
             which = f"rank {origin.rank}, " if self._world.many else ""
-            of = len(served) // self._world.size // self._size
+            of = len(served) // self._engine.degrees.data // self._size
             bad.details.append(f"{which}microbatch {origin.microbatch} of {of}")
             served = served[self._rows_of(origin, len(served))]
         some = again is not None and 0 < len(again.sequences) < len(served)  # if it is all, the text is not to blame
@@ -207,7 +207,9 @@ class Diagnosis:
 
     def _rows_of(self, origin: Origin, batch: int) -> slice:
         """The sequences of a microbatch among the `batch` of a step."""
-        start = origin.rank * (batch // self._world.size) + origin.microbatch * self._size
+        degrees = self._engine.degrees
+        group = origin.rank // degrees.context
+        start = group * (batch // degrees.data) + origin.microbatch * self._size
         return slice(start, start + self._size)
 
     @property

@@ -11,8 +11,8 @@ from precision import Plan, ScalingArena, bind
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
-from trainer.forecast.memory import pick_fsdp_policy, total_memory, travels_in_fp8
-from trainer.forecast.preflight import check_fsdp_policy, records_graphs
+from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
+from trainer.forecast.preflight import check_fsdp_policy
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -40,6 +40,7 @@ class Engine:
     snapshot: SnapshotKeeper
     injector: Injector | None
     microbatch: Microbatch
+    degrees: Degrees
 
     def state(self) -> dict:
         """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
@@ -74,7 +75,7 @@ def build_engine(
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = build_optimizer(config, plan, model, device, world)
+    optimizer = build_optimizer(config, plan, model, device, world, degrees)
     guard = StepGuard(arena, optimizer.names, config.recovery)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
@@ -82,14 +83,16 @@ def build_engine(
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
     microbatch: Microbatch = EagerMicrobatch(model, spoil)
-    if records_graphs(config, plan, degrees, device):
+    if records_graphs(config, plan, degrees, total):
         microbatch = GraphedMicrobatch(model, must=config.cuda_graph is Switch.true)
     if world.many:
         from trainer.step.sharded_microbatch import ShardedMicrobatch
 
         microbatch = ShardedMicrobatch(model, microbatch, world.size, pick_fsdp_policy(config, plan, degrees, total))
     tune_host(device)
-    return Engine(device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch)
+    return Engine(
+        device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch, degrees
+    )
 
 
 def build_model(
@@ -104,11 +107,12 @@ def build_model(
     saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
     share its weights. total: memory of the smallest of their GPUs, bytes.
     """
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length
+    degrees = degrees or Degrees()
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.context
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
-    if degrees is not None and degrees.world > 1:
+    if degrees.world > 1:
         from trainer.parallel.fsdp import materialise
 
         fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())

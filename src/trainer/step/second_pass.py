@@ -66,7 +66,7 @@ def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> 
                 after.callback(hook.remove)
         losses = engine.model(tokens.to(engine.device))
         total = losses.total if engine.injector is None else engine.injector.loss(losses.total)
-        (total * (len(tokens) / batch)).backward()
+        (total * (len(tokens) / batch / engine.degrees.context)).backward()
     return losses.detached(total)
 
 

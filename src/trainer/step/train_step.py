@@ -28,8 +28,8 @@ class StepResult:
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
-    e.model.expect(tokens, len(tokens) // microbatch_size)
-    microbatches = local_share(tokens, e.world).to(e.device).split(microbatch_size)
+    e.model.expect(tokens, len(tokens) // microbatch_size * e.degrees.context)
+    microbatches = local_share(tokens, e.world, e.degrees.context).to(e.device).split(microbatch_size)
     seen: list[Losses] = []
     e.snapshot.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):

@@ -111,7 +111,7 @@ def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> N
     speeds = [round(one.tokens_per_second, -2) for one in found]
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
-    assert all(one.microbatch * one.microbatches == 8 for one in found)
+    assert all(one.microbatch * one.microbatches == 8 * one.degrees.context for one in found)
     assert not list(layouts(*moonlight, replace(H200S, gpus=1), 8))
 
 
@@ -151,8 +151,12 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "--sequences", "8,ten"], "--sequences: 8,ten: want a number above 0, or several: 6,8,10"),
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set more than 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
-        (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139 GiB a GPU; take more GPUs"),
+        (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
         (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (512 would do)"),
+        (
+            ["--gpus", "8", "gpu=a100"],
+            "gpu=a100: a step was measured on an H200 only; measure it with",
+        ),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
         (["--gpus", "0"], "--gpus=0: set more than 0"),
         (

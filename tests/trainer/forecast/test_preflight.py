@@ -12,6 +12,7 @@ from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
+from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy, what_grew
 from trainer.forecast.preflight import check, fitted, report, without_effect
 from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
@@ -125,7 +126,9 @@ def test_the_report_names_plan_parameters_flops_and_memory_of_the_largest_model(
     assert "parameters   682.64 G total, 37.31 G active" in text  # 671 G and MTP's 11.6 G
     assert re.search(r"^flops +\d+\.\d+ G a token", text, re.MULTILINE)
     assert "memory of one process, GiB: a forecast" in text
-    memory = {line[2:18].strip(): float(line[18:]) for line in text.splitlines()[-7:]}
+    *sizes, fits = text.splitlines()[-8:]
+    memory = {line[2:18].strip(): float(line[18:]) for line in sizes}
+    assert fits.startswith("does not fit: model.num_layers=61: each process is forecast to take")
     assert list(memory) == ["parameters", "gradients", "optimizer", "compute weights", "activations", "head", "total"]
     assert memory["parameters"] == pytest.approx(682.64e9 * 4 / 2**30, rel=1e-4)
     assert memory["head"] == pytest.approx(2 * 129280 * 7168 * 4 / 2**30, rel=1e-3)  # MTP uses it a second time
@@ -246,7 +249,7 @@ def test_a_dry_run_of_one_process_takes_the_fewest_ranks_that_go_together(config
 
 def test_ranks_are_told_that_auto_would_take_transformer_engine(config: Make, monkeypatch: pytest.MonkeyPatch):
     """On a chip newer than Hopper."""
-    monkeypatch.setattr("trainer.forecast.preflight.detect", lambda _: Gpu("NVIDIA B200", (10, 0)))
+    monkeypatch.setattr(preflight, "target", lambda _: Target(Gpu("NVIDIA B200", (10, 0)), 2.0**37))
     monkeypatch.setattr("trainer.forecast.preflight.build_problem", lambda: None)
     monkeypatch.setattr("trainer.forecast.preflight.proof.prove", lambda _: None)  # there is no such GPU
     monkeypatch.setattr("precision.resolve.te_problem", lambda *_: None)
@@ -272,12 +275,12 @@ def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(conf
 
 
 def test_a_gpu_without_a_compiler_is_told_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preflight, "detect", lambda device: Gpu("NVIDIA A100", (8, 0)))
     monkeypatch.setattr(preflight, "build_problem", lambda: "no compiler; install one")
+    check(config("trainer.device=cpu"))
+    monkeypatch.setattr(preflight, "target", lambda _: Target(Gpu("NVIDIA A100", (8, 0)), 2.0**36))
     made = config("trainer.device=auto")
     with pytest.raises(ValueError, match=r"^trainer\.device=auto: no compiler; install one$"):
         check(made)
-    check(config("trainer.device=cpu"))
     check(config("trainer.device=auto", "dry_run=true"))
 
 

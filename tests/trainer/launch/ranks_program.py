@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from precision.errors import UserError
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
 from trainer.launch.command_line import guarded
 from trainer.launch.liveness import heartbeat
@@ -46,7 +47,7 @@ def fail(fault: str, rank: int) -> None:
     if kind == "memory":
         raise torch.OutOfMemoryError
     if kind == "mistake":
-        raise ValueError("optim.lr=9: too large; lower it")
+        raise UserError("optim.lr=9: too large; lower it")
     if kind in ("hang", "lag"):
         time.sleep(1000)
 

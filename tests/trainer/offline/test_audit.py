@@ -22,6 +22,7 @@ from trainer.offline.audit import Audit, Finding, audit
 from trainer.offline.audit.accumulation import probe
 from trainer.optim.adamw import Optimizer
 from trainer.optim.muon import Muon
+from trainer.optim.owners import layout
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "precision"
 MODEL = ModelConfig(
@@ -59,7 +60,11 @@ def watch(
     optimizer = Optimizer(model, model.no_decay(), OPTIM, 10, torch.device("cpu"))
     if muon:
         settings = MuonConfig(0.95, True, Coefficients.quintic, None, Iteration.bf16, 0.2, False)
-        rows = {f"{name}.weight": division(of_model, row) for name, row in plan.gemms.items() if row.op != "lm_head"}
+        rows = {
+            f"{name}.weight": layout(tuple(model.get_parameter(f"{name}.weight").shape), division(of_model, row))
+            for name, row in plan.gemms.items()
+            if row.op != "lm_head"
+        }
         optim = dataclasses.replace(OPTIM, muon=settings)
         optimizer = Muon(model, model.no_decay(), optim, 10, torch.device("cpu"), rows)
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from trainer.optim import muon as muon_module
 from trainer.optim.build import muon_rows
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import orthogonalise, polynomials
+from trainer.optim.owners import layout
 from trainer.parallel.mesh import Degrees
 from trainer.step.engine import build_engine
 from trainer.trainer import Trainer
@@ -62,7 +63,14 @@ def optimizer(weight: Tensor, division: Division, config: OptimConfig = CONFIG) 
     """Of a model of one matrix, and a norm that is AdamW's."""
     model = nn.Module()
     model.weight, model.norm = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
-    return model, Muon(model, {"norm"}, config, 100, torch.device("cpu"), {"weight": division})
+    return model, Muon(model, {"norm"}, config, 100, torch.device("cpu"), {"weight": layout(weight.shape, division)})
+
+
+def apart(weight: Tensor, division: Division) -> list[Tensor]:
+    """Copies of its logical matrices."""
+    groups = weight.reshape(-1, division.period, weight.shape[-1])
+    boxes = division.boxes(weight.shape[-1])
+    return [g[b.row : b.row + b.rows, b.column : b.column + b.columns].clone() for b in boxes for g in groups]
 
 
 def test_two_steps_are_those_of_torch() -> None:
@@ -116,20 +124,17 @@ def test_logical_matrices_move_as_parameters_of_their_own(
     """However they are batched; and a fused weight does not, so that the test would see it."""
     torch.manual_seed(0)
 
-    def apart(weight: Tensor) -> list[Tensor]:
-        return [m.clone() for view in division.views(weight) for m in view.reshape(-1, *view.shape[-2:])]
-
     weight, gradients = torch.randn(shape), torch.randn(2, *shape)
-    each = [optimizer(matrix, Division((matrix.shape[0],))) for matrix in apart(weight)]
+    each = [optimizer(matrix, Division((matrix.shape[0],))) for matrix in apart(weight, division)]
     fused = optimizer(weight, Division((shape[-2],)))
-    monkeypatch.setattr(muon_module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(muon_module, "AT_ONCE", at_once)
     whole = optimizer(weight, division)
     for i, gradient in enumerate(gradients):
-        parts = [gradient, gradient.clone(), *apart(gradient)]
+        parts = [gradient, gradient.clone(), *apart(gradient, division)]
         for (model, muon), part in zip([whole, fused, *each], parts, strict=True):
             model.weight.grad = part  # type: ignore[union-attr]
             muon.step(torch.tensor(True), torch.tensor(i))
-    for ours, (model, _) in zip(apart(whole[0].weight.detach()), each, strict=True):  # type: ignore[operator]
+    for ours, (model, _) in zip(apart(whole[0].weight.detach(), division), each, strict=True):  # type: ignore[operator]
         torch.testing.assert_close(ours, model.weight.detach(), rtol=1e-5, atol=1e-5)  # type: ignore[operator]
     if len(division.rows) > 1 or division.columns > 1:
         assert not torch.allclose(fused[0].weight, whole[0].weight, atol=1e-3)  # type: ignore[arg-type]
@@ -210,8 +215,9 @@ def test_every_hidden_matrix_is_muons(config: Callable[..., Config], keys: list[
     shapes = dict(engine.model.named_parameters())
     for row, of in muon_rows(made, engine.plan).items():
         name, division = f"{row}.weight", division_of(made.model, of)
-        views = division.views(torch.arange(shapes[name].numel()).view(shapes[name].shape))
-        assert torch.cat([v.flatten() for v in views]).sort()[0].equal(torch.arange(shapes[name].numel()))
+        numbers = torch.arange(shapes[name].numel()).view(shapes[name].shape)
+        found = torch.cat([matrix.flatten() for matrix in apart(numbers, division)])
+        assert found.sort()[0].equal(numbers.flatten())
 
 
 def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
@@ -246,7 +252,6 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
             ["optim.muon.coefficients=deepseek_v4", "optim.muon.steps=2"],
             r"^optim\.muon\.steps=2: out of range; set 3 to",
         ),
-        (["parallel=fsdp"], r"^parallel\.shard=2: optim\.name=muon updates whole matrices, .* set parallel=hsdp"),
     ],
 )
 def test_what_muon_cannot_do_is_refused(config: Callable[..., Config], keys: list[str], why: str) -> None:
@@ -255,4 +260,3 @@ def test_what_muon_cannot_do_is_refused(config: Callable[..., Config], keys: lis
     with pytest.raises(ValueError, match=r"^optim\.name=muon: optim\.muon is null; leave optim\.muon out, or set"):
         check(config("optim.name=muon", "optim.muon=null"))
     check(config("optim.name=muon"))
-    check(config("optim=muon_wsd", "parallel=hsdp", "parallel.shard=1"), 2)

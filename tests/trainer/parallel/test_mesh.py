@@ -7,7 +7,7 @@ from trainer.parallel.mesh import Degrees, resolve
 
 
 def parallel(**sizes: int) -> ParallelConfig:
-    axes = dict.fromkeys(("replicate", "shard", "expert", "tensor", "context", "pipeline"), 1) | sizes
+    axes = dict.fromkeys(("replicate", "shard", "expert", "context"), 1) | sizes
     auto = Switch.auto
     return ParallelConfig(
         **axes, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
@@ -26,6 +26,9 @@ def parallel(**sizes: int) -> ParallelConfig:
         ({"shard": -1, "expert": 2}, 8, Degrees(1, 8, 2)),
         ({"shard": 2, "replicate": -1, "expert": 4}, 8, Degrees(4, 2, 4)),
         ({"shard": -1, "expert": -1}, 8, Degrees(1, 8, 8)),
+        ({"shard": -1, "context": 2}, 8, Degrees(1, 4, 1, 2)),
+        ({"replicate": 2, "shard": -1, "context": 2, "expert": 8}, 8, Degrees(2, 2, 8, 2)),
+        ({"replicate": -1, "context": 8, "expert": 8}, 16, Degrees(2, 1, 8, 8)),
     ],
 )
 def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
@@ -48,8 +51,10 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
         ({"shard": 0}, 1, r"parallel\.shard=0: out of range; set 1 or more"),
         ({"shard": -1, "expert": 3}, 8, r"parallel\.expert=3: .*; set 2"),
         ({"shard": 2, "replicate": -1, "expert": -2}, 8, r"parallel\.expert=-2: out of range"),
-        ({"tensor": 2}, 2, r"parallel\.tensor=2: there is no such parallelism yet; set parallel\.tensor=1"),
-        ({"pipeline": -1}, 2, r"parallel\.pipeline=-1: there is no such"),
+        ({"context": 0}, 1, r"parallel\.context=0: out of range; set 1 or more"),
+        ({"shard": -1, "context": 3}, 8, r"parallel\.context=3: it does not divide the 8 processes; set 2, or start a"),
+        ({"context": 2}, 8, r"parallel\.shard=1: .*parallel\.context=2 it makes 2 ranks, .*; start 2, or set"),
+        ({"shard": 2, "replicate": 1, "context": 2, "expert": 8}, 4, r"parallel\.expert=8: .*context=4 ranks.*; set 4"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sizes: dict[str, int], world: int, message: str) -> None:

@@ -1,0 +1,127 @@
+"""Context parallelism by exchange of heads (DeepSpeed-Ulysses, arXiv 2309.14509), for MLA.
+
+The c ranks of a context group read the same sequences. Rank j has the positions j S/c to (j+1) S/c of each one in every
+layer but the attention core. There it has the heads j H/c to (j+1) H/c over all positions:
+
+    q [B, S/c, H, N + R]          all-to-all   -> [B, S, H/c, N + R]
+    k_nope, v [B, S/c, H, N + V]  all-to-all   -> [B, S, H/c, N + V]          one message
+    k_rope [B, S/c, 1, R]         all-gather   -> [B, S, H/c, R]              one for all heads, sent once
+    o [B, S, H/c, V]              all-to-all   -> [B, S/c, H, V]
+
+The core, its mask and its positions are those of one process; each rank has as much of the causal triangle as any
+other. The backward pass sends gradients the other way. Each rank's gradient of k_rope is a sum over its own heads: that
+is made in FP32, added over the ranks in FP32, and rounded once, as within one process.
+
+What looks along the sequence outside the core takes the whole rows of tokens, which every rank has: targets, inputs of
+multi-token prediction and documents are shifted first and cut afterwards. The balance loss counts choices over the
+whole sequence (`router`).
+
+Legend: B batch, S sequence, H heads, N nope, R rope, V value width of a head, d width, c ranks of the group.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ContextSplit:
+    """This process's place in a context group: `rank` of `size`. Its methods that send are collectives of the group.
+
+    The operators are those that torch's own parallel code traces: compiled blocks contain them.
+    """
+
+    def __init__(self, group: "ProcessGroup"):
+        self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
+
+    def own(self, x: Tensor) -> Tensor:
+        """x [., S, ...] -> this rank's positions, [., S/c, ...]."""
+        length = x.shape[1] // self.size
+        return x.narrow(1, self.rank * length, length)
+
+    def window(self, tokens: Tensor, further: int) -> Tensor:
+        """tokens [B, S + 1] -> this rank's of the first S and `further` behind them, [B, S/c + further]; beyond the end
+        the last token."""
+        length = (tokens.shape[1] - 1) // self.size
+        first = self.rank * length
+        place = torch.arange(first, first + length + further, device=tokens.device)
+        return tokens[:, place.clamp(max=tokens.shape[1] - 1)]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the group, without gradient."""
+        return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.name))
+
+    def to_heads(self, x_BsHd: Tensor) -> Tensor:
+        """Own positions of all heads [B, S/c, H, d] -> all positions of own heads [B, S, H/c, d]."""
+        return _ToHeads.apply(x_BsHd, self.size, self.name)
+
+    def to_positions(self, x_BShd: Tensor) -> Tensor:
+        """All positions of own heads [B, S, H/c, d] -> own positions of all heads [B, S/c, H, d]."""
+        return _ToPositions.apply(x_BShd, self.size, self.name)
+
+    def for_heads(self, x_BsR: Tensor, heads: int) -> Tensor:
+        """What all heads share, own positions [B, S/c, R] -> all positions [B, S, heads, R]."""
+        return _ForHeads.apply(x_BsR, heads, self.size, self.name)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BsHd: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _to_heads(x_BsHd, size, group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _to_positions(grads[0], ctx.size, ctx.group), None, None
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BShd: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _to_positions(x_BShd, size, group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _to_heads(grads[0], ctx.size, ctx.group), None, None
+
+
+class _ForHeads(torch.autograd.Function):
+    """[B, S/c, R] -> [B, S, heads, R]; the gradient is summed over heads and ranks in FP32."""
+
+    @staticmethod
+    def forward(ctx, x_BsR: Tensor, heads: int, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        pieces_cBsR = _wait(gather(x_BsR.contiguous()[None], size, group))
+        return pieces_cBsR.transpose(0, 1).flatten(1, 2)[:, :, None].expand(-1, -1, heads, -1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        own_heads_BSR = grads[0].sum(2, dtype=torch.float32)
+        pieces_cBsR = own_heads_BSR.unflatten(1, (ctx.size, -1)).transpose(0, 1).contiguous()
+        scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+        return _wait(scatter(pieces_cBsR, "sum", ctx.size, ctx.group))[0].to(grads[0].dtype), None, None, None
+
+
+def _to_heads(x_BsHd: Tensor, size: int, group: str) -> Tensor:
+    pieces_cBshd = x_BsHd.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
+    return _exchange(pieces_cBshd, size, group).transpose(0, 1).flatten(1, 2)
+
+
+def _to_positions(x_BShd: Tensor, size: int, group: str) -> Tensor:
+    pieces_cBshd = x_BShd.unflatten(1, (size, -1)).transpose(0, 1)
+    return _exchange(pieces_cBshd, size, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _exchange(x: Tensor, size: int, group: str) -> Tensor:
+    """Piece i of x [c, ...] goes to rank i; what arrives from rank i is piece i."""
+    ones = [1] * size
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group))
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)

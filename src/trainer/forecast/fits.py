@@ -1,0 +1,76 @@
+"""Whether a run fits into the memory that it will find, and the settings that would.
+
+The forecast leaves out what ops need while they run, so what it finds too large is too large. Settings are tried in the
+order of docs/parallelism.md: recompute=selective, smaller microbatches, recompute=full. Those that are advised leave a
+tenth of the memory free.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from precision import Plan
+from precision.errors import UserError
+from trainer.config import Config, Recompute
+from trainer.forecast.cost import SPARE, Machine, fewest
+from trainer.forecast.gpus import Target
+from trainer.forecast.memory import GIB, forecast
+from trainer.parallel.mesh import Degrees
+
+PER_NODE = 8
+
+
+def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> None:
+    """UserError, with settings that fit, if a rank is forecast to need more memory than there is. target: what
+    `local_ranks` ranks of this host compute on."""
+    if not config.force_memory and (problem := does_not_fit(config, plan, degrees, target, local_ranks)) is not None:
+        raise UserError(f"{problem}; or start anyway with force_memory=true")
+
+
+def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
+    """What is too large, and what to do: one line. None if the run fits."""
+    shared = target.gpu is None and local_ranks > 1
+    room = target.memory / local_ranks if shared else target.memory
+    need = _needed(config, plan, degrees, target)
+    if need <= room:
+        return None
+    whose = f"each of {local_ranks} ranks of {target.name}" if shared else target.name
+    problem = f"each process is forecast to take {need / GIB:.1f} GiB, and {whose} has {room / GIB:.1f}"
+    for other in _smaller(config, degrees):
+        if _needed(other, plan, degrees, target) <= SPARE * room:
+            was, fix = _memory_keys(config), _memory_keys(other)
+            changed = [key for key in was if was[key] != fix[key]]
+            return f"{changed[0]}={was[changed[0]]}: {problem}; set {' '.join(f'{key}={fix[key]}' for key in changed)}"
+    elsewhere = _elsewhere(config, plan, degrees, target)
+    return f"model.num_layers={config.model.num_layers}: {problem}; no microbatch and recompute fit: {elsewhere}"
+
+
+def _needed(config: Config, plan: Plan, degrees: Degrees, target: Target) -> float:
+    return sum(forecast(config, plan, degrees, target.gpu_memory)[0].values())
+
+
+def _memory_keys(config: Config) -> dict[str, object]:
+    return {"trainer.microbatch_size": config.trainer.microbatch_size, "recompute": config.recompute.value}
+
+
+def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
+    """The same step in less memory, what costs least first."""
+    t, order = config.trainer, list(Recompute)
+    more = order[order.index(config.recompute) :]
+    cheap = [choice for choice in more if choice is not Recompute.full]
+    share = max(t.global_batch_size // degrees.world, 1)
+    sizes = [size for size in range(t.microbatch_size, 0, -1) if share % size == 0]
+    for choices in (cheap, [Recompute.full]):
+        for size in sizes:
+            for choice in choices:
+                yield replace(config, trainer=replace(t, microbatch_size=size), recompute=choice)
+
+
+def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> str:
+    """What to do about a model that is too large for these ranks."""
+    if target.gpu is None:
+        return "choose a smaller model, or see what GPUs would take with dry_run=true gpu=h200"
+    machine = Machine(degrees.world, min(degrees.world, PER_NODE), target.memory, 1.0, 1.0, 1.0)
+    enough = fewest(config, plan, machine)
+    if enough is None:
+        return "choose a smaller model"
+    return f"{enough} such GPUs hold it (scripts/plan_parallelism.py --gpus {enough}), or choose a smaller model"

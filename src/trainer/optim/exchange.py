@@ -1,0 +1,168 @@
+"""Matrices on their way to their owners and back, all of a round in two messages.
+
+A rank sends of each matrix the rows that it holds, in the format of the iteration, to the owner (`owners`), which puts
+them together, orthogonalises, and sends each holder the rows of the update that it needs: those of one replica come,
+and all replicas get theirs. Rows that the owner holds itself go into no message. What one rank sends another is packed
+in the order of runs, which is the same everywhere. A round is a bounded part of all matrices: while it is
+orthogonalised, the next one's messages travel.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.optim.owners import Layout, Run
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+class Fragment(NamedTuple):
+    """The rows of a run's matrices that one part has: `rows` of each, from row `top` of it, the first of them row
+    `begin` of the part."""
+
+    run: Run
+    top: int
+    rows: int
+    begin: int
+    period: int
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return self.run.count * self.rows * self.run.box.columns
+
+    def of(self, part: Tensor) -> Tensor:
+        """part [rows, K], contiguous -> [matrices, rows, columns], in the same memory."""
+        (_, width), box = part.shape, self.run.box
+        start = part.storage_offset() + self.begin * width + box.column
+        size, stride = (self.run.count, self.rows, box.columns), (self.period * width, width, 1)
+        return part.as_strided(size, stride, start)
+
+    def within(self, matrices: Tensor) -> Tensor:
+        """The same rows of whole matrices [matrices, A, B]."""
+        return matrices[:, self.top : self.top + self.rows]
+
+
+def fragment(run: Run, layout: Layout, number: int) -> Fragment:
+    """What part `number` has of a run that lies in it."""
+    part, top = layout.parts[number], run.begin * layout.division.period + run.box.row
+    begin = max(part.begin - top, 0)
+    rows = min(part.end - top, run.box.rows) - begin
+    return Fragment(run, begin, rows, top + begin - part.begin, layout.division.period)
+
+
+@dataclass
+class Round:
+    """What one rank does of a round, each list in the order of its messages.
+
+    here: of all matrices of the round the rows that this rank holds. mine: the runs that it owns. sends, receives: by
+    rank, rows of others' matrices, and others' rows of its own; returns: the rows of its own that others need.
+    """
+
+    here: list[Fragment] = field(default_factory=list)
+    mine: list[Run] = field(default_factory=list)
+    sends: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
+    returns: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
+    awaits: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, run: Run, layout: Layout, rank: int) -> None:
+        """A run that several ranks hold, seen from `rank`."""
+        parts = layout.parts[run.first : run.last]
+        replica = next(part.ranks.index(run.owner) for part in parts if run.owner in part.ranks)
+        if run.owner == rank:
+            self.mine.append(run)
+        for number, part in enumerate(parts, run.first):
+            if run.owner != rank and rank not in part.ranks:
+                continue
+            rows = fragment(run, layout, number)
+            source = part.ranks[replica]
+            if rank in part.ranks:
+                self.here.append(rows)
+                if rank != run.owner:
+                    self.awaits[run.owner].append(rows)
+                    if rank == source:
+                        self.sends[run.owner].append(rows)
+            if rank == run.owner:
+                if source != rank:
+                    self.receives[source].append(rows)
+                for holder in part.ranks:
+                    if holder != rank:
+                        self.returns[holder].append(rows)
+
+
+def rounds(runs: Iterable[Run], layouts: Mapping[str, Layout], rank: int, most: int) -> tuple[list[Run], list[Round]]:
+    """The runs that this rank alone holds, and the others in rounds, in which each owner has at most `most` numbers, or
+    one matrix. As many rounds on each rank."""
+    alone: list[Run] = []
+    made: list[Round] = []
+    at: dict[int, tuple[int, int]] = {}  # by owner: its last round, the numbers in it
+    for whole in runs:
+        layout = layouts[whole.name]
+        if sum(len(part.ranks) for part in layout.parts[whole.first : whole.last]) == 1:
+            alone += whole.cut(most) if whole.owner == rank else ()
+            continue
+        for run in whole.cut(most):
+            number, filled = at.get(run.owner, (0, 0))
+            number, filled = (
+                (number + 1, run.numel) if filled and filled + run.numel > most else (number, filled + run.numel)
+            )
+            at[run.owner] = number, filled
+            if number == len(made):
+                made.append(Round())
+            made[number].add(run, layout, rank)
+    return alone, made
+
+
+class Parcel(NamedTuple):
+    """A message to and from every rank, under way: what leaves and arrives, in which order, and what says that it is
+    there."""
+
+    leaving: Tensor
+    arriving: Tensor
+    fragments: list[Fragment]
+    work: "Work"
+
+    def open(self) -> dict[Fragment, Tensor]:
+        """Wait, on the device. Returns [matrices, rows, columns] by fragment."""
+        self.work.wait()
+        pieces = self.arriving.split([f.numel for f in self.fragments])
+        return {
+            f: piece.view(f.run.count, f.rows, f.run.box.columns)
+            for f, piece in zip(self.fragments, pieces, strict=True)
+        }
+
+
+class Packing:
+    """Room for what is sent: `slots` by (rank, fragment), to be filled before `send`."""
+
+    def __init__(self, to: Mapping[int, Sequence[Fragment]], dtype: torch.dtype, device: torch.device):
+        self._numbers = {rank: sum(f.numel for f in to[rank]) for rank in sorted(to)}
+        self._buffer = torch.empty(sum(self._numbers.values()), dtype=dtype, device=device)
+        order = [(rank, f) for rank in sorted(to) for f in to[rank]]
+        pieces = self._buffer.split([f.numel for _, f in order])
+        self.slots = {
+            (rank, f): piece.view(f.run.count, f.rows, f.run.box.columns)
+            for (rank, f), piece in zip(order, pieces, strict=True)
+        }
+
+    def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int) -> Parcel:
+        """come: what others send, by rank. A collective of all `ranks`; returns at once."""
+        import torch.distributed as dist
+
+        order = [f for rank in sorted(come) for f in come[rank]]
+        arriving = self._buffer.new_empty(sum(f.numel for f in order))
+        size = self._buffer.element_size()
+        into = [size * sum(f.numel for f in come.get(rank, ())) for rank in range(ranks)]
+        out = [size * self._numbers.get(rank, 0) for rank in range(ranks)]
+        # as bytes: gloo does not know every format
+        work = dist.all_to_all_single(
+            arriving.view(torch.uint8), self._buffer.view(torch.uint8), into, out, async_op=True
+        )
+        assert work is not None
+        return Parcel(self._buffer, arriving, order, work)

@@ -1,0 +1,146 @@
+"""Who orthogonalises which matrix: one owner each, the FLOPs shared out evenly.
+
+Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Of the logical matrices (`models.matrices`) some
+lie within one rank's rows: experts always, since a stack is cut between experts, and heads where a part's rows are a
+multiple of a head's. Their owner is who holds them. With replicas, which hold the same, it is one of these. A matrix
+that is cut belongs to one of the ranks that hold a part of it.
+
+Owners are chosen longest first: the matrix that costs most goes to the rank that has least to do. All of it follows
+from shapes and degrees, so that ranks agree without a message, and the forecast counts what a step does.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from models.matrices import Box, Division
+from trainer.optim.orthogonalise import flops
+from trainer.parallel.mesh import Degrees
+
+
+class Part(NamedTuple):
+    """Rows [begin:end] of a weight, and the ranks that hold them: one in each replica."""
+
+    begin: int
+    end: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the logical matrices of a weight lie. columns: of the weight; parts: its rows, in order, those of a stack
+    [E, N, K] counted through as [E N, K]."""
+
+    columns: int
+    division: Division
+    parts: tuple[Part, ...]
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The matrices of a group."""
+        return self.division.boxes(self.columns)
+
+
+class Run(NamedTuple):
+    """Matrices of one owner: number `index` of the groups [begin:end] of a weight, which lie in its parts [first:last].
+    More than one only if they lie in one part."""
+
+    name: str
+    index: int
+    begin: int
+    end: int
+    first: int
+    last: int
+    box: Box
+    owner: int
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return self.end - self.begin
+
+    @property
+    def numel(self) -> int:
+        """Numbers in them."""
+        return self.count * self.box.rows * self.box.columns
+
+    def cut(self, most: int) -> Iterator["Run"]:
+        """Runs of at most `most` numbers, or of one matrix."""
+        step = max(most * self.count // self.numel, 1)
+        for begin in range(self.begin, self.end, step):
+            yield self._replace(begin=begin, end=min(begin + step, self.end))
+
+
+def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = Degrees()) -> Layout:  # noqa: B008
+    """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts."""
+    d = degrees
+    if len(shape) == 2:
+        ranks = [tuple(r * d.shard + s for r in range(d.replicate)) for s in range(d.shard)]
+        return Layout(shape[1], division, tuple(_cut(0, shape[0], 1, ranks)))
+    own, parts = shape[0] // d.expert, []
+    for e in range(d.expert):
+        ranks = [
+            tuple((r * d.expert_shard + s) * d.expert + e for r in range(d.expert_replicate))
+            for s in range(d.expert_shard)
+        ]
+        parts += _cut(e * own, (e + 1) * own, shape[1], ranks)
+    return Layout(shape[2], division, tuple(parts))
+
+
+def _cut(begin: int, end: int, rows: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
+    """As torch.chunk does: all but the last are as long as each other, and some ranks may have none."""
+    length = -(-(end - begin) // len(ranks))
+    for start, holders in zip(range(begin, end, length), ranks, strict=False):
+        yield Part(start * rows, min(start + length, end) * rows, holders)
+
+
+def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
+    """The runs of all ranks, those of the costliest matrices first, and FLOPs by rank [ranks] of `steps` steps of the
+    iteration."""
+    found = [
+        (flops(box.rows, box.columns, steps), Run(name, index, *where, box, -1))
+        for name, each in layouts.items()
+        for index, box in enumerate(each.boxes)
+        for where in _places(each, box)
+    ]
+    found.sort(key=lambda item: -item[0])
+    work = np.zeros(ranks)
+    runs: list[Run] = []
+    several: list[tuple[float, Run, np.ndarray]] = []
+    for each, run in found:
+        parts = layouts[run.name].parts
+        holders = np.array([rank for part in parts[run.first : run.last] for rank in part.ranks])
+        share = run.count // len(holders)
+        begin = run.begin
+        for rank in holders if share else ():
+            runs.append(run._replace(begin=begin, end=begin + share, owner=int(rank)))
+            work[rank] += share * each
+            begin += share
+        several += [(each, run._replace(begin=i, end=i + 1), holders) for i in range(begin, run.end)]
+    for each, run, holders in several:
+        rank = int(holders[work[holders].argmin()])
+        work[rank] += each
+        runs.append(run._replace(owner=rank))
+    return sorted(runs, key=lambda run: -flops(run.box.rows, run.box.columns, steps)), work
+
+
+@cache
+def _places(of: Layout, box: Box) -> list[tuple[int, int, int, int]]:
+    """Groups [begin:end] of which the matrix lies in the parts [first:last]."""
+    period, found = of.division.period, []
+    starts = [part.begin for part in of.parts]
+    for i, part in enumerate(of.parts):
+        begin = -(-(part.begin - box.row) // period)
+        end = (part.end - box.row - box.rows) // period + 1
+        if begin < end:
+            found.append((begin, end, i, i + 1))
+        group = (part.end - box.row) // period
+        top = group * period + box.row
+        first = bisect_right(starts, top) - 1
+        if top < part.end < top + box.rows and first == i:
+            found.append((group, group + 1, first, bisect_right(starts, top + box.rows - 1)))
+    return found

@@ -1,0 +1,90 @@
+"""A run that does not fit is refused before anything is allocated, with settings that fit; forecasts agree."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from composed import config_of
+
+from trainer.config import Config, GpuChoice
+from trainer.forecast.fits import check_memory, does_not_fit
+from trainer.forecast.gpus import KNOWN, Target, target
+from trainer.forecast.memory import GIB, forecast
+from trainer.forecast.preflight import check, report
+from trainer.launch.device import host_memory
+from trainer.parallel.mesh import resolve
+
+Make = Callable[..., Config]
+MOONLIGHT = ["model=moonlight_16b", "+recipe=fp8_delayed", "trainer.sequence_length=4096", "dry_run=true"]
+
+
+def asked(*overrides: str, ranks: int = 1) -> str | None:
+    """What is said to a config on the GPU that it names."""
+    config = config_of([*MOONLIGHT, *overrides])
+    return does_not_fit(config, check(config), resolve(config.parallel, ranks), target(config), ranks)
+
+
+def test_what_fits_is_not_refused() -> None:
+    batch = "trainer.global_batch_size=64", "trainer.microbatch_size=8"
+    assert asked(*batch, "parallel.shard=8", "gpu=h200", ranks=8) is None
+
+
+@pytest.mark.parametrize("gpu", ["gpu=h200", "gpu=h100", "gpu=a100"])
+def test_settings_that_are_advised_fit(gpu: str) -> None:
+    degrees = "parallel.shard=8", "trainer.global_batch_size=128"
+    said = asked("trainer.microbatch_size=16", *degrees, gpu, ranks=8)
+    assert said is not None and said.startswith("trainer.microbatch_size=16: each process is forecast to take ")
+    advised = said.partition("; set ")[2].split()
+    assert advised and asked("trainer.microbatch_size=16", *degrees, gpu, *advised, ranks=8) is None
+
+
+def test_a_model_that_no_setting_fits_is_sent_to_more_gpus() -> None:
+    said = asked("gpu=h100", "trainer.global_batch_size=1", "trainer.microbatch_size=1")
+    assert said is not None and said.startswith("model.num_layers=27: each process is forecast to take ")
+    enough = re.search(r"(\d+) such GPUs hold it \(scripts/plan_parallelism\.py --gpus (\d+)\)", said)
+    assert enough is not None and enough[1] == enough[2]
+    spread = f"parallel.shard={enough[1]}", "recompute=full", "trainer.microbatch_size=1"
+    assert asked("gpu=h100", f"trainer.global_batch_size={enough[1]}", *spread, ranks=int(enough[1])) is None
+
+
+def test_ranks_of_a_host_share_its_memory(config: Make) -> None:
+    made = config("parallel=fsdp")
+    plan, degrees = check(made), resolve(made.parallel, 2)
+    need = sum(forecast(made, plan, degrees, None)[0].values())
+    host = Target(None, 1.5 * need)
+    check_memory(made, plan, degrees, host, 1)
+    with pytest.raises(ValueError, match=r"each of 2 ranks of this host has .* or start anyway with force_memory=true"):
+        check_memory(made, plan, degrees, host, 2)
+    check_memory(replace(made, force_memory=True), plan, degrees, host, 2)
+
+
+def test_a_host_has_memory() -> None:
+    assert GIB / 4 < host_memory() < 2**50
+
+
+def test_a_named_gpu_is_for_forecasts(config: Make) -> None:
+    with pytest.raises(ValueError, match=r"gpu=h200: a run takes the GPUs that it finds; set gpu=auto, or dry_"):
+        check(config("gpu=h200", "trainer.device=auto"))
+    with pytest.raises(ValueError, match=r"gpu=h200: trainer.device=cpu uses none; set gpu=auto, or trainer.device="):
+        check(config("gpu=h200", "dry_run=true"))
+
+
+@pytest.mark.parametrize("gpu", [choice.value for choice in GpuChoice if choice is not GpuChoice.auto])
+def test_a_dry_run_forecasts_for_the_gpu_that_it_is_asked_about(gpu: str) -> None:
+    config = config_of(["model=deepseek_30m", "+recipe=fp8_delayed", "dry_run=true", f"gpu={gpu}"])
+    plan, known = check(config), KNOWN[config.gpu]
+    assert known.gpu is not None
+    text = report(config, plan)
+    assert f", on {known.name}" in text and f"of the {known.memory / GIB:.1f} GiB of {known.name}" in text
+    assert plan.served_by("cuda") is (known.gpu.capability == (9, 0))
+
+
+def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable) -> None:
+    words = ["--gpus", "8", "--rows", "1", *MOONLIGHT[:3], "gpu=h200"]
+    done = run_python("scripts/plan_parallelism.py", *words)
+    _, row, _, command = done.stdout.splitlines()
+    overrides = [word for word in command.split() if "=" in word and not word.startswith("--")]
+    config = config_of([*overrides, "dry_run=true", "gpu=h200"])
+    total = next(line for line in report(config, check(config)).splitlines() if line.startswith("  total"))
+    assert float(row.split()[6]) == pytest.approx(float(total.split()[1]), abs=0.06)
