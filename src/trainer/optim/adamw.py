@@ -56,8 +56,8 @@ class LearningRate:
         self._lowered = factor, until
 
     def at(self, committed: Tensor, attempted: int | None = None) -> Tensor:
-        """Learning rate of the step after `committed` (0-d, any device) and `attempted` ones, None: as many. 0-d FP32 on
-        the same device, without a synchronisation."""
+        """Learning rate of the step after `committed` (0-d, any device) steps that counted, of `attempted`; None: all
+        counted. 0-d FP32 on the same device, without a synchronisation."""
         c = self._config
         steps = committed if attempted is None else torch.full_like(committed, attempted)
         warm = ((committed.float() + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
