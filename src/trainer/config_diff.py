@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 _TOKEN = r"(?:(?:access|api|auth|bearer|bot|hf|hub|wandb)_)?token"
-_SECRET = re.compile(rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))$")
+_SECRET = re.compile(
+    rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))(?:\.|$)"
+)
 HIDDEN = "(not shown)"
 
 
