@@ -9,8 +9,8 @@
     5  at intervals: metrics, evaluation, a checkpoint
     6  too many dropped steps in a row: back to a checkpoint, and over the data that they read
 
-`step` counts attempts: it names checkpoints and drives cadence and `max_steps`. `guard.committed` counts the steps that
-changed something and drives the learning rate. The data moves on in either case.
+`step` counts attempts: it names checkpoints and drives cadence, `max_steps` and the learning rate's decay.
+`guard.committed` counts the steps that changed something and drives its warm-up. The data moves on in either case.
 """
 
 import signal
