@@ -198,16 +198,16 @@ def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
 
 
 def validation_batches(
-    bins: Bins, sequence_length: int, batch_size: int, max_batches: int | None = None
+    bins: Bins, sequence_length: int, batch_size: int, max_windows: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_batches`.
+    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_windows`.
 
     With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
     UserError if the bins hold no window.
     """
     bins.check_length(sequence_length)
     num_windows = bins.num_windows(sequence_length)
-    count = num_windows if max_batches is None else min(num_windows, max_batches * batch_size)
+    count = num_windows if max_windows is None else min(num_windows, max_windows)
     windows = np.arange(count) * num_windows // max(count, 1)
     for start in range(0, count, batch_size):
         yield torch.from_numpy(bins.gather(windows[start : start + batch_size], sequence_length))
