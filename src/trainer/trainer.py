@@ -75,7 +75,7 @@ class Trainer:
                     self.step += 1
                     run.world.rank_group.step = self.step
                     run.profiler.begin(self.step)
-                    self._step(run.loader.next())
+                    self._step(run.loader.next(*run.engine.data_share))
                     stop.agree()
                     self._throughput.step(self._tokens_per_step)
                     run.sinks.progress(self.step)

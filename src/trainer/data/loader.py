@@ -4,7 +4,7 @@ The stream is cut into windows of S+1 tokens at stride S: neighbours share one t
 first input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at
 the end, never is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i
 of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window
-stands there. Nothing depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one
+stands there. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W), and one
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 
 Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class _Reading:
-    """A batch that is being read: the cursor before it and after it, whose rows they are (rank, world size), their
-    numbers in the run's stream, and the tokens to come."""
+    """A batch that is being read: the cursor before it and after it, whose rows are read (rank, world size), the
+    numbers of all rows in the run's stream, and the tokens to come."""
 
     before: int
     after: int
@@ -89,6 +89,7 @@ class Loader:
 
     def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
         """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
+        `served` are then the numbers of the whole batch's windows [B].
 
         DamagedShard as `Bins.gather`; the cursor stays where it is then.
         """
@@ -120,7 +121,7 @@ class Loader:
         else:
             tokens = Future()
             tokens.set_result(read())
-        return _Reading(cursor, int(numbers[-1]) + 1, share, own, tokens)
+        return _Reading(cursor, int(numbers[-1]) + 1, share, numbers, tokens)
 
     def _read(self, numbers: np.ndarray) -> Callable[[], torch.Tensor]:
         tokens = self.bins.gather(self.windows_at(numbers), self.sequence_length)
