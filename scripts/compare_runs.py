@@ -19,7 +19,6 @@ is shaded).
 """
 
 import importlib.util
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -30,7 +29,8 @@ from typing import Any
 import yaml
 
 from precision.errors import UserError
-from trainer.config_diff import changes, configs_before, flat
+from trainer.config_diff import changes, configs_before, flat, read_yaml
+from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
 
 CONFIG, METRICS = (
@@ -143,20 +143,19 @@ def read_run(path: Path) -> Run:
         lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
     series: dict[str, dict[int, float]] = {}
-    for line in (path / METRICS).read_text().splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
+    for values in parse_lines(path / METRICS):
         for key, value in values.items():
             if isinstance(value, int | float) and key != "step":
-                series.setdefault(key, {})[int(values["step"])] = value
+                series.setdefault(key, {})[values["step"]] = value
     if not series.get(TRAIN):
         raise UserError(f"{path}: {METRICS} has no {TRAIN} yet; wait for the first logged step")
-    before = {step: config.read_text() for step, config in configs_before(path).items()}
-    texts = [*before.values(), (path / CONFIG).read_text()]
-    changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
-    first, last = (flat(yaml.safe_load(text)) for text in (texts[0], texts[-1]))
+    before = {step: config.read_bytes() for step, config in configs_before(path).items()}
+    texts = [*before.values(), (path / CONFIG).read_bytes()]
+    try:
+        changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
+        first, last = (flat(read_yaml(text)) for text in (texts[0], texts[-1]))
+    except yaml.YAMLError:
+        raise UserError(f"{path / CONFIG}: it, or one of before, is damaged (no YAML); compare other runs") from None
     return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in changed.items() if keys})
 
 

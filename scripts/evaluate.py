@@ -10,7 +10,6 @@ this project. More: docs/export.md.
 """
 
 import importlib.util
-import json
 import subprocess
 import sys
 import tempfile
@@ -85,13 +84,15 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
 
 def logged_loss(saved: "Saved") -> float | None:
     """What the run itself said of the checkpoint's step."""
+    from trainer.files import parse_lines
     from trainer.run.run_folder import METRICS
 
     path = saved.run / METRICS
-    for line in reversed(path.read_text().splitlines()) if path.is_file() else []:
-        if '"loss/validation"' in line and (entry := json.loads(line))["step"] == saved.step:
-            return entry["loss/validation"]
-    return None
+    entries = parse_lines(path) if path.is_file() else ()
+    found = [
+        entry["loss/validation"] for entry in entries if entry["step"] == saved.step and "loss/validation" in entry
+    ]
+    return found[-1] if found else None
 
 
 def run_lm_eval(saved: "Saved", tasks: str) -> None:

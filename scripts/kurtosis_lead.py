@@ -15,7 +15,6 @@ events.jsonl. Printed: the step of each sign, and how many steps before the dive
 An alert of a run that did not diverge is a false alarm.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
+from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -83,8 +83,7 @@ def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     path = folder / name
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the folder of a run, as runs/NAME")
-    for line in path.read_text().splitlines():
-        yield json.loads(line)
+    yield from parse_lines(path)
 
 
 def series(folder: Path) -> dict[str, Series]:

@@ -143,7 +143,7 @@ def rank(rank_group: RankGroup) -> None:
         nonlocal number
         for _ in range(count):
             number += 1
-            train_step(engine, number, tokens, t.microbatch_size)
+            train_step(engine, number, engine.share_of(tokens), t.microbatch_size)
 
     seconds = timed(steps, options, world)
     peak, retries = float("nan"), float("nan")

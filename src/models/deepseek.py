@@ -106,21 +106,27 @@ class DeepSeek(nn.Module):
         return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
 
     @torch.no_grad()
-    def expect(self, tokens: Tensor, microbatches: int) -> None:
-        """What a step is about to read, all of it, tokens [B, S + 1] int64, and in how many equal microbatches, of all
-        ranks; one that ranks of a context group share counts on each.
-
-        Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
-        are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
-        """
+    def mtp_targets(self, tokens: Tensor) -> Tensor | None:
+        """Numbers of MTP targets by depth [depths] int64 in tokens [B, S + 1] int64; None if every sequence has as
+        many."""
         if self.end_of_text is None or not self.mtp:
-            return
+            return None
         S, documents = tokens.shape[1] - 1, documents_of(tokens, self.end_of_text)
         counts = [
             (targets_ahead(tokens, k + 1).masked_fill(beyond(documents, k, S), IGNORED) != IGNORED).sum()
             for k in range(1, len(self.mtp) + 1)
         ]
-        mean = torch.stack(counts).clamp(min=1).to(self.lm_head.weight.device) / microbatches
+        return torch.stack(counts)
+
+    @torch.no_grad()
+    def expect(self, targets: Tensor, microbatches: int) -> None:
+        """`mtp_targets` of all that a step is about to read, and in how many equal microbatches, of all ranks; one that
+        ranks of a context group share counts on each.
+
+        Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
+        are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
+        """
+        mean = targets.clamp(min=1).to(self.lm_head.weight.device) / microbatches
         # in place: a recorded graph reads it where it was
         self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 

@@ -182,6 +182,8 @@ class ScalingConfig:
     """What shares one scale: tensor, row or block."""
     history: int = 16
     """Steps that a delayed scale looks back."""
+    max_jump: float = 16.0
+    """An amax enters a delayed scale's history as at most this many times the largest that is there."""
     margin: int = 0
     """Powers of two kept free between a tensor's amax and the format's largest value."""
     power_of_two: bool = False

@@ -336,6 +336,10 @@ def _check_scaling(scaling: ScalingConfig) -> None:
         raise UserError(
             f"{where}.history={scaling.history}: delayed scaling looks back at least one step; set 1 or more"
         )
+    if not scaling.max_jump >= 2:
+        raise UserError(
+            f"{where}.max_jump={scaling.max_jump:g}: scales could not follow a tensor that grows; set 2 or more"
+        )
     if not 0 <= scaling.margin <= 8:
         raise UserError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
     if scaling.forward is not Fp8Format.e4m3:

@@ -14,6 +14,8 @@ for the model, dropping a step is not writing, and the checkpoint is plain tenso
 
 Rules that keep one bad step from poisoning later ones:
 - `commit(ok)` writes nothing when ok is false, and a non-finite amax makes ok false: it never enters the history;
+- an amax enters the history as at most `max_jump` times the largest that is there: after one absurd number a tensor
+  keeps most of its format's range, and what lasts is followed in a few steps, clipped meanwhile;
 - a row whose history holds nothing positive has scale 0, which means: scale by your own amax this step;
 - microbatches and recomputation only ever raise `amax`, so that both are idempotent.
 
@@ -132,7 +134,9 @@ class ScalingArena:
         if not self.delayed:  # scales were the tensors' own: what stands here is for the logs
             self._set_scale(self.amax)
             return
-        pushed = torch.cat([self.amax[:, None], self.history[:, :-1]], dim=1)
+        peak = self.history.amax(dim=1)
+        highest = torch.where(peak > 0, peak * self._scaling.max_jump, torch.inf)
+        pushed = torch.cat([self.amax.minimum(highest)[:, None], self.history[:, :-1]], dim=1)
         self.history.copy_(torch.where(ok, pushed, self.history))
         self._update_scale()
 

@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 _TOKEN = r"(?:(?:access|api|auth|bearer|bot|hf|hub|wandb)_)?token"
-_SECRET = re.compile(rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))$")
+_SECRET = re.compile(
+    rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))(?:\.|$)"
+)
 HIDDEN = "(not shown)"
 
 
@@ -46,13 +48,27 @@ def configs_before(run: Path) -> dict[int, Path]:
     return dict(sorted(kept.items()))
 
 
-def changes(before: str, now: str, most: int = 8, but: Collection[str] = ("run",)) -> str:
-    """Keys that two configs, as YAML, both have and that differ, with both values; not those of the sections `but`: by
-    default, those that say where the run is. Empty if there are none, or `before` cannot be read."""
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, which no config of a run has: a few lines of them stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias, which a run's config does not have")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str | bytes) -> Any:
+    """What a config of a run says. YAMLError for anything that cannot be read, whatever bytes it has."""
     try:
-        theirs, ours = (flat(yaml.safe_load(text)) for text in (before, now))
-    except yaml.YAMLError:
-        return ""
+        return yaml.load(text, _PlainLoader)
+    except (ValueError, RecursionError) as error:
+        raise yaml.YAMLError(f"cannot be read ({type(error).__name__})") from None
+
+
+def changes(before: str | bytes, now: str | bytes, most: int = 8, but: Collection[str] = ("run",)) -> str:
+    """Keys that two configs, as YAML, both have and that differ, with both values; not those of the sections `but`: by
+    default, those that say where the run is. Empty if there are none; YAMLError if one cannot be read."""
+    theirs, ours = (flat(read_yaml(text)) for text in (before, now))
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
     changed = [
         f"{key} {HIDDEN}" if is_secret(key) else f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}"

@@ -5,10 +5,11 @@ import json
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1]
 """The folder of Octet's own packages."""
@@ -16,26 +17,65 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """What writing to a full disk raises."""
 TEMPORARY = ".new"
 """Ends the names of files that are not whole yet."""
+_LONGEST_LINE = 1 << 20
+"""Bytes that hold a line of metrics."""
 
 
-def trim(path: Path, last_step: int | None) -> int:
-    """Drop the lines of a JSON-lines file that are later than `last_step`, or not whole. Returns how many; atomic."""
+class Trimmed(NamedTuple):
+    """Numbers of lines that were dropped."""
+
+    later: int
+    damaged: int
+
+
+def trim(path: Path, last_step: int | None) -> Trimmed:
+    """Drop the lines of a JSON-lines file that are later than `last_step`, or damaged. Atomic."""
     if not path.exists():
-        return 0
+        return Trimmed(0, 0)
     with path.open("rb") as file:  # line by line: tensors.jsonl may have gigabytes
-        dropped = sum(not _belongs(line, last_step) for line in file)
-        if dropped:
+        counts = Counter(_belongs(line, last_step) for line in file)
+        dropped = Trimmed(counts[False], counts[None])
+        if any(dropped):
             file.seek(0)
             replace_file(path, (line for line in file if _belongs(line, last_step)))
     return dropped
 
 
-def _belongs(line: bytes, last_step: int | None) -> bool:
+def _belongs(line: bytes, last_step: int | None) -> bool | None:
+    """Whether a line is no later than `last_step`; None: it is damaged."""
+    entry = parse_line(line) if line.endswith(b"\n") else None
+    return None if entry is None else last_step is None or entry.get("step", 0) <= last_step
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object in a line of a run's JSON-lines file; None if it is damaged: no JSON object, or with a step that is
+    none."""
     try:
         entry = json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith(b"\n") and isinstance(entry, dict) and (last_step is None or entry.get("step", 0) <= last_step)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict):
+        return None
+    step = entry.get("step", 0)
+    return entry if type(step) is int and 0 <= step < 1 << 63 else None
+
+
+def parse_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a run's JSON-lines file that have a step; damaged lines, and one that is being written, are passed
+    over."""
+    with path.open("rb") as file:
+        yield from (entry for line in file if (entry := parse_line(line)) is not None and "step" in entry)
+
+
+def last_step_in(path: Path) -> int | None:
+    """The step in the last line of a run's JSON-lines file; None if there is no file, or its last line has none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _LONGEST_LINE, 0))
+        lines = file.read().splitlines()
+    entry = parse_line(lines[-1]) if lines else None
+    return None if entry is None else entry.get("step")
 
 
 def temporary_name(path: Path) -> Path:

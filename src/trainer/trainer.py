@@ -9,8 +9,8 @@
     5  at intervals: metrics, evaluation, a checkpoint
     6  too many dropped steps in a row: back to a checkpoint, and over the data that they read
 
-`step` counts attempts: it names checkpoints and drives cadence and `max_steps`. `guard.committed` counts the steps that
-changed something and drives the learning rate. The data moves on in either case.
+`step` counts attempts: it names checkpoints and drives cadence, `max_steps` and the learning rate's decay.
+`guard.committed` counts the steps that changed something and drives its warm-up. The data moves on in either case.
 """
 
 import signal
@@ -75,7 +75,7 @@ class Trainer:
                     self.step += 1
                     run.world.rank_group.step = self.step
                     run.profiler.begin(self.step)
-                    self._step(run.loader.next())
+                    self._step(run.loader.next(*run.engine.data_share))
                     stop.agree()
                     self._throughput.step(self._tokens_per_step)
                     run.sinks.progress(self.step)
@@ -91,11 +91,11 @@ class Trainer:
                             self.step = run.rewind(self.step)
                             continue
                         if self.step < max_steps and _due(self.step, config.eval.every):
-                            self.evaluate(whole=False)
+                            self.evaluate(at_end=False)
                         if last or (saves and not run.ladder.streak):  # in a row nothing has changed
                             run.save(self.step)
                         if self.step == max_steps and not stop.received:  # long: what was trained is safe by then
-                            validation_loss = self.evaluate(whole=True, stop=stop)
+                            validation_loss = self.evaluate(at_end=True, stop=stop)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
             error = self._out_of_memory()
@@ -127,16 +127,17 @@ class Trainer:
         return at_an_end or _due(step, self.config.logging.every) or self.run.health.due(step)
 
     @torch.no_grad()
-    def evaluate(self, whole: bool, stop: StopSignals | None = None) -> float:
+    def evaluate(self, at_end: bool, stop: StopSignals | None = None) -> float:
         """Mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
 
-        whole: over all of them, else over `eval.batches` microbatches spread evenly over the files. stop: of the end of
-        a run, where no step comes that could heed a signal: it is told, so that nobody waits in vain.
+        at_end: over `eval.at_end` of them, else over `eval.batches` microbatches, spread evenly over the files. stop:
+        of the end of a run, where no step comes that could heed a signal: it is reported.
         """
         r, e, t = self.run, self.run.engine, self.config.trainer
-        size, most = t.microbatch_size, None if whole else self.config.eval.batches or None
+        size, batches = t.microbatch_size, self.config.eval.batches
+        most = self.config.eval.at_end if at_end else batches and batches * size
         windows = r.data.validation.num_windows(t.sequence_length)
-        count = windows if most is None else min(windows, most * size)
+        count = windows if most is None else min(windows, most)
 
         def seen(done: int) -> None:
             r.sinks.doing(f"evaluating {done:,}/{count:,}")
@@ -209,7 +210,7 @@ class Trainer:
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed
-            validation_loss = self.evaluate(whole=True, stop=stop)
+            validation_loss = self.evaluate(at_end=True, stop=stop)
         summary = Summary(
             folder=r.folder.path,
             step=self.step,

@@ -101,6 +101,7 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
             r"lm_head \[64 -> 100\] cannot run in FP8.*out features",
         ),
         (lambda c: setattr(c.scaling, "history", 0), r"precision\.scaling\.history=0"),
+        (lambda c: setattr(c.scaling, "max_jump", 1), r"precision\.scaling\.max_jump=1.*set 2 or more"),
         (lambda c: setattr(c.scaling, "margin", -1), r"precision\.scaling\.margin=-1"),
     ],
 )

@@ -11,13 +11,14 @@ from precision.formats import E4M3, E5M2, saturating_cast
 from precision.scaling import ScalingArena, Slot, absolute_max, record_amax, scale_from_amax
 
 amaxes = st.floats(0, 2.0**127, width=32) | st.sampled_from([0.0, 1e-45, 1e-38, 3.3e38, math.inf, math.nan])
+JUMP = 16.0
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 
 def arena(count: int = 1, history: int = 4, delayed: bool = True) -> tuple[ScalingArena, Slot]:
     names = [f"w.{i}" for i in range(count)]
     slot = Slot(names, E4M3, stacked=count > 1)
-    config = ScalingConfig(history=history)
+    config = ScalingConfig(history=history, max_jump=JUMP)
     return ScalingArena([slot, Slot(["watched"], None)], config, delayed, "cpu"), slot
 
 
@@ -67,7 +68,8 @@ def test_delayed_scale_follows_the_last_good_steps(seen: list[float]) -> None:
     for amax in seen:
         scale = step(a, slot, amax)
         if math.isfinite(amax):
-            good.append(torch.tensor(amax).item())
+            highest = torch.tensor(max(good[-4:], default=0.0)) * JUMP
+            good.append(torch.tensor(amax).minimum(highest if highest > 0 else torch.tensor(math.inf)).item())
         peak = max(good[-4:], default=0.0)
         expected = scale_from_amax(torch.tensor(peak), E4M3.max, 0, False).item() if peak > 0 else 0.0
         assert scale == expected
@@ -89,6 +91,20 @@ def test_a_huge_value_is_forgotten_after_the_history() -> None:
     step(a, slot, 1e30)
     scales = [step(a, slot, 1.0) for _ in range(3)]
     assert scales[1] < 1e-20 and scales[2] == E4M3.max
+
+
+def test_one_absurd_value_leaves_usual_numbers_in_the_range_of_the_format() -> None:
+    """Without a bound, 1e30 in a history casts usual numbers to zero until it is forgotten."""
+    a, slot = arena(history=3)
+    step(a, slot, 1.0)
+    assert step(a, slot, 1e30) == E4M3.max / JUMP
+    assert [step(a, slot, 1.0) for _ in range(3)] == [E4M3.max / JUMP, E4M3.max / JUMP, E4M3.max]
+
+
+def test_a_jump_that_lasts_is_followed() -> None:
+    a, slot = arena()
+    step(a, slot, 1.0)
+    assert [step(a, slot, 1e3) for _ in range(3)] == [E4M3.max / JUMP, E4M3.max / JUMP**2, torch.tensor(448 / 1e3)]
 
 
 def test_microbatches_raise_the_amax_and_nan_sticks() -> None:

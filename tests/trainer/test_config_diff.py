@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from composed import config_of
 
 from trainer.config_diff import HIDDEN, changes, configs_before, flat, printable, without_secrets
@@ -23,7 +24,15 @@ def test_keys_that_both_have_and_that_differ_are_told_with_both_values() -> None
     assert changes(before, now) == want
     assert changes(before, now, most=1) == "optim.lr 0.1 -> 0.2, and 2 more"
     assert changes(before, now, but=["run", "optim"]) == ""
-    assert changes(now, now) == "" == changes("optim: {lr", now)
+    assert changes(now, now) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["optim: {lr", b"\xff", "a: &a [1]\nb: [*a, *a]\n", "[" * 5000, "a: !!python/name:os.x"]
+)
+def test_a_config_that_cannot_be_read_is_one_kind_of_error(text: str | bytes) -> None:
+    with pytest.raises(yaml.YAMLError):
+        changes(text, "optim: {lr: 1}\n")
 
 
 def test_configs_that_a_run_has_gone_on_from_are_in_the_order_of_their_steps(tmp_path: Path) -> None:

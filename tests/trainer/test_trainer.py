@@ -284,8 +284,8 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_goes_on(config: Config
 def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config("run.name=run", "trainer.max_steps=2"))
 
-    def lost(whole: bool, stop: object) -> float:
-        assert whole
+    def lost(at_end: bool, stop: object) -> float:
+        assert at_end
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "evaluate", lost)
@@ -294,6 +294,14 @@ def test_the_end_is_saved_before_the_whole_text_is_evaluated(config: Configs, mo
     later, run = train(config("run.name=run", "run.resume=auto", "trainer.max_steps=2"))
     assert later.step == 2 and (run / "checkpoints" / "step_00000002").is_dir()
     assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss/validation" in line][-1] == 2
+
+
+def test_the_end_looks_at_as_much_text_as_it_may(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config("trainer.max_steps=1", "eval.at_end=5"))
+    said: list[str] = []
+    monkeypatch.setattr(trainer.run.sinks, "doing", said.append)
+    assert math.isfinite(trainer.train().validation_loss)
+    assert said[-1] == "evaluating 5/5"
 
 
 def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:

@@ -172,6 +172,8 @@ class EvalConfig:
     """Steps between evaluations; 0: only at the end."""
     batches: int | None
     """Microbatches of validation windows in one evaluation, spread over all files; null: every window."""
+    at_end: int | None = 2000
+    """Validation windows in the evaluation at the end of the run, spread over all files; null: every window."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ The stream is cut into windows of S+1 tokens at stride S: neighbours share one t
 first input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at
 the end, never is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i
 of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window
-stands there. Nothing depends on how many processes share a batch: rank r of W takes rows [r B/W, (r+1) B/W), and one
+stands there. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W), and one
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 
 Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class _Reading:
-    """A batch that is being read: the cursor before it and after it, whose rows they are (rank, world size), their
-    numbers in the run's stream, and the tokens to come."""
+    """A batch that is being read: the cursor before it and after it, whose rows are read (rank, world size), the
+    numbers of all rows in the run's stream, and the tokens to come."""
 
     before: int
     after: int
@@ -89,6 +89,7 @@ class Loader:
 
     def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
         """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
+        `served` are then the numbers of the whole batch's windows [B].
 
         DamagedShard as `Bins.gather`; the cursor stays where it is then.
         """
@@ -120,7 +121,7 @@ class Loader:
         else:
             tokens = Future()
             tokens.set_result(read())
-        return _Reading(cursor, int(numbers[-1]) + 1, share, own, tokens)
+        return _Reading(cursor, int(numbers[-1]) + 1, share, numbers, tokens)
 
     def _read(self, numbers: np.ndarray) -> Callable[[], torch.Tensor]:
         tokens = self.bins.gather(self.windows_at(numbers), self.sequence_length)
@@ -198,16 +199,16 @@ def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
 
 
 def validation_batches(
-    bins: Bins, sequence_length: int, batch_size: int, max_batches: int | None = None
+    bins: Bins, sequence_length: int, batch_size: int, max_windows: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_batches`.
+    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_windows`.
 
     With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
     UserError if the bins hold no window.
     """
     bins.check_length(sequence_length)
     num_windows = bins.num_windows(sequence_length)
-    count = num_windows if max_batches is None else min(num_windows, max_batches * batch_size)
+    count = num_windows if max_windows is None else min(num_windows, max_windows)
     windows = np.arange(count) * num_windows // max(count, 1)
     for start in range(0, count, batch_size):
         yield torch.from_numpy(bins.gather(windows[start : start + batch_size], sequence_length))

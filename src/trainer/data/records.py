@@ -25,7 +25,10 @@ from trainer.config.data import SourceConfig
 from trainer.data.corpus import read_pieces, whats_wrong
 
 BLOCK_BYTES = 1 << 20
+LONGEST_BYTES = 1 << 28
+"""Of a line of JSON, or of a compressed file of text: each is in memory as a whole."""
 EMPTY = "empty"
+TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
 class Piece(NamedTuple):
@@ -115,10 +118,14 @@ class Lines:
         try:
             with self.path.open("rb") as file:
                 file.seek(self.begin)
-                data = file.read(self.num_bytes)
+                long = self.num_bytes > LONGEST_BYTES + BLOCK_BYTES  # the last line, if any: see `line_ranges`
+                data = file.read(BLOCK_BYTES if long else self.num_bytes)
         except OSError as error:
             log.lost(self.label, f"cannot be read: {error.strerror}")
             return
+        if long:
+            data = data[: data.rfind(b"\n") + 1]
+            log.add(self.label, TOO_LONG, f"the line at byte {self.begin + len(data)}")
         yield from parse_lines(data, self.label, self.begin, self.column, fraction, log)
 
 
@@ -265,11 +272,18 @@ class TextFile:
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         if self.packed:
+            blocks, size = [], 0
             try:
-                data = b"".join(unpack(self.path))
+                for block in unpack(self.path):
+                    blocks.append(block)
+                    size += len(block)
+                    if size > LONGEST_BYTES:
+                        log.lost(self.label, f"{TOO_LONG}, unpacked: unpack it before")
+                        return
             except OSError as error:
                 log.lost(self.label, unpack_error(error))
                 return
+            data = b"".join(blocks)
             for piece in document(data, self.label, "all of it", fraction, log):
                 yield piece._replace(held_out=self.held_out)
             return

@@ -24,6 +24,8 @@ from trainer.data.corpus import Document, scan, split
 from trainer.data.records import (
     BLOCK_BYTES,
     EMPTY,
+    LONGEST_BYTES,
+    TOO_LONG,
     Block,
     Lines,
     LinesRead,
@@ -164,7 +166,11 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
                 end = begin + BLOCK_BYTES
                 if end < size:
                     file.seek(end - 1)
-                    end += len(file.readline()) - 1
+                    end -= 1
+                    while piece := file.readline(BLOCK_BYTES):
+                        end += len(piece)
+                        if piece.endswith(b"\n"):
+                            break
                 yield Lines(path, label, begin, min(end, size), column)
                 begin = end
     except OSError as error:
@@ -173,16 +179,25 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
 
 def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
     """The lines of a compressed file. Of one that is damaged, those before the damage."""
-    rest, begin = b"", 0
+    rest: list[bytes] = []  # of a line that goes on
+    size = begin = 0
+    skipping = False  # a line that is too long
     try:
         for data in unpack(path):
-            whole = rest + data
-            cut = whole.rfind(b"\n") + 1
+            if skipping:
+                end = data.find(b"\n") + 1
+                begin, data, skipping = begin + (end or len(data)), data[end:] if end else b"", not end
+            cut = data.rfind(b"\n") + 1
             if cut:
-                yield LinesRead(whole[:cut], label, begin, column)
-            begin, rest = begin + cut, whole[cut:]
-        if rest:
-            yield LinesRead(rest, label, begin, column)
+                yield LinesRead(b"".join([*rest, data[:cut]]), label, begin, column)
+                begin, rest, size = begin + size + cut, [], 0
+            rest.append(data[cut:])
+            size += len(data) - cut
+            if size > LONGEST_BYTES:
+                log.add(label, TOO_LONG, f"the line at byte {begin}")
+                begin, rest, size, skipping = begin + size, [], 0, True
+        if size:
+            yield LinesRead(b"".join(rest), label, begin, column)
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
 

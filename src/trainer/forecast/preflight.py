@@ -130,8 +130,9 @@ def check_sizes(config: Config) -> None:
             _refuse(key, value, "it is a share", "set 0 to 1")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
         _refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
-    if config.eval.batches is not None and config.eval.batches < 1:
-        _refuse("eval.batches", config.eval.batches, "out of range", "set 1 or more, or null for every window")
+    for key, value in {"eval.batches": config.eval.batches, "eval.at_end": config.eval.at_end}.items():
+        if value is not None and value < 1:
+            _refuse(key, value, "out of range", "set 1 or more, or null for every window")
     if t.sequence_length > m.max_position_embeddings:
         why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")

@@ -18,13 +18,15 @@ that nothing has to be in the checkpoint: medians and what has been said are as 
 memory, heat) start afresh instead: the process may be on another machine.
 """
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+from trainer.files import parse_line
 
 QUIET = 5
 """So many lines must be well before the same thing is said again; a rule also leaves so many between two alerts."""
@@ -184,7 +186,8 @@ class Alerts:
         self._inside = None
         for line in _tail(metrics):
             if "step" in line:
-                self._see(rules, line, of_step.pop(line["step"], None))
+                with suppress(TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError):  # damaged
+                    self._see(rules, line, of_step.pop(line["step"], None))
 
     def _see(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
@@ -233,11 +236,8 @@ def _tail(path: Path) -> Iterator[dict[str, Any]]:
         file.seek(rest)
         lines = file.read().splitlines()
     for i, line in enumerate([first, *lines[0 if whole else 1 :]]):
-        try:
-            entry = json.loads(line)
-        except ValueError:  # cut off, or damaged: one line less to remember
-            continue
-        if isinstance(entry, dict) and (i or whole or "names" in entry):
+        entry = parse_line(line)  # cut off, or damaged: one line less to remember
+        if entry is not None and (i or whole or "names" in entry):
             yield entry
 
 

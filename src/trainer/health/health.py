@@ -37,7 +37,6 @@ from trainer.config.health import HealthConfig
 from trainer.health import shadow
 from trainer.health.activations import KINDS, BlockKurtosis
 from trainer.health.casts import Casts, Rows
-from trainer.parallel.collectives import local_share
 from trainer.step.metrics import fp8_metrics
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Health:
         return _due(step, self._looks or 0) or _due(step, self._shadows)
 
     def before(self, step: int, tokens: Tensor) -> str | None:
-        """Before step `step` on tokens [B, S + 1], the whole batch's. Nothing that training sees changes.
+        """Before step `step` on this rank's tokens [B, S + 1]. Nothing that training sees changes.
 
         A shadow may need memory that a step does not. Where a process by itself has none, there are no more, and what
         to tell of it is returned. (Others would wait in the pass's collectives: raised.)
@@ -90,9 +89,8 @@ class Health:
         self._seen, self._looked = {}, False
         if not _due(step, self._shadows):
             return None
-        own = local_share(tokens, self._engine.world, self._engine.degrees.context)
         try:
-            found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
+            found = shadow.compare(self._engine, tokens[: self._microbatch], self._batch)
         except torch.OutOfMemoryError:
             if self._engine.world.many:
                 raise

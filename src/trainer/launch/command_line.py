@@ -33,7 +33,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config_diff import is_secret
+from trainer.config_diff import is_secret, printable
 from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch, user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
@@ -290,7 +290,8 @@ def explain(error: BaseException, arguments: list[str]) -> str:
         if "=~" in str(error.override):
             return f"{error.override}: nothing expands ~ after a =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
-        return f"{error.override}: cannot be read as KEY=VALUE; {fix}"
+        key, equals, value = str(error.override).partition("=")
+        return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         meant = nearest(choice, error.options)
@@ -319,11 +320,11 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
 
 def _given(key: str, arguments: list[str]) -> str:
-    """The value that the command line gives a key."""
+    """The value that the command line gives a key, as far as anybody may see it."""
     for argument in reversed(arguments):
         name, _, value = argument.partition("=")
         if name.lstrip("+~").partition("@")[0] == key:
-            return value
+            return printable(key, value)
     return ""
 
 

@@ -62,7 +62,8 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     for source, bins in held_out(data):
 
         def loss(bins: Bins = bins) -> float:
-            batches = validation_batches(bins, t.sequence_length, t.microbatch_size, most)
+            windows = None if most is None else most * t.microbatch_size
+            batches = validation_batches(bins, t.sequence_length, t.microbatch_size, windows)
             return mean_loss(saved.model, batches, t.microbatch_size, world)
 
         windows = bins.num_windows(t.sequence_length)

@@ -107,13 +107,19 @@ def import_hf(source: Path, out: Path) -> Imported:
         _write(checkpoint, folder, model, scaled)
         choice = made / "configs" / "model" / f"{CONFIG_NAME}.yaml"
         choice.parent.mkdir(parents=True)
-        choice.write_text(f"# Imported from {source.name}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
+        choice.write_text(f"# Imported from {source.name!r}.\n" + yaml.safe_dump(plain_model(model), sort_keys=False))
         has_tokenizer = TOKENIZER in copy_files(source, made)
     return Imported(out, model, out / TOKENIZER if has_tokenizer else None, end, len(scaled), remarks)
 
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     """The model's config; without multi-token prediction if the files have none, whatever config.json says."""
+    most = len(folder.names())
+    for key in ("num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"):
+        given = folder.config.get(key) or 0
+        if type(given) is not int or given > most:
+            what = f"{key}={given!r}, and the files have {most:,} tensors"
+            raise UserError(f"{folder.folder / 'config.json'}: {what}; the two do not belong together")
     try:
         config = from_hf_config(folder.config)
     except (TypeError, KeyError, AttributeError) as error:
@@ -267,4 +273,7 @@ def _end_of_text(folder: HfFolder) -> str | None:
     there = [name for name in FILES if (folder.folder / name).is_file()]
     settings = {name: folder.json(name) for name in there}
     token = settings.get(FILES[1], {}).get("eos_token") if TOKENIZER in there else None
-    return token.get("content") if isinstance(token, dict) else token
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and (not isinstance(token, str) or not token.isprintable() or "${" in token):
+        raise UserError(f"{folder.folder / FILES[1]}: eos_token={token!r} is not the text of a token; correct it")
+    return token

@@ -11,8 +11,6 @@
 Nothing is written into the run's folder, and it need not stand still: a run may go on meanwhile.
 """
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoi
 from trainer.config import Config, load
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.document_masking import set_document_masking
+from trainer.files import parse_lines
 from trainer.forecast.preflight import check
 from trainer.launch.device import pick_device
 from trainer.offline.saved_model import ONE_PROCESS, config_at, with_overrides
@@ -96,11 +95,11 @@ def find(run: Path, step: int, most: int) -> Course:
     last = max(known, default=0)
     if not 1 <= step <= last:
         raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
-    dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry["kind"] in DROPPED]
+    dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in DROPPED]
     event = events[dropped[-1]] if dropped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
     if dropped:  # those that came after it are of a later course
-        earlier = sum(entry["kind"] == "rollback" and "to" in entry for entry in events[: dropped[-1]])
+        earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: dropped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
         newest = min([step - 1, *(rewind["to"] for rewind in later)])
         metrics = [] if later else metrics
@@ -223,14 +222,4 @@ def _usable(path: Path, newest: int) -> bool:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Entries of a JSON-lines file that may be in the middle of being written."""
-
-    def whole() -> Iterator[dict[str, Any]]:
-        for line in path.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                yield entry
-
-    return list(whole()) if path.is_file() else []
+    return list(parse_lines(path)) if path.is_file() else []

@@ -123,7 +123,7 @@ class HfFolder:
             content = json.loads(path.read_text())
         except FileNotFoundError:
             raise UserError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not JSON ({error}); fetch the file again") from None
         if not isinstance(content, dict):
             raise UserError(f"{path}: not a JSON object; fetch the file again")
@@ -135,6 +135,10 @@ class HfFolder:
             found = self.json(HF_INDEX).get("weight_map")
             if not isinstance(found, dict):
                 raise UserError(f"{self.folder / HF_INDEX}: has no weight_map; fetch the file again")
+            for name, file in found.items():
+                if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
+                    where = f"{self.folder / HF_INDEX}: weight_map has {name} in {file!r}"
+                    raise UserError(f"{where}, which is not the name of a safetensors file; fetch the file again")
             return found
         if (self.folder / HF_SINGLE).is_file():
             return dict.fromkeys(self._open(HF_SINGLE), HF_SINGLE)

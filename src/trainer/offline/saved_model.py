@@ -32,7 +32,7 @@ from trainer.checkpoint import (
 )
 from trainer.checkpoint.manifest import STATE, verify
 from trainer.config import RECIPE, Config, load
-from trainer.config_diff import configs_before
+from trainer.config_diff import configs_before, read_yaml
 from trainer.data import load_tokenizer
 from trainer.data.tokenizer import end_of_text_id, file_hash
 from trainer.forecast.preflight import check_sizes
@@ -129,7 +129,10 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
             return tree
     if not path.is_file():
         raise UserError(f"{run}: no {CONFIG} in it; give the folder of a run, as runs/NAME")
-    tree = yaml.safe_load(path.read_text())
+    try:
+        tree = read_yaml(path.read_bytes())
+    except yaml.YAMLError:
+        raise UserError(f"{path}: is damaged (no YAML); give one of the run's checkpoints, or another run") from None
     if not isinstance(tree, dict) or "run" not in tree:
         raise UserError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree

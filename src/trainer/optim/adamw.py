@@ -1,7 +1,7 @@
 """AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
 
 A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the kernel, which
-leaves parameters, moments and step counts as they were when it is false, and the schedule reads the number of
+leaves parameters, moments and step counts as they were when it is false, and the warm-up reads the number of
 *committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
 own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
 
@@ -37,11 +37,12 @@ foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 class LearningRate:
-    """Learning rate as a function of committed steps.
+    """Learning rate as a function of the steps so far: committed ones for the warm-up, all of them for the decay.
 
     It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last
     `decay_fraction` of the run: on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a
-    fraction of 1 starts it after the warm-up).
+    fraction of 1 starts it after the warm-up). `max_steps` counts dropped steps, and so does the decay: it reaches its
+    end with the run.
     """
 
     def __init__(self, config: OptimConfig, max_steps: int):
@@ -54,12 +55,13 @@ class LearningRate:
         """Multiply it by `factor` until so many steps are committed; instead of what was said before."""
         self._lowered = factor, until
 
-    def at(self, committed: Tensor) -> Tensor:
-        """Learning rate of the step after `committed` (0-d, any device): 0-d FP32 on the same device."""
+    def at(self, committed: Tensor, attempted: int | None = None) -> Tensor:
+        """Learning rate of the step after `committed` (0-d, any device) steps that counted, of `attempted`; None: all
+        counted. 0-d FP32 on the same device, without a synchronisation."""
         c = self._config
-        step = committed.float()
-        warm = ((step + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
-        fallen = ((step - self._start + 1) / self._length).clamp(0.0, 1.0)
+        steps = committed if attempted is None else torch.full_like(committed, attempted)
+        warm = ((committed.float() + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
+        fallen = ((steps.float() - self._start + 1) / self._length).clamp(0.0, 1.0)
         if c.schedule is Schedule.cosine:
             fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
         factor, until = self._lowered
@@ -166,12 +168,13 @@ class Optimizer:
         squares = norms.double().square() / self._copies
         return all_sum([squares], self._world)[0].sqrt().to(norms.dtype)
 
-    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
+    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
         """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.
 
+        committed, attempted: steps before this one, as for `LearningRate.at`.
         norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
         """
-        self._lr.copy_(self.schedule.at(committed))
+        self._lr.copy_(self.schedule.at(committed, attempted))
         divisor = self._divisor(norm)
         for name in self._elementwise:
             p = self._named[name]

@@ -91,9 +91,9 @@ class Muon(Optimizer):
         self._alone = list(batches(alone, AT_ONCE))
         self._moved = {name: torch.zeros((), dtype=torch.float64, device=device) for name in layouts}
 
-    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None) -> Tensor:
+    def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
         """As `Optimizer.step`. A parameter without a gradient counts as one whose gradient is zero."""
-        lr = super().step(ok, committed, norm)
+        lr = super().step(ok, committed, norm, attempted)
         self._orthogonal_step(ok, lr, self._divisor(norm))
         return lr
 

@@ -16,12 +16,6 @@ from trainer.launch.world import World
 T = TypeVar("T")
 
 
-def local_share(tokens: Tensor, world: World, context: int = 1) -> Tensor:
-    """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them, or with groups of `context` ranks
-    those of its group."""
-    return tokens.chunk(world.size // context)[world.rank // context] if world.many else tokens
-
-
 def all_max(amax: Tensor, world: World) -> None:
     """Raise amaxes [N] to the largest of all ranks, in place. Not a number counts as infinite."""
     if not world.many or amax.numel() == 0:

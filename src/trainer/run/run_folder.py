@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import yaml
 from omegaconf import OmegaConf
 
 from precision.errors import UserError
@@ -239,16 +240,24 @@ class RunFolder:
         if aside:
             names = ", ".join(path.name for path in aside)
             self._note("checkpoint", step, f"set aside, because the run goes on from step {step}: {names}")
-        dropped = trim(self.path / METRICS, step)
-        trim(self.path / TENSORS, step)
-        trim(self.path / EVENTS, None)
-        if dropped:
-            self._note("resume", step, f"{dropped} lines later than step {step} dropped from {METRICS}")
-        if changed := changes((self.path / CONFIG).read_text(), texts[CONFIG]):
+        dropped = {
+            name: trim(self.path / name, last) for name, last in ((METRICS, step), (TENSORS, step), (EVENTS, None))
+        }
+        if later := dropped[METRICS].later:
+            self._note("resume", step, f"{later} lines later than step {step} dropped from {METRICS}")
+        for name, (_, damaged) in dropped.items():
+            if damaged:
+                lines = "line" if damaged == 1 else "lines"
+                self._note("resume", step, f"{damaged} damaged {lines} dropped from {name}")
+        try:
+            changed = changes((self.path / CONFIG).read_bytes(), texts[CONFIG])
+        except yaml.YAMLError:
+            changed = f"{self.path / CONFIG} is damaged and cannot be compared"
+        if changed:
             self._note("resume", step, f"other settings than before: {changed}")
         for name, text in texts.items():
             path = self.path / name
-            if path.exists() and path.read_text() != text:
+            if path.exists() and path.read_bytes() != text.encode():
                 kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
                 replace_file(kept, path.read_bytes())  # a run without its config is none: it stays until it is replaced
             replace_file(path, text.encode())

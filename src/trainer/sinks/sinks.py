@@ -26,6 +26,7 @@ from rich.text import Text
 
 from trainer.config import LoggingConfig
 from trainer.config_diff import without_secrets
+from trainer.files import last_step_in
 from trainer.launch.liveness.heartbeat import News
 from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunFolder
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
@@ -88,6 +89,7 @@ class Sinks:
         self._notifier = Notifier(webhook, command, run.path, self._warn)
         self._alone = alone
         self._step = run.first_step
+        self._logged: int | None = None
         self._metrics: JsonLines | None = None
         self._tensors: JsonLines | None = None
         self._events: JsonLines | None = None
@@ -115,6 +117,7 @@ class Sinks:
         """Log the metrics of a step: Python numbers by slashed key, and `step` (int) among them."""
         if self._metrics is not None:
             self._metrics.write(values)
+            self._logged = values["step"]
         self._screen.metrics(values)
         self._log.write(metrics_line(values, self._max_steps).plain)
         for tracker in (self._wandb, self._tensorboard):
@@ -166,6 +169,7 @@ class Sinks:
         for file in (self._metrics, self._tensors):
             if file is not None:
                 file.trim(step)
+        self._logged = last_step_in(self._folder / METRICS)
         if self._tensorboard is not None:
             self._tensorboard.rewind(step)
         self._screen.progress(step)
@@ -195,16 +199,25 @@ class Sinks:
             self._screen.line(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the W&B run id, so that a resumed run goes on in the same one."""
+        """For the checkpoint: the W&B run id, so that a resumed run goes on in the same one, and the last step in
+        metrics.jsonl."""
         if self._wandb is not None and self._wandb.run_id is not None:
             self._wandb_id = self._wandb.run_id
-        return {"wandb_id": self._wandb_id}
+        return {"wandb_id": self._wandb_id, "logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the W&B run id; before the first metrics."""
+        """Take over the W&B run id, and report lines that metrics.jsonl had and has not; before the first metrics."""
         self._wandb_id = state["wandb_id"]
         if self._wandb is not None:
             self._wandb.run_id = self._wandb_id
+        if self._metrics is None:
+            return
+        self._logged = last_step_in(self._folder / METRICS)
+        before = state.get("logged")
+        if before is not None and (self._logged is None or self._logged < before):
+            ends = "has no lines" if self._logged is None else f"ends at step {self._logged}"
+            lost = f"{METRICS} {ends}, and had step {before} when the checkpoint was saved: lines of it are lost"
+            self.event("alert", self._step, lost, rule="disk", path=str(self._folder / METRICS))
 
     def close(self, error: BaseException | None = None) -> None:
         """End all sinks. The `error` that ended the run, if any, goes to the log file with its traceback and to W&B."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models import DeepSeek
 from precision import Plan, ScalingArena, bind
@@ -41,6 +42,16 @@ class Engine:
     injector: Injector | None
     microbatch: Microbatch
     degrees: Degrees
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """Which part of each batch this rank computes, and of how many; ranks of a context group have the same."""
+        return self.world.rank // self.degrees.context, self.world.size // self.degrees.context
+
+    def share_of(self, batch: Tensor) -> Tensor:
+        """This rank's sequences of a whole batch [B, ...], where nobody has read them alone."""
+        part, parts = self.data_share
+        return batch.chunk(parts)[part]
 
     def state(self) -> dict:
         """What a step changes: tensors, parts of shared ones, and JSON values, nested."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from models import DeepSeek
 from precision import AmaxProbe, Linear, gemm_layers
 from trainer.config import InjectConfig, Where
+from trainer.parallel.shard_views import local
 
 
 class Injector:
@@ -60,6 +61,9 @@ class Injector:
         operand = self._layer.operand
         if not self._armed or operand is None:
             return
+        master = local(self._layer.weight)
+        if operand.data.untyped_storage().data_ptr() == master.untyped_storage().data_ptr():  # FP32 computes with it
+            operand = self._layer.operand = operand._replace(data=operand.data.clone())
         spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity: a scale
         spoilt.view(-1)[:1].fill_(self._value)  # stands for all; filled, since an item that is set waits for the GPU
 

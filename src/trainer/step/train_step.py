@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models import Losses
 from precision import begin_step
-from trainer.parallel.collectives import all_max, all_mean, all_sum, local_share
+from trainer.parallel.collectives import all_max, all_mean, all_sum
 from trainer.step.engine import Engine
 from trainer.step.guard import Verdict
 from trainer.step.metrics import load_metrics
@@ -26,10 +26,14 @@ class StepResult:
 
 
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
-    """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
+    """Step number `step` on this rank's tokens [B / data ranks, S+1], `Engine.data_share` of the batch: everything it
+    changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
-    e.model.expect(tokens, len(tokens) // microbatch_size * e.degrees.context)
-    microbatches = local_share(tokens, e.world, e.degrees.context).to(e.device).split(microbatch_size)
+    tokens = tokens.to(e.device)
+    microbatches = tokens.split(microbatch_size)
+    if (targets := e.model.mtp_targets(tokens)) is not None:
+        everyones = all_sum([targets], e.world)[0] // e.degrees.context  # ranks of a context group count the same ones
+        e.model.expect(everyones, len(microbatches) * e.world.size)
     seen: list[Losses] = []
     e.snapshot.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):
@@ -45,7 +49,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
     verdict = e.guard.judge(step, means, norms)
-    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm)
+    lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
     e.model.update_router_bias(load, verdict.ok)
     e.snapshot.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)

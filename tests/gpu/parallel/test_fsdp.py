@@ -66,7 +66,7 @@ def train(keys: list[str], world: World) -> list[float]:
         quiet = step == QUIET and "precision=fp32" not in keys and not spread
         torch.cuda.set_sync_debug_mode("error" if quiet else "default")
         try:
-            result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+            result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert bool(result.verdict.ok)
@@ -86,7 +86,7 @@ def measure(keys: list[str], world: World) -> None:
         if step == warm + 1:
             torch.cuda.synchronize()
             began = time.perf_counter()
-        train_step(engine, step, tokens, t.microbatch_size)
+        train_step(engine, step, engine.share_of(tokens), t.microbatch_size)
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / steps
     if world.is_first:

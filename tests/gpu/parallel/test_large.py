@@ -44,7 +44,10 @@ def train(keys: list[str], world: World) -> list[float]:
     generator = torch.Generator().manual_seed(3)
     shape = BATCH, LENGTH + 1
     batches = [torch.randint(0, config.model.vocab_size, shape, generator=generator).cuda() for _ in range(STEPS)]
-    results = [train_step(engine, i, tokens, config.trainer.microbatch_size) for i, tokens in enumerate(batches, 1)]
+    results = [
+        train_step(engine, i, engine.share_of(tokens), config.trainer.microbatch_size)
+        for i, tokens in enumerate(batches, 1)
+    ]
     assert all(bool(result.verdict.ok) for result in results)
     return [float(result.metrics["loss/total"]) for result in results]
 

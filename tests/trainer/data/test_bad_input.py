@@ -125,6 +125,26 @@ def test_a_file_that_is_cut_off_is_named_and_what_it_has_left_is_used(
     assert again.train.sidecar == result.train.sidecar  # the same is left out
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.txt.gz"])
+def test_what_is_too_long_for_memory_is_left_out(files: DataConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of gigabytes would be in memory as a whole, and was put together again with each block."""
+    for module in ("records", "sources"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 1000, raising=False)
+        monkeypatch.setattr(f"trainer.data.{module}.LONGEST_BYTES", 5000)
+    content = b"\n".join([*GOOD, json.dumps({"text": "long " * 2000}).encode(), *GOOD])
+    (folder(files) / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (folder(files) / "y.jsonl").write_bytes(b"\n".join(GOOD))
+    with pytest.raises(ValueError, match=rf"data\.skip_damaged=false: {name}.*: longer than "):
+        prepare(files, 512)
+    result = prepare(replace(files, skip_damaged=True), 512)
+    (skipped,) = result.skipped
+    assert skipped.why.startswith("longer than ")
+    if name == "x.txt.gz":
+        assert count(result) == len(GOOD) and result.left_out == (skipped,)
+    else:
+        assert count(result) == 3 * len(GOOD) and skipped.first == f"the line at byte {len(b'_'.join(GOOD)) + 1}"
+
+
 def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:
     pack_parquet(folder(files) / "any")
     path = folder(files) / "x.parquet"

@@ -69,9 +69,9 @@ def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[
     engine, said = build_engine(config, CPU, world=world), dict[str, Any]()
     health = Health(replace(config.health, every=every, shadow_every=every), engine, said.update, BATCH, 1)
     for step, tokens in enumerate(batches(), start=1):
-        health.before(step, tokens)
+        health.before(step, engine.share_of(tokens))
         with health.inside(step, logged=True):
-            result = train_step(engine, step, tokens, 1)
+            result = train_step(engine, step, engine.share_of(tokens), 1)
         assert bool(result.verdict.ok)
         if every:
             said |= health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
@@ -123,14 +123,14 @@ def test_one_process_says_the_same(said: dict[str, dict[str, Any]]) -> None:
     """Of the same tokens: the ranks' first sequences."""
     engine = build_engine(config_of(["precision=fp8_block"]), CPU)
     first, second = batches()
-    train_step(engine, 1, first, 1)
+    train_step(engine, 1, engine.share_of(first), 1)
     seen = shadow.compare(engine, second[::2], BATCH)
     ranks = said["block"]
     assert float(seen.loss_gap) == pytest.approx(ranks["shadow/loss_gap"], abs=2e-5)
     names = shadow.module_names(engine)
     for name, cosine in zip(names, seen.cosine.tolist(), strict=True):
         assert cosine == pytest.approx(ranks["shadow"]["cosine"][name], abs=2e-3), name
-    result = train_step(engine, 2, second, 1)
+    result = train_step(engine, 2, engine.share_of(second), 1)
     norm, changed = engine.optimizer.norms(result.verdict.ok)
     ratio = float(changed / norm)
     assert ranks["optim/update_ratio"] == pytest.approx(ratio, rel=1e-3)

@@ -137,6 +137,15 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [] and recorder.runs == []
 
 
+@pytest.mark.parametrize("form", ["{}=PRIVATE(", "{}=[PRIVATE]", "{}.x=PRIVATE"])
+@pytest.mark.parametrize("key", ["health.alerts.webhook", "health.alerts.command"])
+def test_a_mistake_in_a_secret_does_not_print_it(
+    form: str, key: str, call: Call, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(form.format(key)) == 2
+    assert "PRIVATE" not in "".join(capfd.readouterr())
+
+
 def test_the_trainer_gets_the_config_and_what_the_user_gave(call: Call, recorder: Recorder):
     assert call("+recipe=fp8_jit", "optim.lr=0.25", "debug.inject={step: 2, where: loss, value: inf}") == 0
     ((config, overrides),) = recorder.runs

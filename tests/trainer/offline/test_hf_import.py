@@ -264,6 +264,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "other blocks": (lambda f, t, c: c["quantization_config"].update(weight_block_size=[1, 32]), "weight_block_size"),
     "another method": (lambda f, t, c: c["quantization_config"].update(quant_method="awq"), "quant_method=awq"),
+    "a billion layers": (lambda f, t, c: c.update(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and the"),
+    "a billion experts": (lambda f, t, c: c.update(n_routed_experts=1e9), "n_routed_experts=1000000000.0, and the"),
     "no config": (lambda f, t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
 
@@ -311,10 +313,19 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
     refused("model.safetensors: cannot be read", folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
     refused("gone.safetensors is missing", folder)
+    for file in ("../x.safetensors", "/x.safetensors", "", 3):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+        refused("not the name of a safetensors file", folder)
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    refused("config.json: not JSON", folder)
     refused("exists", good[0], folder)
     whole = shutil.copytree(good[0], tmp_path / "whole")
     (whole / "tokenizer_config.json").write_text("no")
     refused("tokenizer_config.json: not JSON", whole)
+    (whole / "tokenizer.json").write_text("{}")
+    for token in ("${oc.env:HOME}", "a\nb", {"content": 7}, ["x"]):
+        (whole / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        refused("eos_token=.* is not the text of a token", whole)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak since a moment")

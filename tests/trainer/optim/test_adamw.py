@@ -29,6 +29,15 @@ def test_wsd_rises_stays_and_falls_in_a_straight_line() -> None:
     assert [rate(CONFIG, c) for c in (99, 150)] == pytest.approx([0.01, 0.01])
 
 
+@pytest.mark.parametrize("schedule", Schedule)
+def test_the_decay_reaches_its_end_with_the_run_whatever_was_dropped(schedule: Schedule) -> None:
+    """`max_steps` counts dropped steps. The warm-up goes by steps that changed the weights."""
+    at = LearningRate(replace(CONFIG, schedule=schedule), 100).at
+    assert at(torch.tensor(79), 99).item() == pytest.approx(0.01)
+    assert at(torch.tensor(4), 9).item() == pytest.approx(0.05)
+    assert at(torch.tensor(50), 50) == at(torch.tensor(50))
+
+
 def test_cosine_starts_after_the_warm_up() -> None:
     config = replace(CONFIG, schedule=Schedule.cosine, decay_fraction=1.0)
     for committed in (9, 30, 60, 99):

@@ -103,7 +103,7 @@ def train(name: str, keys: tuple[str, ...], world: World) -> dict[str, Any]:
         if spoils and world.rank == world.size - 1:
             _, block = engine.model.iter_blocks()[1]
             block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:]))
-        train_step(engine, step, tokens, 1)
+        train_step(engine, step, engine.share_of(tokens), 1)
         result["norms"].append([float(norm) for norm in engine.optimizer.norms(torch.tensor(True))])
     Packing.send = send  # type: ignore[method-assign]
     after = weights(engine, world)

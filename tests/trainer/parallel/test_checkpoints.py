@@ -99,11 +99,12 @@ def train(scene: Scene, world: World, folder: Path) -> None:
     streams.mkdir(exist_ok=True)
     following = loader.next
 
-    def noted() -> torch.Tensor:
-        tokens = following()
-        if world.is_first:
+    def noted(*share: int) -> torch.Tensor:
+        tokens = following(*share)
+        if world.is_first:  # the whole batch: of how many ranks does not matter
+            batch = loader.bins.gather(loader.windows_at(loader.served), loader.sequence_length)
             with (streams / scene.name).open("a") as file:
-                file.write(f"{tokens.flatten().tolist()}\n")
+                file.write(f"{batch.flatten().tolist()}\n")
         return tokens
 
     loader.next = noted  # type: ignore[method-assign]

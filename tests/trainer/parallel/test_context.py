@@ -102,7 +102,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
         if case.spoil == world.rank and step == 3:
             _, block = engine.model.iter_blocks()[1]
             handles.append(block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:])))
-        result = train_step(engine, step, batch(generator), 1)
+        result = train_step(engine, step, engine.share_of(batch(generator)), 1)
         for handle in handles:
             handle.remove()
         line = {key: float(value) for key, value in result.metrics.items()} | {"ok": float(result.verdict.ok)}

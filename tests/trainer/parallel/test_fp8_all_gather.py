@@ -80,7 +80,7 @@ def train(keys: list[str], world: World) -> dict[str, list[str]]:
     generator = torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, 512, (4, 33), generator=generator)
-        result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+        result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         assert bool(result.verdict.ok)
         seen["loss"].append(float(result.metrics["loss/total"]).hex())
         seen["norm"].append(float(result.metrics["optim/grad_norm"]).hex())

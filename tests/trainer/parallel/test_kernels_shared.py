@@ -44,7 +44,7 @@ def train(keys: list[str], world: World, made: Counter[str]) -> dict[str, float]
     engine = build_engine(config, world.device, world=world)
     made.clear()
     tokens = torch.randint(0, 128, (4, 9), generator=torch.Generator().manual_seed(3))
-    result = train_step(engine, 1, tokens, config.trainer.microbatch_size)
+    result = train_step(engine, 1, engine.share_of(tokens), config.trainer.microbatch_size)
     assert bool(result.verdict.ok)
     metrics = {key: float(result.metrics[key]) for key in ("loss/total", "optim/grad_norm")}
     made_of = {key: made[key] for key in ("transposed", "quantised", "experts")}

@@ -53,7 +53,7 @@ def train(keys: list[str], world: World) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, 128, (batch, 17), generator=generator)
-        result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+        result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         assert bool(result.verdict.ok)
         seen["numbers"] += [float(result.metrics[key]).hex() for key in ("loss/total", "optim/grad_norm")]
     engine.microbatch.release()

@@ -140,10 +140,10 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
             with torch.no_grad():
                 _, block = engine.model.iter_blocks()[1]
                 handle = block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:]))
-            result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+            result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
             handle.remove()
         else:
-            result = train_step(engine, step, tokens, config.trainer.microbatch_size)
+            result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         line = {key: float(value) for key, value in result.metrics.items()}
         line["ok"], line["place"] = float(result.verdict.ok), float(result.verdict.place)
         line["scale"], line["amax"] = float(engine.arena.scale.double().sum()), float(engine.arena.amax.double().sum())

@@ -1,14 +1,8 @@
-"""Run folders: the table of `run.resume`, what is dropped on the way, and one process at a time."""
+"""Run folders: the table of `run.resume`, and what is dropped on the way."""
 
 import errno
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +10,9 @@ import pytest
 import torch
 from composed import config_of
 from omegaconf import OmegaConf
+from run_folders import TEXTS, damage, logged, make_run, quiet, snapshot
 
-from trainer.checkpoint import Checkpointer, list_checkpoints, read
+from trainer.checkpoint import read
 from trainer.config import load
 from trainer.config.paths import anchored
 from trainer.launch.world import World
@@ -26,75 +21,6 @@ from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunFolder, find
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-TEXTS = {"config.yaml": "lr: 1\n", "overrides.txt": "", "environment.json": "{}\n", "precision_plan.txt": "plan\n"}
-
-
-def quiet(kind: str, step: int, message: str, **what: Any) -> None:
-    """Nobody listens."""
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Opens run folders and closes them at the end."""
-    made: list[RunFolder] = []
-
-    def open_run(runs: Path, name: str | None = "a", resume: str = "never", **more: Any) -> RunFolder:
-        run = RunFolder(runs, name, resume, "fp8_delayed", more.pop("texts", TEXTS), **more)
-        made.append(run)
-        return run
-
-    yield open_run
-    for run in made:
-        run.close()
-
-
-def save(path: Path, *steps: int) -> None:
-    checkpointer = Checkpointer(path / CHECKPOINTS, 0, quiet)
-    for step in steps:
-        checkpointer.save(step, {"t": torch.tensor(step)}, {"step": step})
-    checkpointer.close()
-
-
-def log(path: Path, *steps: int) -> None:
-    with (path / METRICS).open("a") as metrics, (path / EVENTS).open("a") as events:
-        for step in steps:
-            metrics.write(json.dumps({"step": step, "loss/lm": 1 / (step + 1)}) + "\n")
-            events.write(json.dumps({"step": step, "kind": "spike", "message": "x"}) + "\n")
-
-
-def logged(path: Path, name: str = METRICS) -> list[int]:
-    return [json.loads(line)["step"] for line in (path / name).read_text().splitlines()]
-
-
-def make_run(
-    runs: Path, *, checkpoints: tuple[int, ...], lines: tuple[int, ...] = (0, 100, 150, 200, 250, 300)
-) -> Path:
-    """A run that was killed after it had logged `lines` and saved `checkpoints`."""
-    run = RunFolder(runs, "a", "never", "bf16", TEXTS)
-    log(run.path, *lines)
-    save(run.path, *checkpoints)
-    run.close()
-    return run.path
-
-
-def damage(checkpoint: Path) -> None:
-    with (checkpoint / "rank00000.safetensors").open("r+b") as file:
-        file.truncate(20)
-
-
-def snapshot(path: Path) -> dict[str, bytes]:
-    """Everything under `path`, the lock file apart."""
-    return {
-        str(file.relative_to(path)): file.read_bytes()
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name != ".lock"
-    }
 
 
 def test_open_takes_names_and_texts_from_the_config(tmp_path: Path) -> None:
@@ -218,55 +144,6 @@ def test_auto_goes_on_from_the_newest_checkpoint_and_drops_later_metrics(runs: P
     assert [note.message for note in run.notes] == ["2 lines later than step 200 dropped from metrics.jsonl"]
 
 
-def test_a_line_half_written_at_the_kill_is_dropped(runs: Path, opened: Any) -> None:
-    path = make_run(runs, checkpoints=(200,), lines=(100, 200))
-    for name in (METRICS, EVENTS):
-        with (path / name).open("a") as file:
-            file.write('{"step": 200, "loss/lm": 0.3')
-    opened(runs, resume="auto")
-    assert logged(path) == [100, 200] and logged(path, EVENTS) == [100, 200]
-
-
-def test_a_whole_last_line_without_its_newline_is_dropped_too(runs: Path, opened: Any) -> None:
-    """The next line would be appended to it."""
-    path = make_run(runs, checkpoints=(200,), lines=(100,))
-    with (path / METRICS).open("a") as file:
-        file.write('{"step": 200}')
-    opened(runs, resume="auto")
-    assert logged(path) == [100] and (path / METRICS).read_bytes().endswith(b"\n")
-
-
-def test_metrics_that_are_all_earlier_stay_byte_for_byte(runs: Path, opened: Any) -> None:
-    path = make_run(runs, checkpoints=(300,))
-    before = (path / METRICS).read_bytes()
-    run = opened(runs, resume="auto")
-    assert (path / METRICS).read_bytes() == before and run.notes == []
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(runs: Path, opened: Any) -> None:
-    path = make_run(runs, checkpoints=(100, 200))
-    damage(path / CHECKPOINTS / "step_00000200")
-    run = opened(runs, resume="auto")
-    assert run.first_step == 100 and logged(path) == [0, 100]
-    note = run.notes[0]
-    assert (note.kind, note.step) == ("checkpoint", 200)
-    assert "damaged" in note.message and "step_00000200/rank00000.safetensors has 20 bytes instead of" in note.message
-    assert [entry.name for entry in list_checkpoints(path / CHECKPOINTS)] == ["step_00000100"]
-    assert (path / CHECKPOINTS / "step_00000200.set_aside").is_dir()
-
-
-def test_a_run_whose_every_checkpoint_is_damaged_is_refused_not_started_over(runs: Path, opened: Any) -> None:
-    path = make_run(runs, checkpoints=(100, 200))
-    for checkpoint in list_checkpoints(path / CHECKPOINTS):
-        damage(checkpoint)
-    before = snapshot(path)
-    with pytest.raises(
-        ValueError, match=r"every checkpoint of .* is damaged .*step_00000200/rank00000.safetensors"
-    ) as refusal:
-        opened(runs, resume="auto")
-    assert "\n" not in str(refusal.value) and snapshot(path) == before
-
-
 def test_the_texts_of_before_are_kept_beside_the_new_ones(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(200,))
     for rate in (2, 3):
@@ -377,72 +254,6 @@ def test_find_checkpoint_takes_a_run_or_a_checkpoint(runs: Path) -> None:
     damage(path / CHECKPOINTS / "step_00000200")
     with pytest.raises(ValueError, match=r"run.init_from=.*a: every checkpoint there is damaged"):
         find_checkpoint(path, "run.init_from", quiet)
-
-
-# ---------------------------------------------------------------------------------------------------- the lock
-
-
-@pytest.mark.parametrize("resume", ["auto", "path"])
-def test_two_processes_cannot_train_in_one_folder(runs: Path, opened: Any, resume: str) -> None:
-    first = opened(runs)
-    save(first.path, 100)
-    before = snapshot(first.path)
-    name, how = ("a", "auto") if resume == "auto" else (None, str(first.path))
-    with pytest.raises(ValueError, match=rf"a is in use by process {os.getpid()} on .*; wait for it, or choose"):
-        opened(runs, name, how)
-    assert snapshot(first.path) == before
-    first.close()
-    assert opened(runs, name, how).first_step == 100
-
-
-def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from trainer.run.run_folder import RunFolder\n"
-        "run = RunFolder(Path(sys.argv[1]), 'a', 'never', 'x', {'config.yaml': ''}); print('open', flush=True)\n"
-        "time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(runs)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "open\n"
-    with pytest.raises(ValueError, match=f"in use by process {process.pid}"):
-        opened(runs, resume="auto")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert opened(runs, resume="auto").is_new
-
-
-def test_a_run_that_is_started_anew_waits_until_the_one_before_is_gone(runs: Path, opened: Any) -> None:
-    before = opened(runs)
-    threading.Timer(0.5, before.close).start()
-    assert opened(runs, resume="auto", patience=20.0).is_new
-    with pytest.raises(ValueError, match="in use by process"):
-        opened(runs, resume="auto", patience=0.3)
-
-
-def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, opened: Any) -> None:
-    """`rm -rf runs/a/*` leaves the lock: it is this process's own, and no other one's."""
-    run, told = opened(runs), list[str]()
-    for path in run.path.iterdir():
-        if path.name != ".lock":
-            path.unlink()
-    run.heal(4, lambda kind, step, message, **what: told.append(message))
-    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in told[0]
-    with pytest.raises(ValueError, match="in use by process"):
-        opened(runs, resume="auto")
-
-
-def test_links_planted_in_a_run_folder_are_not_written_through(runs: Path, tmp_path: Path, opened: Any) -> None:
-    path, victim = make_run(runs, checkpoints=(100,)), tmp_path / "victim"
-    victim.write_text("mine")
-    for name in ("config.yaml", "overrides.txt", "precision_plan.txt"):
-        (path / f".{name}.new").symlink_to(victim)
-    changed = {**TEXTS, "config.yaml": "lr: 2\n", "precision_plan.txt": "other\n"}
-    opened(runs, resume="auto", texts=changed).close()
-    assert victim.read_text() == "mine" and not list(path.glob(".*.new"))
-    (path / ".lock").unlink()
-    (path / ".lock").symlink_to(victim)
-    with pytest.raises(ValueError, match=r"\.lock: is a link"):
-        opened(runs, resume="auto")
-    assert victim.read_text() == "mine"
 
 
 def test_secrets_that_change_are_reported_without_their_values(runs: Path, opened: Any) -> None:

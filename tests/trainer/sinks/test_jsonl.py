@@ -88,7 +88,7 @@ def test_lines_are_dropped_of_files_larger_than_memory(tmp_path: Path) -> None:
     dropped = trim(path, 3999)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert dropped == 1000 and peak < 1_000_000
+    assert dropped == (1000, 0) and peak < 1_000_000
     assert [line["step"] for line in lines(path)] == list(range(4000))
 
 

@@ -61,6 +61,23 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
     made.close()
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_lines_that_were_there_at_the_checkpoint_are_missed(run: RunFolder, left: int) -> None:
+    with Sinks(settings(), run, 9) as sinks:
+        for step in (1, 2):
+            sinks.metrics(METRICS | {"step": step})
+        state = sinks.state_dict()
+        sinks.load_state_dict(state)
+    metrics, events = run.path / "metrics.jsonl", run.path / "events.jsonl"
+    assert events.read_text() == ""
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:left]))
+    with Sinks(settings(), run, 9) as sinks:
+        sinks.load_state_dict(state)
+    (event,) = [json.loads(line) for line in events.read_text().splitlines()]
+    ends = "ends at step 1" if left else "has no lines"
+    assert event["kind"] == "alert" and f"metrics.jsonl {ends}, and had step 2" in event["message"]
+
+
 class Screen:
     """A console whose output can be read."""
 

@@ -1,5 +1,6 @@
 """Faults also come up in compiled blocks, in their step and their place alone."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -49,3 +50,21 @@ def test_compiled_blocks_have_them(config: Configs, where: Where, recompute: Rec
     else:
         assert all(name.endswith(":grad") for name in bad[1]) and "layers.1.attn:grad" in bad[1]
         assert not any(name.startswith("layers.2") for name in bad[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_spoilt_weight_is_not_the_master(config: Configs, precision: str) -> None:
+    """FP32 computes with the master itself. The next step makes the weight from it again."""
+    device = torch.device("cpu")
+    plan, model = build_model(config(f"precision={precision}"), device)
+    injector = Injector(InjectConfig(step=1, where=Where.weight, value=float("nan")), model)
+    arena = bind(model, plan, device)
+    tokens = torch.randint(6, 320, (2, 25), generator=torch.Generator().manual_seed(0))
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for step in (1, 2):
+        begin_step(model, arena)
+        injector.before(step, 0)
+        losses.append(float(model(tokens).total.detach()))
+    assert [math.isfinite(loss) for loss in losses] == [False, True]
+    assert all(torch.equal(p, masters[name]) for name, p in model.named_parameters())

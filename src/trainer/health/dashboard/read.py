@@ -25,6 +25,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from trainer.config_diff import read_yaml
+from trainer.files import parse_line
+
 CONFIG, METRICS, TENSORS, EVENTS = (
     "config.yaml",
     "metrics.jsonl",
@@ -82,11 +85,7 @@ class Lines:
             self._tail = (self._tail + line)[-OVERLAP:]
             if self.stride > 1 and self._left_out(line):
                 continue
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict):
+            if (entry := parse_line(line)) is not None:
                 entries.append(entry)
         return entries
 
@@ -191,7 +190,7 @@ class Run:
             for entry in entries:
                 try:
                     take(entry)
-                except (TypeError, ValueError, KeyError, AttributeError):
+                except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
                     continue  # a line that is not what the page of formats says
         if self._again:
             for file in self._files.values():
@@ -224,18 +223,18 @@ class Run:
             changed = (self.path / CONFIG).stat().st_mtime
             if changed == self._read_config:
                 return
-            self.config = _mapping(yaml.safe_load((self.path / CONFIG).read_text()))
+            self.config = _mapping(read_yaml((self.path / CONFIG).read_bytes()))
             self._read_config = changed
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, yaml.YAMLError):
             return
         try:
             self.overrides = (self.path / "overrides.txt").read_text().split("\n")
             self.environment = _mapping(json.loads((self.path / "environment.json").read_text()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return
 
     def _metric(self, entry: dict[str, Any]) -> None:
-        step = int(entry["step"])
+        step = entry["step"]
         if (
             step < self._last["metrics"]
         ):  # the run went back: what it had written of later steps is no longer its course
@@ -255,7 +254,7 @@ class Run:
             for group, names in entry["names"].items():
                 self._places[group] = self._place(group, [str(name) for name in names])
             return
-        step = int(entry["step"])
+        step = entry["step"]
         if step < self._last["tensors"]:
             self.generation += 1
             for grid in self.grids.values():

@@ -44,7 +44,17 @@ def test_a_run_that_grows(folder: Path) -> None:
 
 
 def test_lines_that_say_nothing_are_passed_over(folder: Path) -> None:
-    odd = ["garbage\n", "[1]\n", '{"loss/lm": 1}\n', '{"step": null}\n', '{"step": 9, "loss/lm": null, "a": "b"}\n']
+    odd = [
+        "garbage\n",
+        "[1]\n",
+        '{"step": 1e400}\n',
+        '{"step": "9"}\n',
+        "[" * 100_000 + "\n",
+        f'{{"a": {10**400}}}\n',
+        '{"loss/lm": 1}\n',
+        '{"step": null}\n',
+        '{"step": 9, "loss/lm": null, "a": "b"}\n',
+    ]
     lines(folder / "metrics.jsonl", *odd, {"step": 10, "loss/lm": 1.0})
     lines(folder / "tensors.jsonl", {"step": 1, "fp8": {"scale": [1.0]}}, {"names": 3}, "\x00\n", {"step": 2, "fp8": 1})
     lines(folder / "events.jsonl", {"step": 1}, {"kind": 7})

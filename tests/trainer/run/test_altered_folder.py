@@ -1,0 +1,114 @@
+"""What was altered in a run folder between two starts, or under a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import TEXTS, damage, logged, make_run, snapshot
+
+from trainer.checkpoint import list_checkpoints
+from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, TENSORS
+
+# torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_a_line_half_written_at_the_kill_is_dropped(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(200,), lines=(100, 200))
+    for name in (METRICS, EVENTS):
+        with (path / name).open("a") as file:
+            file.write('{"step": 200, "loss/lm": 0.3')
+    opened(runs, resume="auto")
+    assert logged(path) == [100, 200] and logged(path, EVENTS) == [100, 200]
+
+
+def test_a_whole_last_line_without_its_newline_is_dropped_too(runs: Path, opened: Any) -> None:
+    """The next line would be appended to it."""
+    path = make_run(runs, checkpoints=(200,), lines=(100,))
+    with (path / METRICS).open("a") as file:
+        file.write('{"step": 200}')
+    opened(runs, resume="auto")
+    assert logged(path) == [100] and (path / METRICS).read_bytes().endswith(b"\n")
+
+
+def test_metrics_that_are_all_earlier_stay_byte_for_byte(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(300,))
+    before = (path / METRICS).read_bytes()
+    run = opened(runs, resume="auto")
+    assert (path / METRICS).read_bytes() == before and run.notes == []
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    damage(path / CHECKPOINTS / "step_00000200")
+    run = opened(runs, resume="auto")
+    assert run.first_step == 100 and logged(path) == [0, 100]
+    note = run.notes[0]
+    assert (note.kind, note.step) == ("checkpoint", 200)
+    assert "damaged" in note.message and "step_00000200/rank00000.safetensors has 20 bytes instead of" in note.message
+    assert [entry.name for entry in list_checkpoints(path / CHECKPOINTS)] == ["step_00000100"]
+    assert (path / CHECKPOINTS / "step_00000200.set_aside").is_dir()
+
+
+def test_a_run_whose_every_checkpoint_is_damaged_is_refused_not_started_over(runs: Path, opened: Any) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    for checkpoint in list_checkpoints(path / CHECKPOINTS):
+        damage(checkpoint)
+    before = snapshot(path)
+    with pytest.raises(
+        ValueError, match=r"every checkpoint of .* is damaged .*step_00000200/rank00000.safetensors"
+    ) as refusal:
+        opened(runs, resume="auto")
+    assert "\n" not in str(refusal.value) and snapshot(path) == before
+
+
+def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, opened: Any) -> None:
+    """`rm -rf runs/a/*` leaves the lock: it is this process's own, and no other one's."""
+    run, told = opened(runs), list[str]()
+    for path in run.path.iterdir():
+        if path.name != ".lock":
+            path.unlink()
+    run.heal(4, lambda kind, step, message, **what: told.append(message))
+    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in told[0]
+    with pytest.raises(ValueError, match="in use by process"):
+        opened(runs, resume="auto")
+
+
+def test_links_planted_in_a_run_folder_are_not_written_through(runs: Path, tmp_path: Path, opened: Any) -> None:
+    path, victim = make_run(runs, checkpoints=(100,)), tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("config.yaml", "overrides.txt", "precision_plan.txt"):
+        (path / f".{name}.new").symlink_to(victim)
+    changed = {**TEXTS, "config.yaml": "lr: 2\n", "precision_plan.txt": "other\n"}
+    opened(runs, resume="auto", texts=changed).close()
+    assert victim.read_text() == "mine" and not list(path.glob(".*.new"))
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"\.lock: is a link"):
+        opened(runs, resume="auto")
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("damage", ['{"step": null}', '{"step": "7"}', '{"step": 1e400}', "[" * 100_000, "\0", "[1]"])
+def test_damaged_lines_are_dropped_and_reported(runs: Path, opened: Any, damage: str) -> None:
+    path = make_run(runs, checkpoints=(200,), lines=(100, 200))
+    for name in (METRICS, TENSORS, EVENTS):
+        with (path / name).open("a") as file:
+            file.write(damage + '\n{"step": 150, "kind": "x"}\n')
+    run = opened(runs, resume="auto")
+    said = [f"1 damaged line dropped from {name}" for name in (METRICS, TENSORS, EVENTS)]
+    assert [note.message for note in run.notes] == said
+    assert logged(path) == [100, 200, 150] and logged(path, TENSORS) == [150]
+
+
+@pytest.mark.parametrize("content", [b"lr: 1\xff\n", b"\x80", b"lr: [", b"a: &a [1]\nb: *a\n", b"[" * 5000])
+def test_damaged_texts_do_not_keep_a_run_from_resuming(runs: Path, opened: Any, content: bytes) -> None:
+    path = make_run(runs, checkpoints=(200,), lines=(100,))
+    for name in TEXTS:
+        (path / name).write_bytes(content)
+    run = opened(runs, resume="auto")
+    assert [note.message for note in run.notes] == [
+        f"other settings than before: {path / 'config.yaml'} is damaged and cannot be compared"
+    ]
+    assert {name: (path / name).read_text() for name in TEXTS} == TEXTS
+    assert (path / "config.before_step_00000200.yaml").read_bytes() == content
