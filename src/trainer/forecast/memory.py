@@ -37,10 +37,9 @@ from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.forecast.muon import muon_size
-from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
+from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
-ONE_PROCESS = Degrees()
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
 
 

@@ -26,7 +26,7 @@ from trainer.config.unused_data_keys import without_effect as data_without_effec
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
-from trainer.forecast.muon import muon_size
+from trainer.forecast.muon import muon_load, muon_size
 from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
@@ -333,7 +333,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
-            *([_muon_line(config, plan, count.total)] if config.optim.name is OptimizerName.muon else ()),
+            *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
             + (f", on {machine.name}" if machine.gpu is not None else ""),
@@ -354,12 +354,22 @@ def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: 
     return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
 
 
-def _muon_line(config: Config, plan: Plan, total: float) -> str:
+def _muon_line(config: Config, plan: Plan, degrees: Degrees, total: float) -> str:
     its = muon_size(config, plan)
     rest = _short(total - its.elements)
     return (
         f"optimizer    muon: {_short(its.elements)} in {its.matrices} matrices, {_short(its.flops)} FLOPs a step; "
-        f"adamw: {rest}"
+        f"adamw: {rest}{_owners(config, plan, degrees)}"
+    )
+
+
+def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
+    if degrees.world == 1:
+        return ""
+    busiest, sent = muon_load(config, plan, degrees)
+    mean = _short(muon_size(config, plan, degrees).flops)
+    return (
+        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {_short(sent)}B a step"
     )
 
 
