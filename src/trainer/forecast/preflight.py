@@ -23,11 +23,11 @@ from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
+from trainer.forecast.check_optimizer import check_optimizer
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_load, muon_size
-from trainer.optim.orthogonalise import FEWEST
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 
@@ -40,7 +40,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_run(config.run)
     check_sizes(config)
     _check_batch(config)
-    _check_muon(config)
+    check_optimizer(config)
     if world_size is not None:
         check_fsdp_policy(config, resolve(config.parallel, world_size))
     _check_recovery(config.recovery)
@@ -138,21 +138,6 @@ def check_sizes(config: Config) -> None:
     if t.sequence_length <= m.num_mtp_layers:
         why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
-
-
-def _check_muon(config: Config) -> None:
-    muon = config.optim.muon
-    if config.optim.name is not OptimizerName.muon:
-        return
-    if muon is None:
-        _refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
-    if not 0 <= muon.momentum < 1:
-        _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
-    if not 0 < muon.scale < math.inf:
-        _refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
-    fewest = FEWEST[muon.coefficients]
-    if muon.steps is not None and not fewest <= muon.steps <= 100:
-        _refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
 
 
 def _check_batch(config: Config) -> None:

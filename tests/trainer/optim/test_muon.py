@@ -222,6 +222,7 @@ def test_every_hidden_matrix_is_muons(config: Callable[..., Config], keys: list[
 
 def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
     keys = "optim=muon_cosine", "precision=fp8_delayed", "precision.backend=reference", "optim.decay_fraction=0"
+    keys = *keys, "precision.table.optim.moments=bf16"
     whole = Trainer(config(*keys, "run.name=whole", "trainer.max_steps=4"))
     whole.train()
     Trainer(config(*keys, "run.name=cut", "trainer.max_steps=2")).train()
@@ -247,6 +248,15 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
     ("keys", "why"),
     [
         (["optim.muon.momentum=1"], r"^optim\.muon\.momentum=1\.0: out of range; set 0\.95"),
+        (
+            ["optim.muon.momentum=0.99", "precision.table.optim.moments=bf16"],
+            r"^optim\.muon\.momentum=0\.99: moments in BF16 lose .*; set 0\.98 or less, or precision\.table",
+        ),
+        (
+            ["optim.betas=[0.9,0.999]", "precision.table.optim.moments=bf16"],
+            r"^optim\.betas=\[0\.9, 0\.999\]: moments in BF16 lose",
+        ),
+        (["optim.moments=bf16"], r"^optim\.moments=bf16: .* says fp32; .* set precision\.table\.optim\.moments=bf16"),
         (["optim.muon.scale=0"], r"^optim\.muon\.scale=0\.0: out of range"),
         (
             ["optim.muon.coefficients=deepseek_v4", "optim.muon.steps=2"],
