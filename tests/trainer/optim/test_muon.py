@@ -151,6 +151,11 @@ def test_the_forecast_counts_what_the_model_has(name: str) -> None:
     assert size.elements == sum(sizes[n] for n in mine)
     left = sum(of for n, of in sizes.items() if n not in mine)
     assert forecast_memory(made, plan)["optimizer"] == 4.0 * size.elements + 8.0 * left
+    narrow = config_of([f"model={name}", "optim=muon_wsd", "precision.table.optim.moments=bf16"])
+    in_bf16 = Plan(narrow.precision, narrow.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(narrow.model, in_bf16)
+    assert forecast_memory(narrow, in_bf16)["optimizer"] == 2.0 * size.elements + 4.0 * left
     machine = Machine(1, 1, 1e12, 1e15, 1e12, 1e12)
     slower = cost(made, plan, Degrees(), machine).compute
     slower -= cost(config_of([f"model={name}", "trainer.device=cpu"]), plan, Degrees(), machine).compute
