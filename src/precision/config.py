@@ -119,7 +119,7 @@ class OptimTable:
     master: Precision | None = None
     """Weights that are updated."""
     moments: Precision | None = None
-    """First and second moments of AdamW."""
+    """First and second moments of AdamW, momentum of Muon: fp32 or bf16 (DeepSeek-V3, section 3.3.3)."""
 
 
 @dataclass

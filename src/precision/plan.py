@@ -90,9 +90,12 @@ class Plan:
         self._rules = _rules(config, num_layers)
         self._recipes: dict[tuple[Precision, Format, str, Accumulation], GemmRecipe] = {}
         for op in TRAINER_OPS:
-            if self._table(op, op) is not Precision.fp32:
-                raise UserError(f"precision.table.{op}={self._table(op, op).value}: only fp32 is built; set it to fp32")
-            self.tensors[op] = TensorRow(op, op, FP32, "table")
+            precision = self._table(op, op)
+            built = (Precision.fp32, Precision.bf16) if op == "optim.moments" else (Precision.fp32,)
+            if precision not in built:
+                only = " and ".join(each.value for each in built)
+                raise UserError(f"precision.table.{op}={precision.value}: only {only} is built; set it to fp32")
+            self.tensors[op] = TensorRow(op, op, BY_NAME[precision.value], "table")
 
     @property
     def delayed(self) -> bool:

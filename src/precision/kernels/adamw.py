@@ -6,7 +6,8 @@ Per parameter p with gradient g, moments m and v, in step t (arXiv 1711.05101; t
     m = m + (1 - beta1) (g - m)        v = v + (1 - beta2) (g^2 - v)
     p = p - (lr decay p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
-An element is 16 bytes read and 12 written, which is all the time there is. So gradients are not written back, and what
+An element is 16 bytes read and 12 written, with moments in BF16 12 and 8 (rounded to the nearest after p has been
+computed), which is all the time there is. So gradients are not written back, and what
 is the same for a whole tensor is made beforehand: `_prepare_kernel` advances the step counts and computes each tensor's
 factors, in FP64 because 1 - beta^t loses the digits that FP32 has; `_adamw_kernel` streams. A program of it owns a
 chunk of one tensor, which it looks up in a table made once; where tensors lie comes from a table of addresses.
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import cdiv, chunk_table
+from precision.kernels.common import MOMENTS, cdiv, chunk_table
 from precision.kernels.update_norms import UpdateNorms
 
 _BLOCK = 512  # elements at a time, 4 a thread: a load of 16 bytes from each of four tensors
@@ -73,14 +74,14 @@ def _update(
     at = begin + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < end
     gradient = tl.load(g + at, mask=inside, eviction_policy="evict_first") * shrink
-    first = tl.load(m + at, mask=inside, eviction_policy="evict_first")
-    second = tl.load(v + at, mask=inside, eviction_policy="evict_first")
+    first = tl.load(m + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    second = tl.load(v + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
     master = tl.load(p + at, mask=inside, eviction_policy="evict_first")
     first = _towards(first, gradient, BETA1)
     second = _towards(second, gradient * gradient, BETA2)
     master -= decay * master + rate * (first / (tl.sqrt(second) * root + EPS))
-    tl.store(m + at, first, mask=inside)
-    tl.store(v + at, second, mask=inside)
+    tl.store(m + at, first.to(m.dtype.element_ty), mask=inside)
+    tl.store(v + at, second.to(v.dtype.element_ty), mask=inside)
     tl.store(p + at, master, mask=inside)
 
 
@@ -88,10 +89,10 @@ def _update(
 def _adamw_kernel(
     chunks, gradients, tensors, factors, ok,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
-    addresses of p, m and v, number of elements. All addresses are multiples of ALIGN."""
+    addresses of p, m and v, number of elements. All addresses are multiples of ALIGN. MOMENT: format of m and v."""
     entry = chunks + tl.program_id(0).to(tl.int64) * 2
     i = tl.load(entry)
     begin = tl.load(entry + 1).to(tl.int64) * (BLOCK * BLOCKS)
@@ -99,8 +100,8 @@ def _adamw_kernel(
     gradient = tl.load(gradients + i)
     row = tensors + i * 4
     p = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), ALIGN)
-    m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), ALIGN)
-    v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), ALIGN)
+    m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MOMENT)), ALIGN)
+    v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), ALIGN)
     size = tl.load(row + 3)
     if go & (gradient != 0):
         g = tl.multiple_of(gradient.to(tl.pointer_type(tl.float32)), ALIGN)
@@ -119,7 +120,8 @@ def _adamw_kernel(
 class FusedAdamW:
     """Updates P parameters in place, with their moments and step counts.
 
-    parameters, first, second: P tensors each, FP32, contiguous, of equal shapes; steps: P 0-d FP32 tensors, one each;
+    parameters, first, second: P tensors each, contiguous, of equal shapes, parameters FP32, first and second FP32 or
+    BF16; steps: P 0-d FP32 tensors, one each;
     weight_decay: P numbers. All on one device. Moments and step counts stay where they are in memory from now on;
     parameters and gradients may move. block, blocks, num_warps: how the work is cut, `block` elements at a time and
     `blocks` times that by a program.
@@ -139,8 +141,12 @@ class FusedAdamW:
         num_warps: int = _WARPS,
     ):
         self._parameters, self._kept = list(parameters), [*first, *second, *steps]
-        for tensor in [*self._parameters, *self._kept]:
+        moments = first[0].dtype if first else torch.float32
+        for tensor in [*self._parameters, *steps]:
             assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        for tensor in (*first, *second):
+            assert tensor.dtype == moments and tensor.is_contiguous()
+        self._moment = MOMENTS[moments]
         self._betas, self._eps = betas, eps
         self._block, self._blocks, self._num_warps = block, blocks, num_warps
         self._device = device = self._parameters[0].device
@@ -151,7 +157,7 @@ class FusedAdamW:
         self._moments = list(zip((t.data_ptr() for t in first), (t.data_ptr() for t in second), strict=True))
         self._sizes = [p.numel() for p in self._parameters]
         self._factors = torch.empty(len(chunks), 4, device=device)
-        self._norms = UpdateNorms(self._sizes, betas, eps, device)
+        self._norms = UpdateNorms(self._sizes, betas, eps, device, moments=moments)
         self._one = torch.ones((), device=device)
         self._addresses: tuple[list[int], list[int]] = [], []
         self._tensors = self._gradients = torch.empty(0, dtype=torch.int64, device=device)
@@ -174,7 +180,7 @@ class FusedAdamW:
         if len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
                 self._chunks, self._gradients, self._tensors, self._factors, ok,
-                beta1, beta2, self._eps, self._block, self._blocks, self._align,
+                beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment,
                 num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]

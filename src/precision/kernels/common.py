@@ -108,6 +108,10 @@ def padded_rows(rows: int) -> int:
     return cdiv(rows, 128) * 128
 
 
+MOMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+"""Formats of an optimizer's moments."""
+
+
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr):
     """`scaling.scale_from_amax`."""

@@ -5,7 +5,8 @@ the twin)
 
     lr / (1 - lr decay) * (u + decay p)        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-An element is 12 bytes read and nothing written, which is all the time there is. `_factors_kernel` makes what is the
+An element is 12 bytes read (with moments in BF16 8) and nothing written, which is all the time there is.
+`_factors_kernel` makes what is the
 same for a whole tensor, in FP64; `_squares_kernel` streams: a program owns a chunk of one tensor and leaves two sums of
 squares, FP32 over some thousand elements; `_add_up_kernel` adds them up, a program a tensor, in FP64 and always in the
 same order.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import cdiv, chunk_table
+from precision.kernels.common import MOMENTS, cdiv, chunk_table
 
 _BLOCK = 2048  # elements of a program, 16 a thread: four loads of 16 bytes from each of three tensors
 _WARPS = 4
@@ -50,8 +51,8 @@ def _squares(p, m, v, begin, end, factor, small, decay, BLOCK: tl.constexpr, WHO
     at = begin + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < end
     master = tl.load(p + at, mask=inside, eviction_policy="evict_first")
-    first = tl.load(m + at, mask=inside, eviction_policy="evict_first")
-    second = tl.load(v + at, mask=inside, eviction_policy="evict_first")
+    first = tl.load(m + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    second = tl.load(v + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
     change = first / (tl.sqrt(second) + small) * factor + decay * master
     if not WHOLE:
         change = tl.where(inside, change, 0.0)
@@ -60,16 +61,18 @@ def _squares(p, m, v, begin, end, factor, small, decay, BLOCK: tl.constexpr, WHO
 
 
 @triton.jit
-def _squares_kernel(chunks, tensors, factors, decays, sums, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+def _squares_kernel(
+    chunks, tensors, factors, decays, sums, BLOCK: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr
+):  # fmt: skip
     """One chunk: its two sums, [programs, 2]. chunks [programs, 2]: tensor, chunk of it. tensors [P, 4]: addresses of
-    p, m and v, multiples of ALIGN, number of elements."""
+    p, m and v, multiples of ALIGN, number of elements. MOMENT: format of m and v."""
     program = tl.program_id(0).to(tl.int64)
     i = tl.load(chunks + program * 2)
     begin = tl.load(chunks + program * 2 + 1).to(tl.int64) * BLOCK
     row = tensors + i * 4
     p = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), ALIGN)
-    m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), ALIGN)
-    v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), ALIGN)
+    m = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MOMENT)), ALIGN)
+    v = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), ALIGN)
     end = tl.load(row + 3)
     factor, small = tl.load(factors + i * 2), tl.load(factors + i * 2 + 1)
     decay = tl.load(decays + i)
@@ -104,7 +107,7 @@ def _add_up_kernel(ends, sums, steps, decays, lr, norms, P, BLOCK: tl.constexpr)
 class UpdateNorms:
     """Norms of P parameters and of their last updates.
 
-    sizes: elements of each, 0 too. block: elements at a time.
+    sizes: elements of each, 0 too. block: elements at a time. moments: FP32 or BF16.
     """
 
     def __init__(
@@ -114,8 +117,9 @@ class UpdateNorms:
         eps: float,
         device: torch.device,
         block: int = _BLOCK,
+        moments: torch.dtype = torch.float32,
     ):
-        self._block, self._eps = block, eps
+        self._block, self._eps, self._moment = block, eps, MOMENTS[moments]
         self._logs = [math.log(max(beta, 1e-300)) for beta in betas]
         counts = [-(-size // block) for size in sizes]
         self._chunks = chunk_table(counts).to(device)
@@ -125,7 +129,7 @@ class UpdateNorms:
     def __call__(self, tensors: Tensor, steps: Tensor, decays: Tensor, lr: Tensor, align: int) -> Tensor:
         """[2, P] FP64: norms of the updates, of the parameters. Does not wait for the device.
 
-        tensors [P, 4] int64: addresses of parameter, first and second moment, all FP32, contiguous, and multiples of
+        tensors [P, 4] int64: addresses of parameter, first and second moment, contiguous, and multiples of
         `align`; elements. steps [P] int64: addresses of FP32 numbers. decays [P] FP32. lr: 0-d FP32.
         """
         P, device = len(self._ends), self._ends.device
@@ -134,7 +138,7 @@ class UpdateNorms:
         _factors_kernel[(cdiv(P, _PREPARED),)](steps, self._factors, P, *self._logs, self._eps, _PREPARED)
         if len(self._chunks):
             _squares_kernel[(len(self._chunks),)](
-                self._chunks, tensors, self._factors, decays, sums, self._block, align,
+                self._chunks, tensors, self._factors, decays, sums, self._block, align, self._moment,
                 num_warps=_WARPS,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         _add_up_kernel[(P,)](

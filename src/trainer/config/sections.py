@@ -34,9 +34,10 @@ class GpuChoice(Enum):
 
 
 class Moments(Enum):
-    """Format of AdamW's first and second moments."""
+    """Format of AdamW's first and second moments, and of Muon's momentum."""
 
     fp32 = "fp32"
+    bf16 = "bf16"
 
 
 class OptimizerName(Enum):
@@ -149,7 +150,7 @@ class OptimConfig:
     clip: float | None
     """Largest global gradient norm; null: not clipped."""
     moments: Moments
-    """Format of both moments."""
+    """Format of both moments and of Muon's momentum: as precision.table.optim.moments says."""
     schedule: Schedule
     """Shape of the decay: wsd (straight line) or cosine."""
     warmup_steps: int

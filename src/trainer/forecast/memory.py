@@ -3,7 +3,7 @@
     parameters        FP32 masters, this rank's part of them
     gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
                       else of the block whose backward pass runs
-    optimizer         AdamW's two moments, FP32, its part; of what Muon updates one momentum
+    optimizer         AdamW's two moments, FP32 or BF16, its part; of what Muon updates one momentum
     compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
                       blocks in one process, of experts that no other rank has, and where ranks that share them keep
                       what they gather; else of those that are gathered at a time
@@ -37,10 +37,9 @@ from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.forecast.muon import muon_size
-from trainer.parallel.mesh import Degrees, FsdpPolicy, is_large
+from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
-ONE_PROCESS = Degrees()
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
 
 
@@ -90,11 +89,11 @@ def forecast_memory(
     tokens = t.microbatch_size * t.sequence_length // degrees.context
     shared, experts = _parameters(config)
     owned = shared / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
-    masters = 4.0 * owned
+    masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes
     memory = {
         "parameters": masters,
         "gradients": masters,
-        "optimizer": 2 * masters - 4.0 * muon_size(config, plan, degrees).elements,
+        "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
         "compute weights": sum(_copies(plan, degrees).values()),
         "activations": _activations(config, plan, degrees) * tokens,
         "head": head_gradient_bytes(plan),

@@ -1,14 +1,18 @@
-"""Sizes of Muon's part of a step: its matrices, their numbers, the FLOPs of their orthogonalisation."""
+"""Sizes of Muon's part of a step: its matrices, their numbers, FLOPs of their orthogonalisation, owners, messages."""
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from models.matrices import division
 from precision import Plan
 from precision.rows import GemmRow
 from trainer.config import Config
-from trainer.optim.build import muon_rows
-from trainer.optim.orthogonalise import flops, polynomials
-from trainer.parallel.mesh import Degrees
+from trainer.optim.build import muon_layouts, muon_rows
+from trainer.optim.exchange import fragment
+from trainer.optim.orthogonalise import DTYPES, flops, polynomials
+from trainer.optim.owners import assign
+from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class MuonSize:
     flops: float
 
 
-def muon_size(config: Config, plan: Plan, degrees: Degrees = Degrees()) -> MuonSize:  # noqa: B008
-    """What a rank has of it, matrices shared evenly; by default all."""
+def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> MuonSize:
+    """All matrices; elements that a rank holds; FLOPs of a rank, shared evenly by all, replicas too."""
     matrices, elements, work = 0, 0.0, 0.0
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None
@@ -30,8 +34,27 @@ def muon_size(config: Config, plan: Plan, degrees: Degrees = Degrees()) -> MuonS
         shapes = division(config.model, row).shapes((row.out_features, row.in_features))
         matrices += row.groups * sum(count for count, _, _ in shapes)
         elements += _elements(row) / ranks
-        work += row.groups * sum(count * flops(a, b, steps) for count, a, b in shapes) / ranks
+        work += row.groups * sum(count * flops(a, b, steps) for count, a, b in shapes) / degrees.world
     return MuonSize(matrices, elements, work)
+
+
+def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, float]:
+    """Of the owners as they are chosen: FLOPs of the busiest rank over the mean; bytes that a step sends from the rank
+    that sends most, to owners and back."""
+    assert config.optim.muon is not None
+    muon, layouts = config.optim.muon, muon_layouts(config, plan, degrees)
+    runs, work = assign(layouts, len(polynomials(muon.coefficients, muon.steps)), degrees.world)
+    sent = np.zeros(degrees.world)
+    for run in runs:
+        layout = layouts[run.name]
+        parts = layout.parts[run.first : run.last]
+        replica = next(part.ranks.index(run.owner) for part in parts if run.owner in part.ranks)
+        for number, part in enumerate(parts, run.first):
+            numbers = fragment(run, layout, number).numel
+            if part.ranks[replica] != run.owner:
+                sent[part.ranks[replica]] += numbers
+            sent[run.owner] += numbers * sum(holder != run.owner for holder in part.ranks)
+    return float(work.max() / work.mean()), float(sent.max()) * DTYPES[muon.iteration].itemsize
 
 
 def _elements(row: GemmRow) -> int:

@@ -23,11 +23,11 @@ from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
+from trainer.forecast.check_optimizer import check_optimizer
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
-from trainer.forecast.muon import muon_size
-from trainer.optim.orthogonalise import FEWEST
+from trainer.forecast.muon import muon_load, muon_size
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 
@@ -40,7 +40,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_run(config.run)
     check_sizes(config)
     _check_batch(config)
-    _check_muon(config)
+    check_optimizer(config)
     if world_size is not None:
         check_fsdp_policy(config, resolve(config.parallel, world_size))
     _check_recovery(config.recovery)
@@ -139,21 +139,6 @@ def check_sizes(config: Config) -> None:
     if t.sequence_length <= m.num_mtp_layers:
         why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
         _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
-
-
-def _check_muon(config: Config) -> None:
-    muon = config.optim.muon
-    if config.optim.name is not OptimizerName.muon:
-        return
-    if muon is None:
-        _refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
-    if not 0 <= muon.momentum < 1:
-        _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
-    if not 0 < muon.scale < math.inf:
-        _refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
-    fewest = FEWEST[muon.coefficients]
-    if muon.steps is not None and not fewest <= muon.steps <= 100:
-        _refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
 
 
 def _check_batch(config: Config) -> None:
@@ -334,7 +319,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
             f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
-            *([_muon_line(config, plan, count.total)] if config.optim.name is OptimizerName.muon else ()),
+            *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
             f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
             + (f", on {machine.name}" if machine.gpu is not None else ""),
@@ -355,12 +340,22 @@ def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: 
     return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
 
 
-def _muon_line(config: Config, plan: Plan, total: float) -> str:
+def _muon_line(config: Config, plan: Plan, degrees: Degrees, total: float) -> str:
     its = muon_size(config, plan)
     rest = _short(total - its.elements)
     return (
         f"optimizer    muon: {_short(its.elements)} in {its.matrices} matrices, {_short(its.flops)} FLOPs a step; "
-        f"adamw: {rest}"
+        f"adamw: {rest}{_owners(config, plan, degrees)}"
+    )
+
+
+def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
+    if degrees.world == 1:
+        return ""
+    busiest, sent = muon_load(config, plan, degrees)
+    mean = _short(muon_size(config, plan, degrees).flops)
+    return (
+        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {_short(sent)}B a step"
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from precision.formats import BY_NAME
 from precision.proof import OPTIMIZER, refused
@@ -112,7 +113,7 @@ class Optimizer:
         )
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
-        moments = BY_NAME[config.moments.value].dtype
+        self._moments = moments = BY_NAME[config.moments.value].dtype
         for p in own.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -185,10 +186,40 @@ class Optimizer:
             return self._lr
         self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
-        self._adamw.step()
+        self._torch_step()
         # torch's kernel does not say that it wrote; what is made from a parameter asks for its version
         torch.autograd.graph.increment_version([p for n in self._elementwise if (p := self._parts[n]).grad is not None])
         return self._lr
+
+    def _torch_step(self) -> None:
+        """torch's fused kernel wants moments in the parameters' format: BF16 ones are widened, one parameter's at a
+        time, and rounded to the nearest afterwards. Of a dropped step the same bits come back."""
+        if self._moments is torch.float32:
+            self._adamw.step()
+            return
+        for group in self._adamw.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self._adamw.state[p]
+                first, second = state["exp_avg"], state["exp_avg_sq"]
+                wide = first.float(), second.float()
+                adamw(
+                    *([p], [p.grad], [wide[0]], [wide[1]], [], [state["step"]]),
+                    fused=True,
+                    grad_scale=self._adamw.grad_scale,  # type: ignore[attr-defined]
+                    found_inf=self._adamw.found_inf,  # type: ignore[attr-defined]
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=self._lr,
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                first.copy_(wide[0])
+                second.copy_(wide[1])
 
     def _divisor(self, norm: Tensor | None) -> Tensor | None:
         """What clipping divides gradients of this global norm by, 0-d; None: nothing."""

@@ -12,7 +12,7 @@ from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.optim.muon import Muon
 from trainer.optim.owners import Layout, layout
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
 def build_optimizer(
@@ -21,7 +21,7 @@ def build_optimizer(
     model: DeepSeek,
     device: torch.device,
     world: World | None = None,
-    degrees: Degrees = Degrees(),  # noqa: B008
+    degrees: Degrees = ONE_PROCESS,
 ) -> Optimizer:
     """For the model that the plan was made for. world, degrees: who shares its weights, and how. UserError where Muon
     would leave out a weight that it should update."""

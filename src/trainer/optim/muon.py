@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from precision.formats import BY_NAME
 from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer, foreach_norm
@@ -84,8 +83,7 @@ class Muon(Optimizer):
         self._layouts, self._muon, self._decay = dict(layouts), config.muon, config.weight_decay
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)
         self._dtype = DTYPES[config.muon.iteration]
-        moments = BY_NAME[config.moments.value].dtype
-        self._momentum = {name: torch.zeros_like(self._parts[name], dtype=moments) for name in layouts}
+        self._momentum = {name: torch.zeros_like(self._parts[name], dtype=self._moments) for name in layouts}
         runs, _ = assign(layouts, len(self._triples), self._world.size)
         alone, self._rounds = rounds(runs, layouts, self._world.rank, AT_ONCE)
         self._alone = list(batches(alone, AT_ONCE))

@@ -19,7 +19,7 @@ import numpy as np
 
 from models.matrices import Box, Division
 from trainer.optim.orthogonalise import flops
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class Run(NamedTuple):
             yield self._replace(begin=begin, end=min(begin + step, self.end))
 
 
-def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = Degrees()) -> Layout:  # noqa: B008
+def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS) -> Layout:
     """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts."""
     d = degrees
     if len(shape) == 2:

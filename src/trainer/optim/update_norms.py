@@ -42,6 +42,6 @@ def _change(p: Tensor, state: dict[str, Tensor], betas: tuple[float, float], eps
     square = torch.zeros_like(step)
     moments = state["exp_avg"], state["exp_avg_sq"]
     for part, m, v in zip(*(t.detach().view(-1).split(_AT_ONCE) for t in (p, *moments)), strict=True):
-        change = (m / v.sqrt().add_(small)).mul_(factor).add_(part, alpha=decay)
+        change = (m.float() / v.float().sqrt().add_(small)).mul_(factor).add_(part, alpha=decay)
         square += torch.linalg.vector_norm(change).double().square()
     return torch.where(step > 0, square.sqrt(), 0.0)

@@ -69,6 +69,9 @@ class Degrees:
         return self.expert_shard * self.expert_replicate > 1
 
 
+ONE_PROCESS = Degrees()
+
+
 def is_large(shape: Sequence[int], ranks: int) -> bool:
     """Whether a weight that so many ranks share travels by itself: it is large, and as much of it on each of them."""
     return math.prod(shape) >= LARGE and ranks > 1 and shape[0] % ranks == 0

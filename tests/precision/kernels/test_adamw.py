@@ -19,11 +19,13 @@ LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.1, 0.3, 0.0, 0.1)
 class Run:
     """P tensors and both optimizers' state, in any dtype for the twin."""
 
-    def __init__(self, betas: tuple[float, float] = BETAS, eps: float = EPS, shapes=SHAPES):
+    def __init__(
+        self, betas: tuple[float, float] = BETAS, eps: float = EPS, shapes=SHAPES, moments: torch.dtype = torch.float32
+    ):
         generator = torch.Generator().manual_seed(0)
         self.parameters = [torch.randn(shape, generator=generator) for shape in shapes]
         self.sizes = [10.0 ** torch.randint(-6, 3, shape, generator=generator) for shape in shapes]  # of gradients
-        self.first, self.second = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+        self.first, self.second = ([torch.zeros(shape, dtype=moments) for shape in shapes] for _ in range(2))
         self.steps = [torch.zeros(()) for _ in shapes]
         self.generator, self.betas, self.eps = generator, betas, eps
         self.kernel = adamw.FusedAdamW(
@@ -105,6 +107,28 @@ def test_a_dropped_step_changes_no_bit(bad: float) -> None:
     run.step()
     twin.step()
     run.check(twin)  # the dropped step did not count
+
+
+def test_moments_in_bf16_are_rounded_to_the_nearest_after_the_update() -> None:
+    run = Run(moments=torch.bfloat16)
+    twin = run.twin()
+    for ok in (True, True, False, True):
+        run.set_gradients(twin)
+        run.step(ok)
+        if not ok:
+            continue
+        twin.step()
+        for i, group in enumerate(twin.param_groups):
+            (theirs,) = group["params"]
+            torch.testing.assert_close(run.parameters[i], theirs.float(), rtol=3e-7, atol=5e-6 * LR)
+            for ours, key in ((run.first[i], "exp_avg"), (run.second[i], "exp_avg_sq")):
+                wide = twin.state[theirs][key]
+                assert ((ours.double() - wide).abs() <= 2.0**-8 * wide.abs() + 1e-6 * run.sizes[i]).all()
+                wide.copy_(ours)  # the next step begins with what is stored
+    assert run.first[0].dtype == torch.bfloat16
+    norms = run.kernel.norms(torch.tensor(LR))
+    assert bool(norms[0].gt(0).all())
+    torch.testing.assert_close(norms[1], torch.stack([p.double().norm() for p in run.parameters]), rtol=1e-6, atol=0)
 
 
 def test_a_parameter_without_a_gradient_stays_and_its_count_too() -> None:

@@ -187,3 +187,28 @@ def test_the_norm_of_an_update_is_that_of_what_changed(monkeypatch: pytest.Monke
         assert float(optimizer.norms(torch.tensor(True))[1]) == pytest.approx(float(changed), rel=1e-5)
         optimizer.zero_grad()
     assert float(optimizer.norms(torch.tensor(False))[1]) == 0, "a step that was dropped changed nothing"
+
+
+def test_moments_in_bf16_move_weights_as_fp32_ones_do() -> None:
+    """1,000 steps: as far as BF16's rounding of both moments lets them; a dropped step changes no bit."""
+    optimizers = []
+    for moments in (Moments.fp32, Moments.bf16):
+        weight = nn.Parameter(torch.zeros(64, 32))
+        model = nn.ParameterDict({"weight": weight})
+        config = replace(CONFIG, moments=moments, clip=None, weight_decay=0.0, lr=1e-3)
+        optimizers.append((weight, Optimizer(model, set(), config, 1000, torch.device("cpu"))))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1000):
+        gradient = torch.randn(64, 32, generator=generator)
+        for weight, optimizer in optimizers:
+            weight.grad = gradient.clone()
+            before = [weight.detach().clone(), *(t.clone() for t in optimizer.state_dict()["weight"].values())]
+            optimizer.step(torch.tensor(step != 500), torch.tensor(step))
+            if step == 500:
+                after = [weight.detach(), *optimizer.state_dict()["weight"].values()]
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    (wide, _), (narrow, optimizer) = optimizers
+    assert optimizer.state_dict()["weight"]["exp_avg"].dtype is torch.bfloat16
+    assert float((wide - narrow).detach().norm() / wide.detach().norm()) < 0.01
+    norms = [float(each.norms(torch.tensor(True))[1]) for _, each in optimizers]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)

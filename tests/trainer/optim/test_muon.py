@@ -151,6 +151,11 @@ def test_the_forecast_counts_what_the_model_has(name: str) -> None:
     assert size.elements == sum(sizes[n] for n in mine)
     left = sum(of for n, of in sizes.items() if n not in mine)
     assert forecast_memory(made, plan)["optimizer"] == 4.0 * size.elements + 8.0 * left
+    narrow = config_of([f"model={name}", "optim=muon_wsd", "precision.table.optim.moments=bf16"])
+    in_bf16 = Plan(narrow.precision, narrow.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(narrow.model, in_bf16)
+    assert forecast_memory(narrow, in_bf16)["optimizer"] == 2.0 * size.elements + 4.0 * left
     machine = Machine(1, 1, 1e12, 1e15, 1e12, 1e12)
     slower = cost(made, plan, Degrees(), machine).compute
     slower -= cost(config_of([f"model={name}", "trainer.device=cpu"]), plan, Degrees(), machine).compute
@@ -222,6 +227,7 @@ def test_every_hidden_matrix_is_muons(config: Callable[..., Config], keys: list[
 
 def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
     keys = "optim=muon_cosine", "precision=fp8_delayed", "precision.backend=reference", "optim.decay_fraction=0"
+    keys = *keys, "precision.table.optim.moments=bf16"
     whole = Trainer(config(*keys, "run.name=whole", "trainer.max_steps=4"))
     whole.train()
     Trainer(config(*keys, "run.name=cut", "trainer.max_steps=2")).train()
@@ -247,6 +253,15 @@ def test_a_resumed_run_has_the_same_bits(config: Callable[..., Config]) -> None:
     ("keys", "why"),
     [
         (["optim.muon.momentum=1"], r"^optim\.muon\.momentum=1\.0: out of range; set 0\.95"),
+        (
+            ["optim.muon.momentum=0.99", "precision.table.optim.moments=bf16"],
+            r"^optim\.muon\.momentum=0\.99: moments in BF16 lose .*; set 0\.98 or less, or precision\.table",
+        ),
+        (
+            ["optim.betas=[0.9,0.999]", "precision.table.optim.moments=bf16"],
+            r"^optim\.betas=\[0\.9, 0\.999\]: moments in BF16 lose",
+        ),
+        (["optim.moments=bf16"], r"^optim\.moments=bf16: .* says fp32; .* set precision\.table\.optim\.moments=bf16"),
         (["optim.muon.scale=0"], r"^optim\.muon\.scale=0\.0: out of range"),
         (
             ["optim.muon.coefficients=deepseek_v4", "optim.muon.steps=2"],

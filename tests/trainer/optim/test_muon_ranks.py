@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.matrices import Division
+from trainer.forecast.muon import muon_load
 from trainer.launch.world import World
 from trainer.optim import muon as muon_module
 from trainer.optim.exchange import Packing, rounds
@@ -85,11 +86,12 @@ def train(name: str, keys: tuple[str, ...], world: World) -> dict[str, Any]:
     config = composed.config_of([*RUN, *keys])
     engine = build_engine(config, world.device, world=world)
     generator = torch.Generator().manual_seed(0)
-    result: dict[str, Any] = {"experts": 0, "messages": 0, "norms": []}
+    result: dict[str, Any] = {"experts": 0, "messages": 0, "sent": 0, "norms": []}
     send = Packing.send
 
     def counted(self: Packing, come: Any, ranks: int) -> Any:
         result["messages"] += 1
+        result["sent"] += self._buffer.nbytes
         result["experts"] += sum(rows.numel for _, rows in self.slots if ".experts." in rows.run.name)
         return send(self, come, ranks)
 
@@ -110,6 +112,7 @@ def train(name: str, keys: tuple[str, ...], world: World) -> dict[str, Any]:
     if name == "dropped":
         result["kept"] = all(np.array_equal(before[key], after[key]) for key in after)
     result["experts"] = sum(world.gather(result["experts"]))
+    result["sent"] = max(world.gather(result["sent"])), STEPS * muon_load(config, engine.plan, engine.degrees)[1]
     assert isinstance(engine.optimizer, Muon)
     return result | {"weights": {key: value.tolist() for key, value in after.items()}}
 
@@ -221,6 +224,12 @@ def test_whole_heads_on_a_rank_need_no_message(rows: int, messages: bool) -> Non
     for rank in range(4):
         alone, shared = rounds(runs, heads, rank, 1 << 20)
         assert bool(shared) is messages and len(alone) == 1
+
+
+@pytest.mark.parametrize(("size", "name"), LAYOUTS)
+def test_the_forecast_knows_the_bytes_that_are_sent(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
+    sent, forecast = results[size][name]["sent"]
+    assert sent == forecast
 
 
 if __name__ == "__main__":

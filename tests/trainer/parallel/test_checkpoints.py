@@ -48,6 +48,7 @@ RANKS = 4
 FSDP, HSDP = "parallel=fsdp", ("parallel=hsdp", "parallel.shard=2")
 RUN = [*SMALL, "precision=fp32", "precision.backend=reference", "trainer.microbatch_size=1", "optim.decay_fraction=0"]
 RUN += ["checkpoint.every=2", "checkpoint.keep=2", "data.validation_fraction=0.05", "optim.lr=1e-3"]
+RUN += ["optim=muon_wsd", "optim.muon.iteration=fp32"]  # both optimizers' states: AdamW has embedding, head and norms
 
 
 @dataclass

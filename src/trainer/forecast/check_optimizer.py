@@ -1,0 +1,51 @@
+"""Settings of the optimizer that cannot be trained with."""
+
+import math
+from typing import NoReturn
+
+from precision.errors import UserError
+from trainer.config import Config, Moments, OptimizerName
+from trainer.optim.orthogonalise import FEWEST
+
+SLOWEST = 0.98
+"""Largest decay of a moment in BF16. A change of less than 2^-9 is rounded away, and with a decay near 1 most are: a
+second moment then stays above what it should be by 5 % at 0.99, and never falls at 0.999."""
+
+
+def check_optimizer(config: Config) -> None:
+    """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
+    _check_moments(config)
+    muon = config.optim.muon
+    if config.optim.name is not OptimizerName.muon:
+        return
+    if muon is None:
+        _refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
+    if not 0 <= muon.momentum < 1:
+        _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
+    if not 0 < muon.scale < math.inf:
+        _refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
+    fewest = FEWEST[muon.coefficients]
+    if muon.steps is not None and not fewest <= muon.steps <= 100:
+        _refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
+
+
+def _check_moments(config: Config) -> None:
+    o, decided = config.optim, config.precision.table.optim.moments
+    if decided is not None and decided.value != o.moments.value:
+        why = f"the precision table says {decided.value}"
+        fix = f"leave optim.moments out, and set precision.table.optim.moments={o.moments.value}"
+        _refuse("optim.moments", o.moments.value, why, fix)
+    if o.moments is Moments.fp32:
+        return
+    decays = {"optim.betas": max(o.betas)}
+    if o.name is OptimizerName.muon and o.muon is not None:
+        decays["optim.muon.momentum"] = o.muon.momentum
+    for key, decay in decays.items():
+        if decay > SLOWEST:
+            why = f"moments in BF16 lose changes as small as a decay of {decay} makes"
+            fix = f"set {SLOWEST} or less, or precision.table.optim.moments=fp32"
+            _refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
+
+
+def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
+    raise UserError(f"{key}={value}: {why}; {fix}")
