@@ -90,7 +90,7 @@ class Health:
         self._seen, self._looked = {}, False
         if not _due(step, self._shadows):
             return None
-        own = local_share(tokens, self._engine.world, self._engine.degrees.context)
+        own = local_share(tokens, self._engine.world, self._engine.degrees)
         try:
             found = shadow.compare(self._engine, own[: self._microbatch], self._batch)
         except torch.OutOfMemoryError:

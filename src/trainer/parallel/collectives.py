@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from trainer.launch.world import World
+from trainer.parallel.mesh import Degrees
 
 T = TypeVar("T")
 
 
-def local_share(tokens: Tensor, world: World, context: int = 1) -> Tensor:
-    """This rank's sequences of a global batch [B, ...]: neighbours, B / size of them, or with groups of `context` ranks
-    those of its group."""
-    return tokens.chunk(world.size // context)[world.rank // context] if world.many else tokens
+def local_share(tokens: Tensor, world: World, degrees: Degrees) -> Tensor:
+    """This rank's sequences of a global batch [B, ...]: neighbours, B / `degrees.data` of them, those of its context
+    group."""
+    return tokens.chunk(degrees.data)[world.rank % degrees.stage // degrees.context] if world.many else tokens
 
 
 def all_max(amax: Tensor, world: World) -> None:
@@ -44,9 +45,9 @@ def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
 
 
-def all_mean(tensor: Tensor, world: World) -> Tensor:
-    """Mean over all ranks."""
-    return all_sum([tensor], world)[0] / world.size if world.many else tensor
+def all_mean(tensor: Tensor, world: World, stages: int = 1) -> Tensor:
+    """Mean over all ranks; with pipeline stages, of their sums."""
+    return all_sum([tensor], world)[0] / (world.size // stages) if world.many else tensor
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -29,18 +29,19 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     """Step number `step` on tokens [B, S+1]: everything it changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
     e.model.expect(tokens, len(tokens) // microbatch_size * e.degrees.context)
-    microbatches = local_share(tokens, e.world, e.degrees.context).to(e.device).split(microbatch_size)
-    seen: list[Losses] = []
+    microbatches = local_share(tokens, e.world, e.degrees).to(e.device).split(microbatch_size)
+    seen: list[Losses] = [] if e.pipelined is None else e.pipelined(microbatches)
     e.snapshot.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
-        seen.append(e.microbatch(microbatch, i, len(microbatches)))
-        e.snapshot.note(i, seen[-1].total)
+        if e.pipelined is None:
+            seen.append(e.microbatch(microbatch, i, len(microbatches)))
+        e.snapshot.note(i, seen[i].total)
 
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
-    means, load = all_mean(means, e.world), all_sum([load], e.world)[0]
+    means, load = all_mean(means, e.world, e.degrees.pipeline), all_sum([load], e.world)[0]
     all_max(e.arena.amax, e.world)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
