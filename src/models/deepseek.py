@@ -79,7 +79,7 @@ class DeepSeek(nn.Module):
 
     def forward_stage(self, tokens: Tensor, *carried: Tensor) -> tuple[tuple[Tensor, ...], Losses]:
         """As `forward`, the part of `stage`. carried: of the stage before, none on the first: the stream [B, S, D], and
-        with MTP the embedded tokens [B, S + 1, D].
+        with MTP the embedded tokens [B, S + 1, D]; with `context` of its positions, and of K tokens behind them.
 
         Returns what this stage makes of that for the next one, and its losses: zero for what others have. Their sums
         over the stages are the model's.
@@ -88,8 +88,9 @@ class DeepSeek(nn.Module):
 
     def carried_shapes(self, B: int, S: int) -> list[tuple[int, int, int]]:
         """Shapes of what stages pass on, in the residual stream's dtype; see `forward_stage`."""
-        D = self.config.hidden_size
-        return [(B, S, D), (B, S + 1, D)] if len(self.mtp) else [(B, S, D)]
+        D, depths, ranks = self.config.hidden_size, len(self.mtp), 1 if self.context is None else self.context.size
+        further = 1 if self.context is None else depths
+        return [(B, S // ranks, D)] + [(B, S // ranks + further, D)] * (depths > 0)
 
     def _computed(self, tokens: Tensor, carried: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Losses]:
         S = tokens.shape[1] - 1

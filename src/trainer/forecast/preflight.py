@@ -202,7 +202,7 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         why = "optim.name=muon does not know ranks that share sequences"
         _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
-        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.world))
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.stage))
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")

@@ -83,10 +83,6 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
-    for axis in ("context", "expert"):
-        if (degree := getattr(degrees, axis)) > 1:
-            why = f"not with parallel.pipeline={p}"
-            _refuse(f"parallel.{axis}", degree, why, f"set parallel.{axis}=1, or {off}")
     if config.optim.name is OptimizerName.muon:
         _refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
     if config.parallel.fp8_all_gather is Switch.true:

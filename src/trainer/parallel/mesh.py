@@ -181,20 +181,18 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     d = degrees
-    if d.pipeline > 1:
-        names = "pipeline", "replicate", "cut"
-        mesh = init_device_mesh(device_type, (d.pipeline, d.replicate, d.cut), mesh_dim_names=names)
-        weights = mesh[names[1:]] if d.replicate > 1 else mesh["cut"]
-        return Mesh(degrees, weights, weights, None, None, mesh["pipeline"])
-    mesh = init_device_mesh(device_type, (d.replicate, d.cut), mesh_dim_names=("replicate", "cut"))
-    weights = mesh if d.replicate > 1 else mesh["cut"]
-    context = None
-    if d.context > 1:
-        context = init_device_mesh(device_type, (d.data, d.context), mesh_dim_names=("data", "context"))["context"]
+
+    def mesh_of(**axes: int) -> DeviceMesh:
+        """The ranks of a stage along these axes; with several stages along `pipeline` first."""
+        sizes = ({"pipeline": d.pipeline} if d.pipeline > 1 else {}) | axes
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    mesh = mesh_of(replicate=d.replicate, cut=d.cut)
+    weights = mesh["replicate", "cut"] if d.replicate > 1 else mesh["cut"]
+    pipeline = mesh["pipeline"] if d.pipeline > 1 else None
+    context = mesh_of(data=d.data, context=d.context)["context"] if d.context > 1 else None
     if d.expert == 1:
-        return Mesh(degrees, weights, weights, None, context)
-    shape = d.expert_replicate, d.expert_shard, d.expert
-    names = "expert_replicate", "expert_shard", "expert"
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    experts = mesh[names[:2]] if d.expert_replicate > 1 else mesh["expert_shard"]
-    return Mesh(degrees, weights, experts, mesh["expert"], context)
+        return Mesh(degrees, weights, weights, None, context, pipeline)
+    mesh = mesh_of(expert_replicate=d.expert_replicate, expert_shard=d.expert_shard, expert=d.expert)
+    experts = mesh["expert_replicate", "expert_shard"] if d.expert_replicate > 1 else mesh["expert_shard"]
+    return Mesh(degrees, weights, experts, mesh["expert"], context, pipeline)

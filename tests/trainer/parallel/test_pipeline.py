@@ -52,6 +52,8 @@ CASES = {
         "fp8": Case((FP8, FOUR)),
         "spoilt": Case((FP32, FOUR), spoil=1),
         "plain shard": Case((FP32, TWO, "parallel.shard=2", "parallel.stages=[1,4]", "recompute=full")),
+        "plain expert": Case((FP32, TWO, "parallel.shard=2", "parallel.expert=2")),
+        "plain context": Case((FP32, TWO, "parallel.context=2")),
         "documents replicate": Case((FP32, TWO, "parallel.replicate=2", ONE_DEPTH), documents=True),
     },
     1: {
@@ -135,7 +137,10 @@ def test_stages_alone_change_no_bit(runs: dict[int, Any], name: str) -> None:
     assert ours["validation"] == pytest.approx(theirs["validation"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("name", "one"), [("plain shard", "plain"), ("documents replicate", "documents")])
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [(name, name.split()[0]) for name in ("plain shard", "plain expert", "plain context", "documents replicate")],
+)
 def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, Any], name: str, one: str) -> None:
     ours, theirs = runs[4][name], runs[1][one]
     assert all(gap(ours, theirs, key) < 1e-5 for key in LOSSES)
@@ -195,8 +200,6 @@ REFUSED = [
     ([TWO], 4, "with parallel.replicate=1 and parallel.pipeline=2 it makes 2 ranks"),
     ([TWO, "parallel.stages=[3,3]"], 2, "set so many numbers with this sum, or null"),
     ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or more"),
-    ([TWO, "parallel.context=2"], 4, "parallel.context=2: not with parallel.pipeline=2"),
-    ([TWO, "parallel.shard=2", "parallel.expert=2"], 4, "parallel.expert=2: not with parallel.pipeline=2"),
     ([TWO, "optim=muon_wsd"], 2, "parallel.pipeline=2: optim.name=muon does not know stages"),
     ([TWO, "trainer.document_masking=true"], 2, "model.num_mtp_layers=2: .* set 1"),
 ]
