@@ -22,6 +22,7 @@ from models.mla import MLA
 from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
+from models.stage import Stage
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
 
@@ -64,6 +65,8 @@ class DeepSeek(nn.Module):
         over whole sequences."""
         self.context: ContextSplit | None = None
         """The ranks that sequences are cut over (`split_sequences`); None: they are whole."""
+        self.stage: Stage | None = None
+        """The part of the blocks that this process computes (`take_stage`); None: all."""
         self._mtp_targets: Tensor | None = None  # [K], see `expect`
         plan.finish()
 
@@ -72,22 +75,48 @@ class DeepSeek(nn.Module):
 
         With `context` of the positions of this rank: the mean over the group's ranks is the loss of the sequences.
         """
+        return self._computed(tokens, ())[1]
+
+    def forward_stage(self, tokens: Tensor, *carried: Tensor) -> tuple[tuple[Tensor, ...], Losses]:
+        """As `forward`, the part of `stage`. carried: of the stage before, none on the first: the stream [B, S, D], and
+        with MTP the embedded tokens [B, S + 1, D]; with `context` of its positions, and of K tokens behind them.
+
+        Returns what this stage makes of that for the next one, and its losses: zero for what others have. Their sums
+        over the stages are the model's.
+        """
+        return self._computed(tokens, carried)
+
+    def carried_shapes(self, B: int, S: int) -> list[tuple[int, int, int]]:
+        """Shapes of what stages pass on, in the residual stream's dtype; see `forward_stage`."""
+        D, depths, ranks = self.config.hidden_size, len(self.mtp), 1 if self.context is None else self.context.size
+        further = 1 if self.context is None else depths
+        return [(B, S // ranks, D)] + [(B, S // ranks + further, D)] * (depths > 0)
+
+    def _computed(self, tokens: Tensor, carried: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Losses]:
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
             raise UserError(
                 f"model.num_mtp_layers={len(self.mtp)}: too deep for a sequence of {S} positions; set at most {S - 1}"
             )
         refresh_weights(self)
-        further = max(1, len(self.mtp))
-        embedded = self.embed(tokens if self.context is None else self.context.window(tokens, further))
+        own = S if self.context is None else S // self.context.size
+        if carried:
+            h_BSD, embedded = carried[0], carried[-1]
+        else:
+            further = max(1, len(self.mtp))
+            embedded = self.embed(tokens if self.context is None else self.context.window(tokens, further))
+            h_BSD = tokens_ahead(embedded, 0, own)
         rope_2SP = self._rope(S, tokens.device)
         documents = None if self.end_of_text is None else documents_of(tokens, self.end_of_text)
         masked = () if documents is None else self._mask(documents[:, :S])
-        own = S if self.context is None else S // self.context.size
-        h_BSD, balance, loads = self._main(tokens_ahead(embedded, 0, own), rope_2SP, masked)
-        lm = self.loss(h_BSD, self.own(targets_ahead(tokens, 1)))
-        mtp = torch.zeros_like(lm)
+        h_BSD, balance, loads = self._main(h_BSD, rope_2SP, masked)
+        mtp = lm = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
+        if self.is_last_stage:
+            lm = self.loss(h_BSD, self.own(targets_ahead(tokens, 1)))
         for k, block in enumerate(self.mtp, start=1):
+            if not self.is_last_stage:
+                loads.append(self._no_load(h_BSD.device))
+                continue
             ahead, targets = tokens_ahead(embedded, k, own), targets_ahead(tokens, k + 1)
             if documents is not None:
                 ahead, targets = self._within(documents, k, ahead, targets)
@@ -103,7 +132,9 @@ class DeepSeek(nn.Module):
             loss = self.loss(h_BSD, targets) / len(self.mtp)
             mtp = mtp + (loss if mean is None else loss * ((targets != IGNORED).sum() / mean))
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
-        return Losses(lm, mtp, balance, load, lm + self.config.mtp_loss_weight * mtp + balance)
+        total = lm + self.config.mtp_loss_weight * mtp + balance
+        made = () if self.is_last_stage else (h_BSD,) if carried or not len(self.mtp) else (h_BSD, embedded)
+        return made, Losses(lm, mtp, balance, load, total)
 
     @torch.no_grad()
     def mtp_targets(self, tokens: Tensor) -> Tensor | None:
@@ -126,16 +157,20 @@ class DeepSeek(nn.Module):
         Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
         are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
         """
+        if not self.is_last_stage:
+            return
         mean = targets.clamp(min=1).to(self.lm_head.weight.device) / microbatches
         # in place: a recorded graph reads it where it was
         self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, carried: Tensor | None = None) -> Tensor:
         """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype; with `context`
-        at this rank's positions, as `own` takes them of targets."""
+        at this rank's positions, as `own` takes them of targets. carried: the stream of the stage before, if there is
+        one; then, and of stages before the last, the stream behind this stage's blocks."""
         refresh_weights(self)
         masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
-        return self._main(self.embed(self.own(tokens)), self._rope(tokens.shape[1], tokens.device), masked)[0]
+        h_BSD = self.embed(self.own(tokens)) if carried is None else carried
+        return self._main(h_BSD, self._rope(tokens.shape[1], tokens.device), masked)[0]
 
     def own(self, x: Tensor) -> Tensor:
         """x [B, S, ...] at this rank's positions: all, without `context`."""
@@ -154,6 +189,24 @@ class DeepSeek(nn.Module):
             block.attn.context = context
             if isinstance(block, MoEBlock):
                 block.moe.gate.context = context
+
+    def take_stage(self, stage: Stage) -> None:
+        """Pipeline parallelism: from now on this process computes the blocks of `stage`, and others the rest."""
+        self.stage = stage
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether final norm, head and MTP are computed here."""
+        return self.stage is None or self.stage.is_last
+
+    def here(self, part: nn.Module) -> bool:
+        """Whether one of the `parts` is computed here."""
+        if self.stage is None:
+            return True
+        if part is self.embed:
+            return self.stage.is_first
+        own = list(self.layers)[self.stage.begin : self.stage.end]
+        return any(part is block for block in own) or (self.stage.is_last and part not in self.layers)
 
     def logits(self, h_BSD: Tensor) -> Tensor:
         """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
@@ -238,15 +291,24 @@ class DeepSeek(nn.Module):
         return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
 
     def _main(self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """State after the final norm, summed balance losses, loads of the blocks with experts."""
+        """State after the final norm, or behind the stage's blocks; its summed balance losses; loads of all blocks with
+        experts."""
         balance = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         loads = []
-        for block in self.layers:
+        for i, block in enumerate(self.layers):
+            if self.stage is not None and not self.stage.begin <= i < self.stage.end:
+                if isinstance(block, MoEBlock):
+                    loads.append(self._no_load(h_BSD.device))
+                continue
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, *masked)
             if isinstance(block, MoEBlock):
                 balance = balance + loss
                 loads.append(load_E)
-        return normed(h_BSD, self.norm), balance, loads
+        return normed(h_BSD, self.norm) if self.is_last_stage else h_BSD, balance, loads
+
+    def _no_load(self, device: torch.device) -> Tensor:
+        """Of a block that another stage computes."""
+        return torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
 
 
 def _mla(config: ModelConfig, plan: Plan, name: str) -> MLA:

@@ -15,6 +15,7 @@ with products summed as `accumulation` says: in FP32, but for rows in FP8 whose 
 Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
 """
 
+import copy
 import fnmatch
 import re
 from collections.abc import Mapping
@@ -225,6 +226,22 @@ class Plan:
             return sum(flops for flops, is_fp8 in part if is_fp8) / (sum(flops for flops, _ in part) or 1.0)
 
         return share(whole), share(blocks)
+
+    def of_blocks(self, layers: range, last: bool) -> "Plan":
+        """The rows of these blocks of the main model, and of what stands beside the blocks; with `last` those of MTP,
+        else without a width of the head."""
+
+        def own(name: str) -> bool:
+            kind, _, rest = name.partition(".")
+            return int(rest.partition(".")[0]) in layers if kind == "layers" else last or kind != "mtp"
+
+        found = copy.copy(self)
+        found.gemms = {name: row for name, row in self.gemms.items() if own(name)}
+        found.tensors = {name: row for name, row in self.tensors.items() if own(name)}
+        found.cores = {name: row for name, row in self.cores.items() if own(name)}
+        if not last:
+            found.gemms["lm_head"] = replace(self.gemms["lm_head"], out_features=0, rows_per_token=0)
+        return found
 
     def to_text(self) -> str:
         """The plan as a table, equal rows of consecutive blocks on one line."""

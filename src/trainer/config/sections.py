@@ -249,7 +249,7 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard x context of them."""
+    """How the processes of a run share its work: replicate x shard x context x pipeline of them."""
 
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
@@ -259,6 +259,11 @@ class ParallelConfig:
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
     context: int
     """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
+    pipeline: int
+    """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
+    stages: list[int] | None
+    """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
+    head and multi-token prediction besides."""
     timeout: float
     """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
     come. The first step compiles, within this time."""

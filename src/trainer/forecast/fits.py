@@ -57,8 +57,9 @@ def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
     t, order = config.trainer, list(Recompute)
     more = order[order.index(config.recompute) :]
     cheap = [choice for choice in more if choice is not Recompute.full]
-    share = max(t.global_batch_size // degrees.world, 1)
-    sizes = [size for size in range(t.microbatch_size, 0, -1) if share % size == 0]
+    share = max(t.global_batch_size // degrees.data, 1)
+    most = max(min(t.microbatch_size, share // degrees.pipeline), 1)  # stages need as many microbatches
+    sizes = [size for size in range(most, 0, -1) if share % size == 0]
     for choices in (cheap, [Recompute.full]):
         for size in sizes:
             for choice in choices:

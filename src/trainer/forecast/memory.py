@@ -37,6 +37,7 @@ from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.forecast.muon import muon_size
+from trainer.forecast.stages import stage_models
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
@@ -79,15 +80,27 @@ def total_memory(device: torch.device) -> float | None:
 def forecast_memory(
     config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS, policy: FsdpPolicy | None = None, graphs: bool = False
 ) -> dict[str, float]:
-    """Bytes that a rank holds, by category; see the module docstring.
+    """Bytes that a rank holds, by category; see the module docstring. With pipeline stages: of the stage that holds
+    most.
 
     plan: the model's. policy: as `pick_fsdp_policy` finds it; None: as on a CPU. graphs: whether CUDA graphs are
     recorded.
     """
     policy = policy or pick_fsdp_policy(config, plan, degrees, None)
+    if degrees.pipeline == 1:
+        return _of_a_rank(config, plan, degrees, policy, graphs)
+    stages = stage_models(config, plan, degrees)
+    found = (_of_a_rank(own, rows, degrees, policy, False, kept) for own, rows, kept in stages)
+    return max(found, key=lambda memory: sum(memory.values()))
+
+
+def _of_a_rank(
+    config: Config, plan: Plan, degrees: Degrees, policy: FsdpPolicy, graphs: bool, microbatches: int = 1
+) -> dict[str, float]:
+    """microbatches: whose activations it keeps."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.context
-    shared, experts = _parameters(config)
+    shared, experts = _parameters(config, plan)
     owned = shared / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
     masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes
     memory = {
@@ -95,7 +108,7 @@ def forecast_memory(
         "gradients": masters,
         "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
         "compute weights": sum(_copies(plan, degrees).values()),
-        "activations": _activations(config, plan, degrees) * tokens,
+        "activations": _activations(config, plan, degrees) * tokens * microbatches,
         "head": head_gradient_bytes(plan),
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
@@ -182,12 +195,14 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
     )
 
 
-def _parameters(config: Config) -> tuple[float, float]:
-    """Parameters of everything but the routed experts, and of these."""
+def _parameters(config: Config, plan: Plan) -> tuple[float, float]:
+    """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
     m = config.model
     blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
-    return count_parameters(m).total - experts, experts
+    head = plan.gemms["lm_head"]
+    others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # of embedding and head one
+    return others + head.in_features * head.out_features, experts
 
 
 @cache
@@ -262,7 +277,7 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
 
 def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     """Whether ranks quantise their parts of this weight before it is gathered. choice: `parallel.fp8_all_gather`."""
-    if choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
+    if degrees.pipeline > 1 or choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
         return False
     if row.op == "moe.experts":
         ranks, rest, rows = degrees.expert_shard, row.groups // degrees.expert % degrees.expert_shard, None

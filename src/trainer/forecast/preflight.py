@@ -28,6 +28,7 @@ from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_load, muon_size
+from trainer.forecast.stages import check_stages, stages_line
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 
@@ -178,6 +179,7 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
             fits = math.gcd(*lengths.values())
             fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
             _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+    check_stages(config, degrees)
     if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
@@ -186,7 +188,7 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         why = "optim.name=muon does not know ranks that share sequences"
         _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
-        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.world))
+        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.stage))
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
@@ -243,6 +245,8 @@ def without_effect(config: Config, world_size: int) -> list[str]:
         for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
             if (choice := getattr(p, key)) is not Switch.auto:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
+    if p.stages is not None and p.pipeline == 1:
+        idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
     if config.health.shadow_every > config.trainer.max_steps:
         why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
@@ -325,6 +329,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             + (f", on {machine.name}" if machine.gpu is not None else ""),
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
+            *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
             *_fits(config, plan, degrees, machine, total),
             *(f"\n{line}" for line in without_effect(config, degrees.world)),
         ]
@@ -363,7 +368,9 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     left = -1 in (parallel.replicate, parallel.shard)
     if left and processes > 1:
         return resolve(parallel, processes)
-    given = math.prod(size for size in (parallel.replicate, parallel.shard, parallel.context) if size > 0)
+    given = math.prod(
+        size for size in (parallel.replicate, parallel.shard, parallel.context, parallel.pipeline) if size > 0
+    )
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 
 
@@ -379,7 +386,8 @@ def _ranks(d: Degrees) -> str:
     if d.world == 1:
         return "one process"
     axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
-    return f"each of {d.world} ranks ({axes}{f', context {d.context}' if d.context > 1 else ''})"
+    more = "".join(f", {axis} {n}" for axis, n in (("context", d.context), ("pipeline", d.pipeline)) if n > 1)
+    return f"each of {d.world} ranks ({axes}{more})"
 
 
 def _short(number: float) -> str:

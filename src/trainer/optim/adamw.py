@@ -98,7 +98,10 @@ class Optimizer:
         self.names = list(self._named)
         self.schedule = LearningRate(config, max_steps)
         self._clip = config.clip
-        own = {name: self._parts[name] for name in self._elementwise}
+        own = {name: self._parts[name] for name in self._elementwise if not named[name].is_meta}
+        self._own = list(own)
+        places = [i for i, name in enumerate(self._elementwise) if name in own]
+        self._place = torch.tensor(places, device=device)
         groups = [
             {"params": [p for n, p in own.items() if n not in no_decay], "weight_decay": config.weight_decay},
             {"params": [p for n, p in own.items() if n in no_decay], "weight_decay": 0.0},
@@ -114,7 +117,8 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
         self._moments = moments = BY_NAME[config.moments.value].dtype
-        for p in own.values():  # made here, not in the first step, so that a checkpoint can be loaded into them
+        for name in self._elementwise:  # made here, not in the first step, so that a checkpoint can be loaded into them
+            p = self._parts[name]
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(p, dtype=moments),
@@ -128,7 +132,7 @@ class Optimizer:
         pairs = [(p, group["weight_decay"]) for group in self._adamw.param_groups for p in group["params"]]
         parameters, decays = zip(*pairs, strict=True)
         place = {p: i for i, p in enumerate(parameters)}
-        self._order = torch.tensor([place[self._parts[name]] for name in self._elementwise], device=self._lr.device)
+        self._order = torch.tensor([place[self._parts[name]] for name in self._own], device=self._lr.device)
         first, second, steps = (
             [self._adamw.state[p][key] for p in parameters] for key in ("exp_avg", "exp_avg_sq", "step")
         )
@@ -150,17 +154,22 @@ class Optimizer:
     def _norms_of_parts(self) -> Tensor:
         """[2, P] FP64, of this rank's parts: of the last updates, of the parameters; here those AdamW updates."""
         if self._kernel is not None:
-            return self._kernel.norms(self._lr).index_select(1, self._order)
+            return self._among_all(self._kernel.norms(self._lr).index_select(1, self._order))
         norm_of: dict[Tensor, Tensor] = {}
         for group in self._adamw.param_groups:
             parameters, betas = group["params"], group["betas"]
             states = [self._adamw.state[p] for p in parameters]
             norms = update_norms(parameters, states, self._lr, betas, group["eps"], group["weight_decay"])
             norm_of |= dict(zip(parameters, norms.unbind(), strict=True))
-        parts = [self._parts[name] for name in self._elementwise]
-        return torch.stack(
-            [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
-        )
+        parts = [self._parts[name] for name in self._own]
+        norms = [torch.stack([norm_of[p] for p in parts]), torch.stack(foreach_norm(parts)).detach().double()]
+        return self._among_all(torch.stack(norms))
+
+    def _among_all(self, norms: Tensor) -> Tensor:
+        """[2, own parameters] -> [2, all], zero for those of other pipeline stages."""
+        if len(self._own) == len(self._elementwise):
+            return norms
+        return norms.new_zeros(2, len(self._elementwise)).index_copy_(1, self._place, norms)
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
         """Norms of this rank's parts [..., P] -> norms of the whole."""
@@ -176,6 +185,9 @@ class Optimizer:
         norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
         """
         self._lr.copy_(self.schedule.at(committed, attempted))
+        for name in self._elementwise:
+            if (p := self._parts[name]).is_meta:  # its stage counts so, too: a checkpoint takes rank 0's word
+                self._adamw.state[p]["step"] += ok
         divisor = self._divisor(norm)
         for name in self._elementwise:
             p = self._named[name]
@@ -248,4 +260,5 @@ class Optimizer:
         """Copy moments and step counts back, in place, shared as they are here. (A checkpoint is read into them.)"""
         for name, tensors in self.state_dict().items():
             for key, tensor in tensors.items():
-                local(tensor).copy_(local(state[name][key]))
+                if not tensor.is_meta:
+                    local(tensor).copy_(local(state[name][key]))

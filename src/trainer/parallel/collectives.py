@@ -38,9 +38,9 @@ def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
 
 
-def all_mean(tensor: Tensor, world: World) -> Tensor:
-    """Mean over all ranks."""
-    return all_sum([tensor], world)[0] / world.size if world.many else tensor
+def all_mean(tensor: Tensor, world: World, stages: int = 1) -> Tensor:
+    """Mean over all ranks; with pipeline stages, of their sums."""
+    return all_sum([tensor], world)[0] / (world.size // stages) if world.many else tensor
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

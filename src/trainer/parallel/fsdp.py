@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek
 from models.block import Block, MoEBlock
 from models.context import ContextSplit
+from precision import GroupedLinear, Linear
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
 from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
 from trainer.parallel.large import LargeWeights, Sending
@@ -57,11 +58,13 @@ def materialise(
     sync, sending = WeightAmaxSync() if fp8 else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)
-    blocks = [block for _, block in model.iter_blocks()]
+    blocks = [block for _, block in model.iter_blocks() if model.here(block)]
     for part in model.parts():
         part.to_empty(device=device)
         model.init_part(part, generator)
-        if part in blocks:
+        if not model.here(part):
+            _leave_to_others(part)
+        elif part in blocks:
             frees = not keeps and part is not blocks[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
@@ -72,8 +75,18 @@ def materialise(
             _shard(part, mesh.weights, frees, sync, sending)
     _shard(model, mesh.weights, False, sync, sending)
     _prefetch(blocks)
-    for method in ("hidden", "logits"):
+    for method in ("hidden", "logits", "forward_stage"):
         register_fsdp_forward_method(model, method)
+
+
+def _leave_to_others(part: nn.Module) -> None:
+    """Drop the weights of what another stage computes. Names, shapes, arena rows and router biases stay: they are the
+    same on all ranks."""
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().to("meta")))
+        if isinstance(module, Linear | GroupedLinear):
+            module.is_sharded = True  # nothing here makes its operand
 
 
 def _prefetch(blocks: list[Block]) -> None:
@@ -95,8 +108,9 @@ def _prefetch(blocks: list[Block]) -> None:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxSync | None, sending: Sending) -> None:
-    """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to."""
-    spread = {p for p in module.parameters() if hasattr(p, "spread")}
+    """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to, and those of
+    other stages."""
+    spread = {p for p in module.parameters() if hasattr(p, "spread") or p.is_meta}
     whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
     own = [m for m in module.modules() if any(p in whole for p in m.parameters(recurse=False))]
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=spread)

@@ -1,15 +1,17 @@
 """The mesh: which rank does what.
 
+    blocks                              pipeline; the axes below are within a stage
     sequences                           (replicate x shard) x context
     weights of all kinds but experts    replicate x (shard x context)
     experts' weights                    expert_replicate x expert_shard x expert
 
 Ranks are counted row by row, so that the last axis is made of neighbours: a context group, a shard group and an expert
 group lie in one node where they fit. The ranks of a context group have the same sequences and a piece of each
-(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. `expert`
-subdivides all ranks: an expert group is some of the ranks that weights are cut over, or some whole groups of these.
-Each of its ranks owns E / expert whole experts, and shares each of them with the `expert_shard x expert_replicate`
-ranks that own the same ones, if there are others.
+(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. The ranks of a
+stage (`models.stage`) are neighbours, and rank i of each stage has the same sequences. `expert` subdivides all ranks of
+a stage: an expert group is some of the ranks that weights are cut over, or some whole groups of these. Each of its
+ranks owns E / expert whole experts, and shares each of them with the `expert_shard x expert_replicate` ranks that own
+the same ones, if there are others.
 """
 
 from __future__ import annotations
@@ -37,10 +39,16 @@ class Degrees:
     shard: int = 1
     expert: int = 1
     context: int = 1
+    pipeline: int = 1
 
     @property
     def world(self) -> int:
         """Number of ranks."""
+        return self.stage * self.pipeline
+
+    @property
+    def stage(self) -> int:
+        """Ranks of a stage, which have all tokens between them."""
         return self.data * self.context
 
     @property
@@ -61,7 +69,7 @@ class Degrees:
     @property
     def expert_replicate(self) -> int:
         """Ranks that have the same part of the same experts."""
-        return self.world // (self.expert * self.expert_shard)
+        return self.stage // (self.expert * self.expert_shard)
 
     @property
     def shares_experts(self) -> bool:
@@ -89,12 +97,16 @@ class FsdpPolicy:
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:
     """The degrees for `world` processes. UserError, naming key, value and fix, for what does not go together."""
-    context = config.context
-    if context < 1:
-        _refuse("context", context, "out of range", "set 1 or more")
-    if world % context:
-        why = f"it does not divide the {world} processes"
-        _refuse("context", context, why, f"set {_divisor_near(context, world)}, or start a multiple of {context}")
+    context, pipeline = config.context, config.pipeline
+    for axis, size in {"context": context, "pipeline": pipeline}.items():
+        if size < 1:
+            _refuse(axis, size, "out of range", "set 1 or more")
+    stage, least = world // pipeline, 1
+    for axis, size, ranks in (("pipeline", pipeline, world), ("context", context, stage)):
+        least *= size
+        if ranks % size:
+            why = f"it does not divide the {ranks} processes{'' if ranks == world else ' of a stage'}"
+            _refuse(axis, size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
         if size < 1 and size != -1:
@@ -104,31 +116,32 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     if len(left) == 2:
         why = "parallel.shard=-1 takes what is left already"
         _refuse("replicate", -1, why, "set the number of groups, or of ranks in a group")
-    groups = world // context
-    these = f"the {world} processes" if context == 1 else f"the {groups} groups of parallel.context={context} processes"
+    groups = stage // context
+    of = " * ".join(f"parallel.{k}={v}" for k, v in {"context": context, "pipeline": pipeline}.items() if v > 1)
+    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes"
     if left:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
-            fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * context}"
+            fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * least}"
             _refuse(known_axis, known, f"it does not divide {these}", fix)
         sizes[left[0]] = groups // known
     elif known != groups:
-        if known == context == 1:
+        if known == least == 1:
             why = f"parallel.replicate * parallel.shard are all {world} processes"
             _refuse("shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
-        others = {"replicate": config.replicate, "shard": config.shard, "context": context}
-        beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k != "context"))
-        start = known * context
+        others = {"replicate": config.replicate, "shard": config.shard, "context": context, "pipeline": pipeline}
+        beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
+        start = known * least
         why = f"with {beside} it makes {start} ranks, and there are {world} processes"
         _refuse(axis, sizes[axis], why, f"start {start}, or set parallel.{axis}=-1 to take what is left")
-    expert = world if config.expert == -1 else config.expert
+    expert = stage if config.expert == -1 else config.expert
     cut = sizes["shard"] * context
-    if not fits_expert(expert, cut, world):
+    if not fits_expert(expert, cut, stage):
         ranks = f"parallel.shard={cut}" if context == 1 else f"parallel.shard * parallel.context={cut}"
-        why = f"an expert group is a part of the {ranks} ranks of {world}, or several whole ones"
-        _refuse("expert", expert, why, f"set {_expert_near(expert, cut, world)}")
-    return Degrees(sizes["replicate"], sizes["shard"], expert, context)
+        why = f"an expert group is a part of the {ranks} ranks of {stage}, or several whole ones"
+        _refuse("expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
+    return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline)
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
@@ -154,7 +167,8 @@ class Mesh:
 
     weights: `shard x context` as one axis, or `replicate x` that. experts: the same of the experts' weights
     (`expert_shard`, or `expert_replicate x expert_shard`). expert: the ranks that together own all experts; None
-    without expert parallelism. context: the ranks that share sequences; None where they are whole.
+    without expert parallelism. context: the ranks that share sequences; None where they are whole. pipeline: a rank of
+    each stage; None with one stage.
     """
 
     degrees: Degrees
@@ -162,6 +176,7 @@ class Mesh:
     experts: DeviceMesh
     expert: DeviceMesh | None
     context: DeviceMesh | None
+    pipeline: DeviceMesh | None = None
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
@@ -169,15 +184,18 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     d = degrees
-    mesh = init_device_mesh(device_type, (d.replicate, d.cut), mesh_dim_names=("replicate", "cut"))
-    weights = mesh if d.replicate > 1 else mesh["cut"]
-    context = None
-    if d.context > 1:
-        context = init_device_mesh(device_type, (d.data, d.context), mesh_dim_names=("data", "context"))["context"]
+
+    def mesh_of(**axes: int) -> DeviceMesh:
+        """The ranks of a stage along these axes; with several stages along `pipeline` first."""
+        sizes = ({"pipeline": d.pipeline} if d.pipeline > 1 else {}) | axes
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    mesh = mesh_of(replicate=d.replicate, cut=d.cut)
+    weights = mesh["replicate", "cut"] if d.replicate > 1 else mesh["cut"]
+    pipeline = mesh["pipeline"] if d.pipeline > 1 else None
+    context = mesh_of(data=d.data, context=d.context)["context"] if d.context > 1 else None
     if d.expert == 1:
-        return Mesh(degrees, weights, weights, None, context)
-    shape = d.expert_replicate, d.expert_shard, d.expert
-    names = "expert_replicate", "expert_shard", "expert"
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    experts = mesh[names[:2]] if d.expert_replicate > 1 else mesh["expert_shard"]
-    return Mesh(degrees, weights, experts, mesh["expert"], context)
+        return Mesh(degrees, weights, weights, None, context, pipeline)
+    mesh = mesh_of(expert_replicate=d.expert_replicate, expert_shard=d.expert_shard, expert=d.expert)
+    experts = mesh["expert_replicate", "expert_shard"] if d.expert_replicate > 1 else mesh["expert_shard"]
+    return Mesh(degrees, weights, experts, mesh["expert"], context, pipeline)

@@ -67,6 +67,9 @@ def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
     """This rank's part of a shared or spread tensor; of another one: itself. turn: which of its copies is written,
     modulo their number."""
     spread = getattr(tensor, "spread", None)
+    if tensor.is_meta:  # of another pipeline stage
+        nothing = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
+        return ShardView(nothing, tensor.shape, (0,) * tensor.dim(), writes=False)
     if not is_shared(tensor) and spread is None:
         return tensor.detach()
     offsets, copy = [0] * tensor.dim(), 0

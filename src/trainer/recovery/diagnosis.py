@@ -103,6 +103,8 @@ class Diagnosis:
     def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
         """The place where it began, and on which rank, in which of its microbatches, if one of them shows it."""
         mine = None
+        if self._engine.pipelined is not None:  # microbatches of a rank overlap: which one it was is not seen
+            return int(verdict.place), None
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
             place = self._guard.first_place(evidence.own[microbatch], evidence.loss[microbatch, None])
             assert place is not None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from precision.hardware import detect
 from trainer.config import Config, Switch
 from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
 from trainer.forecast.preflight import check_fsdp_policy
+from trainer.forecast.stages import stage_of
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -25,6 +26,9 @@ from trainer.step.guard import StepGuard
 from trainer.step.injection import Injector
 from trainer.step.microbatch import EagerMicrobatch, GraphedMicrobatch, Microbatch
 from trainer.step.step_snapshot import SnapshotKeeper
+
+if TYPE_CHECKING:
+    from trainer.step.pipelined_step import PipelinedStep
 
 
 @dataclass
@@ -42,11 +46,13 @@ class Engine:
     injector: Injector | None
     microbatch: Microbatch
     degrees: Degrees
+    pipelined: "PipelinedStep | None" = None
+    """Runs all microbatches of a step where the blocks are divided into stages."""
 
     @property
     def data_share(self) -> tuple[int, int]:
         """Which part of each batch this rank computes, and of how many; ranks of a context group have the same."""
-        return self.world.rank // self.degrees.context, self.world.size // self.degrees.context
+        return self.world.rank % self.degrees.stage // self.degrees.context, self.degrees.data
 
     def share_of(self, batch: Tensor) -> Tensor:
         """This rank's sequences of a whole batch [B, ...], where nobody has read them alone."""
@@ -94,15 +100,22 @@ def build_engine(
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
     microbatch: Microbatch = EagerMicrobatch(model, spoil)
+    pipelined = None
     if records_graphs(config, plan, degrees, total):
         microbatch = GraphedMicrobatch(model, must=config.cuda_graph is Switch.true)
     if world.many:
         from trainer.step.sharded_microbatch import ShardedMicrobatch
 
-        microbatch = ShardedMicrobatch(model, microbatch, world.size, pick_fsdp_policy(config, plan, degrees, total))
+        policy = pick_fsdp_policy(config, plan, degrees, total)
+        microbatch = ShardedMicrobatch(model, microbatch, world.size, policy)
+        if model.stage is not None:
+            from trainer.step.pipelined_step import PipelinedStep
+
+            pipelined = PipelinedStep(model, model.stage, microbatch, degrees.stage)
     tune_host(device)
+    snapshot = SnapshotKeeper(arena)
     return Engine(
-        device, world, plan, model, arena, optimizer, guard, SnapshotKeeper(arena), injector, microbatch, degrees
+        device, world, plan, model, arena, optimizer, guard, snapshot, injector, microbatch, degrees, pipelined
     )
 
 
@@ -128,7 +141,10 @@ def build_model(
 
         fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
         keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
-        materialise(model, build_mesh(degrees, device.type), device, config.trainer.seed, keeps, fp8)
+        mesh = build_mesh(degrees, device.type)
+        if mesh.pipeline is not None:
+            model.take_stage(stage_of(config, plan, mesh.pipeline.get_group()))
+        materialise(model, mesh, device, config.trainer.seed, keeps, fp8)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)

@@ -23,17 +23,25 @@ def mean_loss(
     model.eval()
     done = 0
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of sequences
-    context = 1 if model.context is None else model.context.size
-    rank = world.rank // context
-    for group in in_groups(batches, world.size // context):  # a batch for each rank, or group that shares sequences
+    context, stage = 1 if model.context is None else model.context.size, model.stage
+    readers = world.size // context // (1 if stage is None else stage.count)
+    rank = world.rank // context % readers
+    for group in in_groups(batches, readers):  # a batch for each rank, or group that shares sequences
         tokens = group[min(rank, len(group) - 1)]
         count = len(tokens) if rank < len(group) else 0
         # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
         tokens = tokens[torch.arange(size) % len(tokens)].to(world.device)
         targets = tokens[:, 1:].clone()
         targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
-        loss = model.loss(model.hidden(tokens[:, :-1]), model.own(targets))
-        sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        targets = model.own(targets)
+        shape = *targets.shape, model.config.hidden_size
+        carried = None if stage is None else stage.receive(shape, tokens, model.embed.residual)
+        h = model.hidden(tokens[:, :-1], carried)
+        if stage is None or stage.is_last:
+            loss = model.loss(h, targets)
+            sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
+        else:
+            stage.send(h)
         seen(done := done + sum(map(len, group)))
     model.train()
     total, weight = all_sum([sums], world)[0].tolist()

@@ -60,9 +60,9 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
     """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each
     step.)"""
-    kept = [*model.parameters(), *model.buffers()]
+    kept = [*(p for p in model.parameters() if not p.is_meta), *model.buffers()]
     kept += [t for layer in gemm_layers(model) if layer.operand is not None for t in layer.operand if t is not None]
-    kept += [t for state in optimizer_state.values() for t in state.values()]
+    kept += [t for state in optimizer_state.values() for t in state.values() if not t.is_meta]
     return sum({t.data_ptr(): t.numel() * t.element_size() for t in kept}.values())
 
 

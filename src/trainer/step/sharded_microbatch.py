@@ -2,6 +2,7 @@
 
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,6 +28,13 @@ class ShardedMicrobatch:
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`; index and count are of this rank's own."""
+        self.before(index, count)
+        losses = self._run(tokens, index, count * self._world_size)
+        self.after(index, count, tokens.device)
+        return losses
+
+    def before(self, index: int, count: int) -> None:
+        """Before the passes of microbatch `index` of `count`; where others are between them, before the second."""
         if self._agreed is not None and index == 0:
             self._agreed.forget()
         if count > 1:
@@ -35,11 +43,12 @@ class ShardedMicrobatch:
                 shared.set_requires_gradient_sync(last)
                 shared.set_is_last_backward(last)
             shared.set_reshard_after_backward(last, recurse=self._policy.keep_gathered)
-        losses = self._run(tokens, index, count * self._world_size)
-        self._large.finish(tokens.device)
+
+    def after(self, index: int, count: int, device: torch.device) -> None:
+        """After its backward pass."""
+        self._large.finish(device)
         if self._agreed is not None and index == count - 1:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
-        return losses
 
     def release(self) -> None:
         """Free gathered weights: an evaluation has no backward pass that would."""

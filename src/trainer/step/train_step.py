@@ -32,19 +32,21 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     tokens = tokens.to(e.device)
     microbatches = tokens.split(microbatch_size)
     if (targets := e.model.mtp_targets(tokens)) is not None:
-        everyones = all_sum([targets], e.world)[0] // e.degrees.context  # ranks of a context group count the same ones
-        e.model.expect(everyones, len(microbatches) * e.world.size)
-    seen: list[Losses] = []
+        copies = e.degrees.context * e.degrees.pipeline  # ranks that count the same sequences
+        everyones = all_sum([targets], e.world)[0] // copies
+        e.model.expect(everyones, len(microbatches) * e.world.size // e.degrees.pipeline)
+    seen: list[Losses] = [] if e.pipelined is None else e.pipelined(microbatches)
     e.snapshot.begin(len(microbatches))
     for i, microbatch in enumerate(microbatches):
         if e.injector is not None:
             e.injector.before(step, i)
-        seen.append(e.microbatch(microbatch, i, len(microbatches)))
-        e.snapshot.note(i, seen[-1].total)
+        if e.pipelined is None:
+            seen.append(e.microbatch(microbatch, i, len(microbatches)))
+        e.snapshot.note(i, seen[i].total)
 
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
-    means, load = all_mean(means, e.world), all_sum([load], e.world)[0]
+    means, load = all_mean(means, e.world, e.degrees.pipeline), all_sum([load], e.world)[0]
     all_max(e.arena.amax, e.world)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()

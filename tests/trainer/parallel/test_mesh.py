@@ -7,10 +7,10 @@ from trainer.parallel.mesh import Degrees, resolve
 
 
 def parallel(**sizes: int) -> ParallelConfig:
-    axes = dict.fromkeys(("replicate", "shard", "expert", "context"), 1) | sizes
+    axes = dict.fromkeys(("replicate", "shard", "expert", "context", "pipeline"), 1) | sizes
     auto = Switch.auto
     return ParallelConfig(
-        **axes, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
+        **axes, stages=None, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
     )
 
 
@@ -29,12 +29,13 @@ def parallel(**sizes: int) -> ParallelConfig:
         ({"shard": -1, "context": 2}, 8, Degrees(1, 4, 1, 2)),
         ({"replicate": 2, "shard": -1, "context": 2, "expert": 8}, 8, Degrees(2, 2, 8, 2)),
         ({"replicate": -1, "context": 8, "expert": 8}, 16, Degrees(2, 1, 8, 8)),
+        ({"replicate": 2, "shard": -1, "pipeline": 4}, 32, Degrees(2, 4, 1, 1, 4)),
     ],
 )
 def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
     assert resolve(parallel(**sizes), world) == expected
     assert expected.world == world
-    assert expected.expert_replicate * expected.expert_shard * expected.expert == world
+    assert expected.expert_replicate * expected.expert_shard * expected.expert == expected.stage
 
 
 @pytest.mark.parametrize(

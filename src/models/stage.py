@@ -1,0 +1,109 @@
+"""Pipeline parallelism: a stage is some neighbouring blocks, computed by ranks of its own.
+
+    the first one    embedding, its blocks
+    the last one     its blocks, final norm, head, multi-token prediction
+
+A stage passes on its stream [B, S, D]. With MTP the embedded tokens [B, S + 1, D] travel beside it, unchanged, and
+their gradient comes back the same way: the embedding stays one tensor of the first stage. The balance loss of a block
+enters the backward pass in its own stage (`attach`). Losses, loads and amaxes of other stages' blocks are zero here;
+the step sums them, or takes the largest, over all ranks.
+
+Legend: B batch, S sequence, D hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from precision import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Stage:
+    """This process's stage: `index` of `count`, of the main model's blocks `begin` to `end`, which is not one of them.
+    group: a rank of each stage, in their order."""
+
+    index: int
+    count: int
+    begin: int
+    end: int
+    group: "ProcessGroup"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has head and MTP."""
+        return self.index == self.count - 1
+
+    def receive(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What the stage before sends, on the device of `like`; None on the first one."""
+        if self.is_first:
+            return None
+        x = torch.empty(shape, dtype=dtype, device=like.device)
+        torch.distributed.recv(x, group=self.group, group_src=self.index - 1)
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """To the next stage."""
+        torch.distributed.send(x.contiguous(), group=self.group, group_dst=self.index + 1)
+
+
+def block_flops(plan: Plan, sequence_length: int) -> tuple[list[float], float]:
+    """FLOPs of a token forward: of each block of the main model, and of head and MTP together. plan: the model's."""
+    blocks, last = [0.0] * plan.num_layers, 0.0
+    rows = [(name, row.flops_per_token) for name, row in plan.gemms.items()]
+    rows += [(name, row.flops_per_token(sequence_length)) for name, row in plan.cores.items()]
+    for name, flops in rows:
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            blocks[int(rest.partition(".")[0])] += flops
+        else:
+            last += flops
+    return blocks, last
+
+
+def divide(flops: Sequence[float], last: float, stages: int) -> list[int]:
+    """Numbers of neighbouring blocks of each stage, at least one, so that the slowest stage has least to do. last: what
+    the last stage does besides."""
+    before = [0.0, *accumulate(flops)]
+    # best[n]: the first n blocks on the stages so far: FLOPs of the slowest one, and the numbers
+    best = {n: (before[n], [n]) for n in range(1, len(flops) + 1)}
+    for stage in range(1, stages):
+        besides = last if stage == stages - 1 else 0.0
+        best = {
+            n: min(
+                (max(slowest, before[n] - before[k] + besides), [*counts, n - k])
+                for k, (slowest, counts) in best.items()
+                if k < n
+            )
+            for n in range(stage + 1, len(flops) + 1)
+        }
+    return best[len(flops)][1]
+
+
+def attach(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward pass is the one of `loss` (0-d), too."""
+    return _Attach.apply(x, loss)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        dtype, device = ctx.like
+        return grads[0], torch.ones((), dtype=dtype, device=device)

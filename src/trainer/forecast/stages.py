@@ -1,0 +1,102 @@
+"""Pipeline stages ahead of a run: which blocks each one has, what does not go with them, and how long they idle."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NoReturn
+
+from models.stage import Stage, block_flops, divide
+from precision import Plan
+from precision.errors import UserError
+from trainer.config import Config, OptimizerName, Switch
+from trainer.parallel.mesh import Degrees
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def blocks_of_stages(config: Config, plan: Plan, stages: int) -> list[int]:
+    """Numbers of blocks: `parallel.stages`, or alike in FLOPs."""
+    return config.parallel.stages or divide(*block_flops(plan, config.trainer.sequence_length), stages)
+
+
+def stage_of(config: Config, plan: Plan, group: "ProcessGroup") -> Stage:
+    """This rank's stage. group: a rank of each one."""
+    counts, index = blocks_of_stages(config, plan, group.size()), group.rank()
+    begin = [0, *accumulate(counts)][index]
+    return Stage(index, len(counts), begin, begin + counts[index], group)
+
+
+def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[Config, Plan, int]]:
+    """Config and plan of each stage as of a model of its blocks alone, and microbatches that it keeps activations of.
+
+    The embedding is the first one's (`vocab_size` of the others is 0), the head the last one's (its row has no width
+    elsewhere).
+    """
+    model, begin = config.model, 0
+    counts = blocks_of_stages(config, plan, degrees.pipeline)
+    for i, count in enumerate(counts):
+        end, last = begin + count, i == len(counts) - 1
+        own = replace(
+            model,
+            num_layers=count,
+            num_dense_layers=min(max(model.num_dense_layers - begin, 0), count),
+            num_mtp_layers=model.num_mtp_layers if last else 0,
+            vocab_size=0 if i else model.vocab_size,
+        )
+        yield replace(config, model=own), plan.of_blocks(range(begin, end), last), degrees.pipeline - i
+        begin = end
+
+
+def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """Share of a step's arithmetic that ranks wait for others (the bubble), as 1F1B takes its time from the slowest
+    stage: sum of t_i + (m - 1) max t_i, for m microbatches whose forward and backward take t_i."""
+    blocks, last = block_flops(plan, config.trainer.sequence_length)
+    counts = blocks_of_stages(config, plan, degrees.pipeline)
+    ends = list(accumulate(counts))
+    times = [sum(blocks[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+    times[-1] += last
+    m = config.trainer.global_batch_size // (config.trainer.microbatch_size * degrees.data)
+    return 1 - m * sum(times) / len(times) / (sum(times) + (m - 1) * max(times))
+
+
+def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
+    """Blocks of the stages, and the bubble: a line of text."""
+    blocks = " + ".join(map(str, blocks_of_stages(config, plan, degrees.pipeline)))
+    share = idle_share(config, plan, degrees)
+    return f"stages of {blocks} blocks; ranks wait {share:.1%} of a step; memory of the largest stage"
+
+
+def check_stages(config: Config, degrees: Degrees) -> None:
+    """UserError, naming key, value and fix, for what does not go with `degrees.pipeline` stages."""
+    p, t, m = degrees.pipeline, config.trainer, config.model
+    if p == 1:
+        return
+    off = "set parallel.pipeline=1"
+    if p > m.num_layers:
+        _refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
+    stages = config.parallel.stages
+    if stages is not None and (len(stages) != p or sum(stages) != m.num_layers or min(stages) < 1):
+        why = f"parallel.pipeline={p} stages have model.num_layers={m.num_layers} blocks, each one at least"
+        _refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
+    least = p * t.microbatch_size * degrees.data
+    if t.global_batch_size < least:
+        why = f"parallel.pipeline={p} stages need as many microbatches a step"
+        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
+    if config.optim.name is OptimizerName.muon:
+        _refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
+    if config.parallel.fp8_all_gather is Switch.true:
+        why = f"with parallel.pipeline={p} weights travel in BF16"
+        _refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
+    if config.debug.inject is not None:
+        _refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
+    if config.health.shadow_every:
+        why = f"its passes know no stages, parallel.pipeline={p}"
+        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
+    if t.document_masking and m.num_mtp_layers > 1:
+        why = "its deeper depths need the embedding, which is the first stage's"
+        _refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")
+
+
+def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
+    raise UserError(f"{key}={value}: {why}; {fix}")

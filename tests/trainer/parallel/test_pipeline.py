@@ -1,0 +1,215 @@
+"""Stages of a pipeline train as one process does: losses, gradients, verdicts, evaluation, checkpoints.
+
+The ranks run this file as a program, over gloo: all cases of a world size one after the other.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import composed
+import pytest
+import torch
+
+from models.stage import divide
+from precision.errors import UserError
+from trainer.checkpoint import Checkpointer, checkpoint_name, read
+from trainer.forecast.memory import forecast_memory
+from trainer.forecast.preflight import check
+from trainer.forecast.stages import blocks_of_stages, idle_share
+from trainer.launch.world import World
+from trainer.parallel.mesh import Degrees
+from trainer.step.engine import build_engine
+from trainer.step.evaluation import mean_loss
+from trainer.step.train_step import train_step
+
+STEPS, SAVED, LENGTH, BATCH, END = 3, 2, 16, 4, 7
+RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=2"]
+RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
+RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=5", "model.num_mtp_layers=2"]
+RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4"]
+
+
+class Case(NamedTuple):
+    """A run. keys: overrides. documents: attention stays within them. spoil: the rank whose blocks see a number in step
+    2 that is none. saves: its state after step 2; reads: the run whose state it begins with."""
+
+    keys: tuple[str, ...]
+    documents: bool = False
+    spoil: int | None = None
+    saves: bool = False
+    reads: str | None = None
+
+
+FP32, FP8, ONE_DEPTH = "precision=fp32", "precision=fp8_delayed", "model.num_mtp_layers=1"
+FOUR, TWO = "parallel.pipeline=4", "parallel.pipeline=2"
+CASES = {
+    4: {
+        "plain": Case((FP32, FOUR), saves=True),
+        "fp8": Case((FP8, FOUR)),
+        "spoilt": Case((FP32, FOUR), spoil=1),
+        "plain shard": Case((FP32, TWO, "parallel.shard=2", "parallel.stages=[1,4]", "recompute=full")),
+        "plain expert": Case((FP32, TWO, "parallel.shard=2", "parallel.expert=2")),
+        "plain context": Case((FP32, TWO, "parallel.context=2")),
+        "documents replicate": Case((FP32, TWO, "parallel.replicate=2", ONE_DEPTH), documents=True),
+    },
+    1: {
+        "plain": Case((FP32,)),
+        "fp8": Case((FP8,)),
+        "documents": Case((FP32, ONE_DEPTH), documents=True),
+        "resumed": Case((FP32,), reads="plain"),
+    },
+}
+LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
+
+
+def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
+    """What each step says; the same on all ranks."""
+    config = composed.config_of([*RUN, *case.keys])
+    engine = build_engine(config, world.device, world=world)
+    engine.model.end_of_text = END if case.documents else None
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, 64, (BATCH, LENGTH + 1), generator=generator) for _ in range(STEPS + 1)]
+    lines, begin = [], 1
+    if case.reads is not None:
+        state, _ = read(folder / case.reads / checkpoint_name(SAVED), engine.restorable_tensors())
+        engine.load_state(state)
+        begin = SAVED + 1
+    for step in range(begin, STEPS + 1):
+        handles = []
+        if case.spoil == world.rank and step == 2:
+            assert engine.model.stage is not None
+            block = engine.model.layers[engine.model.stage.begin]
+            handles.append(block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:])))
+        result = train_step(engine, step, engine.share_of(batches[step]), 1)
+        for handle in handles:
+            handle.remove()
+        line = {key: float(value) for key, value in result.metrics.items()} | {"ok": float(result.verdict.ok)}
+        line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
+        line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
+        line["scale"] = float(engine.arena.scale.double().sum())
+        lines.append(line)
+        if case.saves and step == SAVED:
+            checkpointer = Checkpointer(folder / name, 0, lambda *_, **__: None, world)
+            checkpointer.save(step, engine.state(), {})
+            checkpointer.close()
+    held_out = mean_loss(engine.model, [batch[:1] for batch in batches[:3]], 1, world)
+    found = {"lines": lines, "validation": held_out}
+    assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
+    return found
+
+
+def main(out: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    control = None
+    if size > 1:
+        torch.distributed.init_process_group("gloo")
+        control = cast(torch.distributed.ProcessGroup, torch.distributed.new_group(backend="gloo"))
+    world = World(torch.device("cpu"), rank, rank, size, size, control=control)
+    found = {name: train(name, case, world, folder) for name, case in CASES[size].items()}
+    if rank == 0:
+        out.write_text(json.dumps(found))
+    if size > 1:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(ask_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What each world size computed."""
+    return ask_ranks(__file__, CASES, str(tmp_path_factory.mktemp("checkpoints")))
+
+
+def gap(ours: Any, theirs: Any, key: str) -> float:
+    return max(abs(a[key] - b[key]) for a, b in zip(ours["lines"], theirs["lines"], strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "fp8"])
+def test_stages_alone_change_no_bit(runs: dict[int, Any], name: str) -> None:
+    """Each number is made of the same ones in the same order; the balance losses of stages are added at the end."""
+    ours, theirs = runs[4][name], runs[1][name]
+    for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias", "scale"):
+        assert gap(ours, theirs, key) == 0, key
+    assert gap(ours, theirs, "loss/total") < 1e-5 and gap(ours, theirs, "loss/balance") < 1e-6
+    assert ours["validation"] == pytest.approx(theirs["validation"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [(name, name.split()[0]) for name in ("plain shard", "plain expert", "plain context", "documents replicate")],
+)
+def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, Any], name: str, one: str) -> None:
+    ours, theirs = runs[4][name], runs[1][one]
+    assert all(gap(ours, theirs, key) < 1e-5 for key in LOSSES)
+    assert gap(ours, theirs, "optim/grad_norm") < 1e-3 and gap(ours, theirs, "norm") < 1e-3
+    assert gap(ours, theirs, "bias") == 0
+    assert abs(ours["validation"] - theirs["validation"]) < 1e-5
+
+
+def test_a_number_that_is_none_in_a_middle_stage_drops_the_step_on_all(runs: dict[int, Any]) -> None:
+    lines = runs[4]["spoilt"]["lines"]
+    assert [line["ok"] for line in lines] == [1, 0, 1]
+    assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))
+    assert lines[2]["norm"] != lines[1]["norm"]
+
+
+def test_one_process_resumes_what_four_stages_saved(runs: dict[int, Any]) -> None:
+    ours, theirs = runs[1]["resumed"]["lines"], runs[4]["plain"]["lines"][SAVED:]
+    for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], key
+
+
+def test_blocks_are_divided_so_that_the_slowest_stage_has_least() -> None:
+    assert divide([1.0] * 8, 0.0, 4) == [2, 2, 2, 2]
+    assert divide([1.0] * 8, 2.0, 2) == [5, 3]
+    assert divide([3.0, 1.0, 1.0, 1.0], 0.0, 2) == [1, 3]
+    assert divide([1.0] * 3, 50.0, 3) == [1, 1, 1], "each has a block"
+
+
+def test_the_bubble_is_no_smaller_than_that_of_equal_stages() -> None:
+    """(p - 1) / (m + p - 1) of arXiv 2104.04473; more microbatches make it smaller."""
+    shares = []
+    for microbatches in (4, 12, 240):
+        keys = ("model.vocab_size=512", "precision=bf16", f"trainer.global_batch_size={microbatches}")
+        config = composed.config_of([*RUN, *keys])
+        plan = check(config)
+        assert sum(blocks_of_stages(config, plan, 4)) == config.model.num_layers
+        shares.append(idle_share(config, plan, Degrees(pipeline=4)))
+        assert 3 / (microbatches + 3) <= shares[-1] < 1
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_memory_is_that_of_the_stage_that_holds_most() -> None:
+    """Its own blocks' states; of the first of two stages, activations of two microbatches."""
+    keys = "model.num_mtp_layers=0", "model.vocab_size=512"
+    config = composed.config_of([*RUN, *keys, "precision=bf16", "parallel.stages=[4,1]"])
+    plan = check(config)
+    whole, half = (forecast_memory(config, plan, degrees) for degrees in (Degrees(shard=2), Degrees(pipeline=2)))
+    assert whole["parameters"] < half["parameters"] < 2 * whole["parameters"]
+    assert whole["activations"] < half["activations"] < 2 * whole["activations"]
+    blocks = forecast_memory(config, plan, Degrees())["parameters"] - half["parameters"]
+    assert blocks > 4 * config.model.vocab_size * config.model.hidden_size, "the head is the other's, and a block"
+
+
+REFUSED = [
+    (["parallel.pipeline=6"], 6, "parallel.pipeline=6: there are model.num_layers=5 blocks; set 5"),
+    (["parallel.pipeline=3"], 4, "parallel.pipeline=3: it does not divide the 4 processes; set 2"),
+    ([TWO], 4, "with parallel.replicate=1 and parallel.pipeline=2 it makes 2 ranks"),
+    ([TWO, "parallel.stages=[3,3]"], 2, "set so many numbers with this sum, or null"),
+    ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or more"),
+    ([TWO, "optim=muon_wsd"], 2, "parallel.pipeline=2: optim.name=muon does not know stages"),
+    ([TWO, "trainer.document_masking=true"], 2, "model.num_mtp_layers=2: .* set 1"),
+]
+
+
+@pytest.mark.parametrize(("keys", "world", "message"), REFUSED)
+def test_what_does_not_go_together_is_refused(keys: list[str], world: int, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+        check(composed.config_of([*RUN, *keys]), world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
