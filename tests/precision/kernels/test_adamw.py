@@ -178,6 +178,7 @@ def test_versions_count_up() -> None:
 
 COMPILE = """
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from precision.kernels import adamw, update_norms
 
@@ -192,18 +193,21 @@ tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1",
 ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
 tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "factors": "*fp32", "ok": "*i1"}
 constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16}
-made = ptx(adamw._adamw_kernel, tensors, constants, warps=adamw._WARPS)
 wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
-count = lambda start: sum(start in line and "v4.b32" in line for line in made.splitlines())
-assert (count("ld.global"), count("st.global")) == (4 * wide, 3 * wide), "16 bytes at a time"
-assert ".local" not in made
+count = lambda start, width="v4.b32": sum(start in line and width in line for line in made.splitlines())
+for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
+    made = ptx(adamw._adamw_kernel, tensors, constants | {"MOMENT": moment}, warps=adamw._WARPS)
+    assert (count("ld.global"), count("st.global")) == ((4 - narrow) * wide, (3 - narrow) * wide), "16 bytes at a time"
+    halves = count("ld.global", "v2.b32"), count("st.global", "v2.b32")
+    assert halves == (narrow * wide, narrow * wide), f"as many elements of BF16: {halves}"
+    assert ".local" not in made
 
 logs = {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05}
 pointers = {"steps": "*i64", "factors": "*fp32"}
 constants = {**logs, "EPS": 1e-8, "BLOCK": update_norms._PREPARED}
 ptx(update_norms._factors_kernel, pointers, constants, {"P": "i32"})
 tensors = {"chunks": "*i32", "tensors": "*i64", "factors": "*fp32", "decays": "*fp32", "sums": "*fp32"}
-constants = {"BLOCK": update_norms._BLOCK, "ALIGN": 16}
+constants = {"BLOCK": update_norms._BLOCK, "ALIGN": 16, "MOMENT": tl.float32}
 made = ptx(update_norms._squares_kernel, tensors, constants, warps=update_norms._WARPS)
 wide = update_norms._BLOCK // (4 * 32 * update_norms._WARPS)
 assert count("ld.global") == 3 * wide and ".local" not in made, "16 bytes at a time"
