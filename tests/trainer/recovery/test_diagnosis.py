@@ -177,7 +177,7 @@ class Run:
         self.verdicts: Dropped = []
 
     def step(self, step: int) -> None:
-        tokens = self.loader.next()
+        tokens = self.loader.next(*self.engine.data_share)
         result = train_step(self.engine, step, tokens, self.config.trainer.microbatch_size)
         self.verdicts.append((result.verdict, self.loader.served))
 
