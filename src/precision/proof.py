@@ -185,8 +185,9 @@ def _run(here: Combination) -> Proof:
 def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]:
     """What a process of the self-test has found: op: how its kernels differ; and what it did not come to, in a word.
 
-    text: a line of JSON before each check, with its op, and one after it, with its failure. A check in which the
-    process died has failed; those behind it, and those of a process that began none, were not run.
+    text: a line of JSON before each check, with its op, and one after it, with its failure, or why it is unproved: its
+    GPU had no memory for it. A check in which the process died has failed; those behind it, and those of a process that
+    began none, were not run.
     """
     lines = [json.loads(line) for line in text.splitlines()]
     wrong = {line["op"]: line["failure"] for line in reversed(lines) if line.get("failure")}
@@ -195,6 +196,8 @@ def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]
         return wrong, ""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     said = " ".join(errors.split())[-200:]
+    if "unproved" in last:
+        return wrong, f"{last['check']} stopped the self-test: {last['unproved']}"
     if "failure" in last or not lines:
         return wrong, f"the self-test stopped early: {how}{': ' + said if said else ''}"
     wrong[last["op"]] = f"{last['check']} ended the process: {how}"

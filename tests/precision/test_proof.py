@@ -18,6 +18,8 @@ from precision.hardware import Gpu
 from precision.proof import Combination, Proof, read_report
 from precision.rates import RateTable
 from precision.resolve import Gemm, Resolver
+from precision.selftest.__main__ import run as run_check
+from precision.selftest.table import Check
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))
@@ -157,7 +159,7 @@ def test_what_was_not_proved_is_tested_at_the_next_start(tmp_path: Path, monkeyp
 
 
 BEGUN, FINE = '{"op": "experts", "check": "routes"}\n', '{"op": "experts", "check": "routes", "failure": null}\n'
-WRONG = FINE.replace("null", '"it differs"')
+WRONG, FULL = FINE.replace("null", '"it differs"'), FINE.replace('"failure": null', '"unproved": "no memory"')
 
 
 @pytest.mark.parametrize(
@@ -167,11 +169,30 @@ WRONG = FINE.replace("null", '"it differs"')
         (BEGUN + WRONG + BEGUN + FINE, 0, {"experts": "it differs"}, ""),
         (BEGUN + FINE + BEGUN, -11, {"experts": "routes ended the process: signal 11"}, "the self-test stopped early"),
         (BEGUN + WRONG, 3, {"experts": "it differs"}, "the self-test stopped early: exit code 3: last words"),
+        (BEGUN + WRONG + BEGUN + FULL, 3, {"experts": "it differs"}, "routes stopped the self-test: no memory"),
         ("", 1, {}, "the self-test stopped early: exit code 1: last words"),
     ],
 )
 def test_reports_of_processes_that_live_and_die(text: str, code: int, wrong: dict[str, str], unproved: str) -> None:
     assert read_report(text, code, "last\nwords") == (wrong, unproved)
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("PassManager::run failed"), True),
+    ],
+)
+def test_a_full_gpu_proves_nothing_wrong(error: Exception, wrong: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(device: torch.device) -> None:
+        raise error
+
+    assert not run_check(Check(proof.EXPERTS, fails, ()), torch.device("cpu"))
+    found, unproved = read_report(capsys.readouterr().out, 3, "")
+    assert set(found) == ({proof.EXPERTS} if wrong else set()) and ("out of memory" in unproved) is not wrong
 
 
 def test_where_no_process_can_use_a_gpu_nothing_is_proved_and_nothing_refused(

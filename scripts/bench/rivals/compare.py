@@ -133,7 +133,8 @@ def our_overrides(recipe: str, options: argparse.Namespace) -> list[str]:
         f"trainer.microbatch_size={options.sequences}",
         f"trainer.global_batch_size={options.sequences * options.gpus}",
     ]
-    return [f"+recipe={recipe}", *SHAPE, *sizes, *layout, "optim.lr=1e-5", *options.overrides]
+    steady = ["optim.lr=1e-5", "optim.warmup_steps=0", "optim.decay_fraction=0"]  # as the others': the same in each step
+    return [f"+recipe={recipe}", *SHAPE, *sizes, *layout, *steady, *options.overrides]
 
 
 def work_of(overrides: list[str], precision: str, options: argparse.Namespace, result: Path) -> tuple[Work, Path]:

@@ -74,9 +74,14 @@ def _attention(device: torch.device, S: int, D: int, V: int) -> None:
 
 def optimizer(device: torch.device) -> None:
     """AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    for moments in (torch.float32, torch.bfloat16):
+        _optimizer(device, moments)
+
+
+def _optimizer(device: torch.device, moments: torch.dtype) -> None:
     sizes = (1, 37, 5000)
     ours = [plain(device, n, dtype=torch.float32) for n in sizes]
-    first, second = ([torch.zeros_like(p) for p in ours] for _ in range(2))
+    first, second = ([torch.zeros_like(p, dtype=moments) for p in ours] for _ in range(2))
     steps = [torch.zeros((), device=device) for _ in ours]
     theirs = [p.double() for p in ours]
     groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(theirs, DECAYS, strict=True)]
@@ -92,9 +97,14 @@ def optimizer(device: torch.device) -> None:
         if ok:
             twin.step()
             moved = torch.stack([(p.double() - b).norm() for p, b in zip(ours, before, strict=True)])
-            near(kernel.norms(lr)[0], moved, 1e-4, f"norms of updates, step {step}")  # of weights with 24 bits
+            allowed = 1e-4 if moments == torch.float32 else 2.0**-8  # of weights with 24 bits, of rounded moments
+            near(kernel.norms(lr)[0], moved, allowed, f"norms of updates, step {step}")
+            for kept, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
+                for mine, q in zip(kept, theirs, strict=True):
+                    near(mine, twin.state[q][key], 2.0**-8 + FP32_SUM, f"{key} in {moments}, step {step}")
+                    twin.state[q][key].copy_(mine)  # as rounded
         for p, q, decay in zip(ours, theirs, DECAYS, strict=True):
-            near(p, q, FP32_SUM, f"AdamW, step {step}, decay {decay}")
+            near(p, q, FP32_SUM, f"AdamW, {moments}, step {step}, decay {decay}")
         sizes_of = torch.stack([p.double().norm() for p in ours])
         near(kernel.norms(lr)[1], sizes_of, FP32_SUM, f"norms of parameters, step {step}")
 
