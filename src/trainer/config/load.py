@@ -5,7 +5,7 @@ Hydra composes the YAML and the command line into a plain tree. `load()` pours t
 a value of the wrong type. Nothing changes a config after `load()`.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
@@ -27,8 +27,7 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
         tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
     except InterpolationResolutionError as error:
         raise UserError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; correct the ${{...}} in it") from error
-    tree = fit(tree, Config, unknown_key)
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree)))
+    return fit(tree, Config, unknown_key)
 
 
 def unknown_key(key: str, value: Any) -> str:

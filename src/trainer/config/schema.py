@@ -89,11 +89,11 @@ def nearest(wrong: str, keys: Iterable[str], least: float = GOOD_MATCH) -> str |
 
 
 def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
-    """A copy of a plain tree, as it must be to go into a dataclass. UserError for the first thing that does not fit.
+    """The dataclass, list or value of a type that a plain tree is. UserError for the first thing that does not fit.
 
-    OmegaConf checks types too, but turns `off` into the text "False", names no key inside a list, and wants Enum
-    members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say about a key
-    that does not exist.
+    OmegaConf's structured configs check types too, but turn `off` into the text "False", name no key inside a list, and
+    want Enum members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say
+    about a key that does not exist.
     """
     inner = _without_none(annotation)
     if tree is None and inner is not annotation:
@@ -110,7 +110,7 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         name = str(tree).lower() if isinstance(tree, bool) else tree
         if not isinstance(name, str) or name not in inner.__members__:
             raise _wrong(key, tree, annotation)
-        return name
+        return inner[name]
     if inner is str and isinstance(tree, bool | float):
         raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
     if inner is float and isinstance(tree, str) and tree.lstrip("+-").lower() in ("nan", "inf"):
@@ -122,14 +122,14 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         raise _wrong(key, tree, annotation)
     if inner in (int, float) and isinstance(tree, int) and not -LARGEST <= tree <= LARGEST:
         raise _wrong(key, tree, annotation, f", and no more than {LARGEST}")
-    return tree
+    return cast(type, inner)(tree)
 
 
 def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> UserError:
     return UserError(f"{key}={shown(printable(key, value))}: must be {describe(annotation)}{fix}")
 
 
-def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> dict[str, Any]:
+def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> Any:
     hints, stem = get_type_hints(section), f"{key}." if key else ""
     for name, value in tree.items():
         if name not in hints:
@@ -138,7 +138,7 @@ def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, An
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in tree:
             raise UserError(f"{stem}{field.name}: has no value; it must be {describe(hints[field.name])}")
-    return {name: fit(value, hints[name], unknown, f"{stem}{name}") for name, value in tree.items()}
+    return section(**{name: fit(value, hints[name], unknown, f"{stem}{name}") for name, value in tree.items()})
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
