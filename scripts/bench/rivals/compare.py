@@ -133,7 +133,7 @@ def our_overrides(recipe: str, options: argparse.Namespace) -> list[str]:
         f"trainer.microbatch_size={options.sequences}",
         f"trainer.global_batch_size={options.sequences * options.gpus}",
     ]
-    steady = ["optim.lr=1e-5", "optim.warmup_steps=0", "optim.decay_fraction=0"]  # as the others': the same in each step
+    steady = ["optim.lr=1e-5", "optim.warmup_steps=0", "optim.decay_fraction=0"]  # the same in each step, as theirs
     return [f"+recipe={recipe}", *SHAPE, *sizes, *layout, *steady, *options.overrides]
 
 
