@@ -15,7 +15,9 @@ second moment then stays above what it should be by 5 % at 0.99, and never falls
 def check_optimizer(config: Config) -> None:
     """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
     _check_moments(config)
-    muon = config.optim.muon
+    tau, muon = config.optim.qk_clip, config.optim.muon
+    if tau is not None and not 0 < tau < math.inf:
+        _refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
     if config.optim.name is not OptimizerName.muon:
         return
     if muon is None:

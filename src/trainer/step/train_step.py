@@ -47,11 +47,12 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
     means, load = all_mean(means, e.world, e.degrees.pipeline), all_sum([load], e.world)[0]
-    all_max(e.arena.amax, e.world)
+    all_max([e.arena.amax, e.arena.max_logits], e.world)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
     verdict = e.guard.judge(step, means, norms)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
+    clipped = None if e.qk_clip is None else e.qk_clip.apply(verdict.ok)
     e.model.update_router_bias(load, verdict.ok)
     e.snapshot.keep(verdict.ok, e.guard.committed)
     e.arena.commit(verdict.ok)
@@ -59,4 +60,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     e.optimizer.zero_grad()
 
     metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
-    return StepResult(verdict, metrics | {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}, load)
+    metrics |= {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}
+    if clipped is not None:
+        metrics["optim/qk_clipped_heads"] = clipped
+    return StepResult(verdict, metrics, load)
