@@ -124,7 +124,7 @@ def _fused(
             assert gate_up.input_slot is not None
             data, inv = quantize(x, gate_up.input_slot, recipe)
     sums = None if kurtosis is None else kurtosis.sums
-    fixed = _Fixed(data, inv, *w1, *w2, expert, *rows, *places, sums, how, choices, keep_rows)
+    fixed = _Fixed._make((data, inv, *w1, *w2, expert, *rows, *places, sums, how, choices, keep_rows))
     return _Ffn.apply(carrier, gate_up.weight, down.weight, weight, add, *fixed)
 
 
