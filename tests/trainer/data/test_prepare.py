@@ -56,6 +56,11 @@ def texts(prepared: Prepared, name: str) -> list[str]:
     return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
 
 
+def test_a_place_where_no_file_can_be_made_is_refused_at_once(make_config: MakeConfig, own_corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"/proc/x: cannot be written \(.*\): set a folder that can"):
+        prepare(make_config(own_corpus), 512, folder=Path("/proc/x"))
+
+
 def test_bins_decode_to_the_files_of_their_split(prepared: Prepared, corpus_folder: Path) -> None:
     documents = scan(DataConfig(source=Source.text, path=str(corpus_folder))).documents
     for name, side in zip(("train", "validation"), split(documents, 0.2), strict=True):
