@@ -18,6 +18,7 @@ PAGES = [
     "docs/precision.md",
     "docs/benchmarks.md",
     "docs/parallelism.md",
+    "docs/tensor_parallel.md",
     "docs/recovery.md",
     "docs/health.md",
     "docs/export.md",
@@ -38,6 +39,13 @@ BENCHES = {
     "linear.py": {**BENCH, "--shape": "32x32x32"},
     "experts.py": {**BENCH, "--hidden": "32", "--width": "16", "--experts": "4", "--chosen": "2"},
     "attention.py": {**BENCH, "--shape": "1x2x16x24x16"},
+}
+SPLIT = {
+    "allreduce.py": ["--sizes", "64K"],
+    "tensor_attention.py": [
+        *("--tokens", "16", "--hidden", "16", "--heads", "2", "--latent", "8", "--nope", "8"),
+        *("--rope", "4", "--value", "8", "--repeat", "1"),
+    ],
 }
 
 
@@ -161,9 +169,8 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]
             what = [word for word in words if not word.startswith("--nproc")]
-            what = (
-                [*what[:1], "--sizes", "64K"] if "bench" in what[0] else on_text([*what, "trainer.microbatch_size=2"])
-            )
+            cut = SPLIT.get(Path(what[0]).name)
+            what = [what[0], *cut] if cut else on_text([*what, "trainer.microbatch_size=2"])
             line = ["-m", "torch.distributed.run", *two, *what]
             done = run_python(*line, cwd=checkout, environment=environment)
         else:

@@ -10,6 +10,8 @@ it means.
 Legend: T tokens, K chosen experts of a token, R = T K rows, D hidden, E experts.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -121,40 +123,67 @@ def _fused(
         else:
             assert gate_up.input_slot is not None
             data, inv = quantize(x, gate_up.input_slot, recipe)
-    return _Ffn.apply(
-        carrier, gate_up.weight, down.weight, data, inv, *w1, *w2, expert, weight, add, *rows, *places,
-        None if kurtosis is None else kurtosis.sums, how, choices, keep_rows,
-    )  # fmt: skip
+    sums = None if kurtosis is None else kurtosis.sums
+    fixed = _Fixed._make((data, inv, *w1, *w2, expert, *rows, *places, sums, how, choices, keep_rows))
+    return _Ffn.apply(carrier, gate_up.weight, down.weight, weight, add, *fixed)
+
+
+class _Fixed(NamedTuple):
+    """What `_Ffn` reads and has no gradient. w1, w2: operands of gate_up and down, as they are and transposed. h:
+    what down reads; d1: the gradient of gate_up's output, [dg, du]."""
+
+    x: Tensor
+    x_inv: Tensor | None
+    w1: Tensor
+    w1_inv: Tensor | None
+    w1t: Tensor | None
+    w1t_inv: Tensor | None
+    w2: Tensor
+    w2_inv: Tensor | None
+    w2t: Tensor | None
+    w2t_inv: Tensor | None
+    expert: Tensor | None
+    h_scale: Tensor | None
+    h_amax: Tensor | None
+    dy_scale: Tensor | None
+    dy_amax: Tensor | None
+    d1_scale: Tensor | None
+    d1_amax: Tensor | None
+    h_place: Tensor | None
+    dy_place: Tensor | None
+    d1_place: Tensor | None
+    kurtosis: Tensor | None
+    how: str
+    choices: int
+    keep_rows: bool
 
 
 class _Ffn(torch.autograd.Function):
-    """Both GEMMs, the activation between them, and for experts the way to their rows and back. w1, w2: operands of
-    gate_up and down, four tensors each; then scale and amax rows of h, dy and [dg, du], and their places; h's
-    kurtosis."""
+    """Both GEMMs, the activation between them, and for experts the way to their rows and back. Of carrier, weight1,
+    weight2, weight and add gradients are taken; the rest are the fields of `_Fixed`, one by one, so that autograd and
+    Dynamo see each tensor."""
 
     @staticmethod
-    def forward(
-        ctx, carrier, weight1, weight2, x, x_inv, w1, w1_inv, w1t, w1t_inv, w2, w2_inv, w2t, w2t_inv,
-        expert, weight, add, h_scale, h_amax, dy_scale, dy_amax, d1_scale, d1_amax, h_place, dy_place, d1_place,
-        kurtosis, how, choices, keep_rows,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx, carrier, weight1, weight2, weight, add, *fixed) -> Tensor:
         from precision.kernels import ffn_ops
 
-        none = x.new_empty(0, dtype=torch.float32)
-        unseen = x.new_empty(1, dtype=torch.float32)
-        x2 = x.reshape(-1, x.shape[-1])
-        inv = none if x_inv is None else x_inv.reshape(-1, x_inv.shape[-1]) if x_inv.dim() else x_inv
+        f = _Fixed(*fixed)
+        none = f.x.new_empty(0, dtype=torch.float32)
+        unseen = f.x.new_empty(1, dtype=torch.float32)
+        x = f.x.reshape(-1, f.x.shape[-1])
+        inv = none if f.x_inv is None else f.x_inv.reshape(-1, f.x_inv.shape[-1]) if f.x_inv.dim() else f.x_inv
         y, *kept = ffn_ops.ffn_forward(
-            x2, inv, w1, _or(w1_inv, none), w2, _or(w2_inv, none), _or(expert, none), _or(weight, none), _or(add, none),
-            _or(h_scale, none), _or(h_amax, unseen), how, choices, h_place, _or(kurtosis, none), keep_rows,
+            x, inv, f.w1, _or(f.w1_inv, none), f.w2, _or(f.w2_inv, none), _or(f.expert, none), _or(weight, none),
+            _or(add, none), _or(f.h_scale, none), _or(f.h_amax, unseen), f.how, f.choices, f.h_place,
+            _or(f.kurtosis, none), f.keep_rows,
         )  # fmt: skip
-        keep_x = none if kept[2].numel() else x2
-        of_copies = w1_inv if w1t_inv is None else w1t_inv, w2_inv if w2t_inv is None else w2t_inv
-        copies = (w1 if w1t is None else w1t).mT, of_copies[0], (w2 if w2t is None else w2t).mT, of_copies[1]
-        ctx.save_for_backward(keep_x, inv, *kept, *copies)
+        keep_x = none if kept[2].numel() else x
+        w1t, w1t_inv = _or(f.w1t, f.w1), f.w1_inv if f.w1t_inv is None else f.w1t_inv
+        w2t, w2t_inv = _or(f.w2t, f.w2), f.w2_inv if f.w2t_inv is None else f.w2t_inv
+        ctx.save_for_backward(keep_x, inv, *kept, w1t.mT, w1t_inv, w2t.mT, w2t_inv)
         # arena rows are not saved for backward: other views of the arena are written in between
-        ctx.rows, ctx.places = (dy_scale, dy_amax, d1_scale, d1_amax), (dy_place, d1_place)
-        ctx.how, ctx.shape, ctx.dtype = how, carrier.shape, carrier.dtype
+        ctx.rows, ctx.places = (f.dy_scale, f.dy_amax, f.d1_scale, f.d1_amax), (f.dy_place, f.d1_place)
+        ctx.how, ctx.shape, ctx.dtype = f.how, carrier.shape, carrier.dtype
         assert weight1.dtype == weight2.dtype
         ctx.weight_dtype = weight1.dtype
         ctx.weighted, ctx.added = weight is not None, add is not None
@@ -177,8 +206,8 @@ class _Ffn(torch.autograd.Function):
             record_amax(dy_amax, amaxes[0])
             record_amax(d1_amax, amaxes[1])
         dx = dx.to(ctx.dtype).view(ctx.shape)
-        gone = (None,) * 11
-        return dx, dw1, dw2, *gone, dweight if ctx.weighted else None, grads[0] if ctx.added else None, *(None,) * 13
+        dweight, dadd = dweight if ctx.weighted else None, grads[0] if ctx.added else None
+        return dx, dw1, dw2, dweight, dadd, *(None,) * len(_Fixed._fields)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

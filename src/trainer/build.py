@@ -16,12 +16,20 @@ from typing import Any
 import torch
 
 from precision import proof
-from trainer.checkpoint import Checkpointer, CheckpointError, checkpoint_name, read, read_values
+from trainer.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Verify,
+    checkpoint_name,
+    read,
+    read_values,
+    verifying_together,
+)
 from trainer.config import Config
-from trainer.data import Loader, Prepared, prepare
+from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
-from trainer.data.progress_bars import prepare_with_bars
+from trainer.data.progress_bars import find_or_build_with_bars
 from trainer.forecast.preflight import without_effect
 from trainer.health.alerts import Alerts
 from trainer.health.dashboard.at_end import SHORT_PATIENCE, write_at_end
@@ -126,13 +134,13 @@ class Run:
         self.checkpointer.settle()
         committed = int(self.engine.guard.committed)
 
-        def first() -> Rewind | str:
-            choice = self.ladder.choose(committed, self.checkpointer.folder, self.sinks.event)
+        def first(verify: Verify) -> Rewind | str:
+            choice = self.ladder.choose(committed, self.checkpointer.folder, self.sinks.event, verify)
             if isinstance(choice, Rewind):
                 self.ladder.write(choice, self.sinks.event)
             return choice
 
-        choice = self.world.on_first(first, f"rewind{len(self.ladder.rewinds)}")
+        choice = verifying_together(self.world, first, f"rewind{len(self.ladder.rewinds)}")
         message = self.ladder.take(choice, step, self.sinks.event)
         assert isinstance(choice, Rewind)
         self._take_over(self.checkpointer.folder / checkpoint_name(choice.to))
@@ -169,11 +177,12 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
     elif config.run.init_from is not None:
         init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
-    prepare_data = prepare_with_bars if config.logging.console.enabled and world.is_first else prepare
+    prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
         if not world.is_first:
             warnings.simplefilter("ignore")  # of the same data: rank 0 says it
         data = prepare_data(config.data, config.model.vocab_size)
+    check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
     batch, device = t.global_batch_size, world.device
     loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)

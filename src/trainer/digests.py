@@ -9,6 +9,7 @@
 | which backend serves which GEMM | `backends.json` | its own digest |
 | shards, their order, their sidecars | `prepared.json` of prepared data | its own digest, and one for each sidecar |
 | tokens, the tokenizer | `train-*.bin`, `tokenizer.json` | SHA-256 in the sidecars |
+| which tokens need not be read for that | `verified.json` of prepared data | its own digest; without, all are read |
 
 A file that was edited on purpose is accepted by `scripts/accept_edit.py`. A file of before there were digests is read,
 with a warning. It must have nothing that looks like a digest: an altered `digest` key does not pass for an old file.

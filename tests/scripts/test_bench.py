@@ -301,3 +301,35 @@ def test_scaling(tmp_path: Path, bench: Run) -> None:
 def test_scaling_says_what_a_run_refused(tmp_path: Path, bench: Run) -> None:
     done = bench("scaling", tmp_path, "--gpus", "1", "parallel=fsdp", "model.heads=3")
     assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr
+
+
+SMALL_ATTENTION = {"tokens": 16, "hidden": 16, "heads": 2, "latent": 8, "nope": 8, "rope": 4, "value": 8, "repeat": 1}
+SMALL_WORDS = [word for name, value in SMALL_ATTENTION.items() for word in (f"--{name}", str(value))]
+
+
+def test_each_split_of_attention_computes_what_one_rank_does(tmp_path: Path, run_python: Run) -> None:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", BENCH / "tensor_attention.py"]
+    done = run_python(
+        *start, *SMALL_WORDS, "--json", "split.json", cwd=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "split.json").read_text())["results"]
+    assert [(one["name"], one["ranks"]) for one in results] == [
+        ("one", 1), *((name, 2) for name in ("tensor", "overlapped", "sequence", "exchanged", "context"))
+    ]  # fmt: skip
+    assert all(one["differs"] <= 1e-5 for one in results)
+    sent = {one["name"]: one["sent"] for one in results}
+    x, latents = 16 * 16, 16 * (8 + 4)
+    # FP32, half of each message: f sums x and latents, g sums y; a sum is two passes, and so are gather and scatter
+    assert sent["tensor"] == sent["overlapped"] == sent["sequence"] == 0.5 * 2 * 4 * (x + latents + x)
+    assert sent["exchanged"] == 0.5 * 2 * 4 * (x + latents + 16 * 8)
+    assert sent["context"] == 0.5 * 2 * 4 * (16 * 12 + 16 * 16 + 16 * 8 + 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "one process has nothing to split"), (["--heads", "0"], "--heads 0: set 1 or more")],
+)
+def test_mistakes_of_splits_are_one_line(tmp_path: Path, bench: Run, words: list[str], says: str) -> None:
+    done = bench("tensor_attention", tmp_path, *words)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1

@@ -8,6 +8,7 @@ torch.distributed.checkpoint), `manifest` (proof that a folder is whole) and `fo
 from trainer.checkpoint.checkpointer import Checkpointer, CheckpointError
 from trainer.checkpoint.folder import (
     OnEvent,
+    Verify,
     checkpoint_name,
     checkpoint_step,
     delete_leftovers,
@@ -15,6 +16,7 @@ from trainer.checkpoint.folder import (
     newest_checkpoint,
     set_aside_after,
     verify_checkpoint,
+    verifying_together,
 )
 from trainer.checkpoint.manifest import DamagedCheckpoint
 from trainer.checkpoint.reading import read, read_meta, read_values, saved_shapes
@@ -26,6 +28,7 @@ __all__ = [
     "DamagedCheckpoint",
     "OnEvent",
     "ShardView",
+    "Verify",
     "checkpoint_name",
     "checkpoint_step",
     "delete_leftovers",
@@ -37,4 +40,5 @@ __all__ = [
     "saved_shapes",
     "set_aside_after",
     "verify_checkpoint",
+    "verifying_together",
 ]

@@ -13,11 +13,19 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trainer.checkpoint.manifest import STATE, DamagedCheckpoint, verify
 from trainer.files import sync_folder
+
+if TYPE_CHECKING:
+    from trainer.launch.world import World
+
+T = TypeVar("T")
+Verify = Callable[[Path], None]
+"""Raises DamagedCheckpoint unless the checkpoint at a path is whole."""
 
 
 class OnEvent(Protocol):
@@ -54,20 +62,48 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def verify_checkpoint(path: Path) -> None:
     """`verify`, and the step in the folder's name is the step that was saved. DamagedCheckpoint otherwise."""
     verify(path)
+    _check_name(path)
+
+
+def _check_name(path: Path) -> None:
     named, saved = checkpoint_step(path), json.loads((path / STATE).read_text())["step"]
     if named is not None and named != saved:
         fix = f"rename it to {checkpoint_name(saved)}"
         raise DamagedCheckpoint(f"{path} holds step {saved} under the name of step {named}; {fix}")
 
 
-def newest_checkpoint(folder: Path, on_event: OnEvent, before: int | None = None) -> Path | None:
-    """The newest checkpoint that verifies, of a step below `before` if given. Damaged ones are reported through
-    `on_event` and passed over."""
+def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -> T:
+    """What `ask(check)` gives on rank 0, on every rank; `check` is `verify_checkpoint` by all ranks, each of which
+    reads its share of the files. A collective; named: as for `World.on_first`."""
+
+    def part(path: Path) -> str | None:
+        try:
+            verify(path, share=(world.rank, world.size))
+        except DamagedCheckpoint as damage:
+            return str(damage)
+        return None
+
+    def first(everyone: Callable[[Path], list[str | None]]) -> T:
+        def check(path: Path) -> None:
+            if found := [damage for damage in everyone(path) if damage is not None]:
+                raise DamagedCheckpoint(found[0])
+            _check_name(path)
+
+        return ask(check)
+
+    return world.lead(first, part, named)
+
+
+def newest_checkpoint(
+    folder: Path, on_event: OnEvent, before: int | None = None, check: Verify = verify_checkpoint
+) -> Path | None:
+    """The newest checkpoint that verifies (`check`), of a step below `before` if given. Damaged ones are reported
+    through `on_event` and passed over."""
     for path in reversed(list_checkpoints(folder)):
         if before is not None and (checkpoint_step(path) or 0) >= before:
             continue
         try:
-            verify_checkpoint(path)
+            check(path)
         except DamagedCheckpoint as damage:
             on_event(
                 "checkpoint", checkpoint_step(path) or 0, f"damaged checkpoint passed over: {damage}", path=str(path)

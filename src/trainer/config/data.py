@@ -113,6 +113,9 @@ class DataConfig:
     skip_damaged: bool = False
     """Leave out what cannot be read (files, lines, documents that are not text): named, counted, and the same when the
     run goes on. false: the first of it is an error that names it."""
+    verify: bool = False
+    """At a start, read all tokens and compare their SHA-256, each rank a part. false: those files whose size or time of
+    modification is not the one at which they were last read whole."""
     workers: int | None = None
     """Processes that prepare the data. Null: one a core. The result is the same."""
     shard_mb: int = 128

@@ -3,9 +3,10 @@
     documents (sources)  ->  BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
     |_____ prepare(): once, by several processes, cached by the sources' state ______|
 
-`prepare` is the only entry that writes; everything after it reads the files window by window. `bigram_loss` is the bar
-that a trained model has to clear on the same bins. The processes that prepare import this package and have no use for
-torch, which takes seconds: the loader, which does, is imported when it is asked for.
+`prepare` (of several ranks: `find_or_build`, then `check_whole`) is the only entry that writes; everything after it
+reads the files window by window. `bigram_loss` is the bar that a trained model has to clear on the same bins. The
+processes that prepare import this package and have no use for torch, which takes seconds: the loader, which does, is
+imported when it is asked for.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.data import DataConfig, Source, check_data
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
-from trainer.data.prepare import Progress, new_tokenizer, prepare
+from trainer.data.prepare import Progress, find_or_build, new_tokenizer, prepare
 from trainer.data.prepared import Prepared
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.verified import check_whole
 
 if TYPE_CHECKING:
     from trainer.data.loader import Loader, validation_batches
@@ -30,6 +32,8 @@ __all__ = [
     "Source",
     "bigram_loss",
     "check_data",
+    "check_whole",
+    "find_or_build",
     "load_tokenizer",
     "new_tokenizer",
     "prepare",

@@ -5,9 +5,6 @@
 
 A shard begins and ends with end-of-text, so that it is whole by itself and the first token of its first document is a
 target too. `Bins` is one shard or several, read as one stream: the end of a shard and the beginning of the next are the
-same token, counted once. Windows go over such a seam as over any other end of a document: no token is lost or read
-twice, whatever the number of shards. `Bins.open` checks size and SHA-256 (about a second a gigabyte, several shards at
-once), so that a truncated or altered file, or one of another tokenizer, is refused instead of trained on.
 
 Windows are read from the open files (one `pread` each, some microseconds) and not from a memory map: what a disk cannot
 deliver, or what was cut off under a run, is an error that names the file here, and a SIGBUS without a word there. A
@@ -29,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from precision.errors import UserError
-from trainer.data.tokenizer import file_hash
 
 FORMAT = 2  # of bin and sidecar; raised when either changes meaning
 SPARE_FILES = 256  # that a process may need open beside the shards
+BLOCK_BYTES = 1 << 24  # read at once to hash a shard
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, tokenizer_hash: str) -> Shard:
-        """UserError, naming the file, if it is missing, truncated or altered, or made with another tokenizer."""
+        """UserError, naming the file, if it is missing or truncated, or made with another tokenizer."""
         fix = f"delete {path.parent} and prepare the data again"
         sidecar = read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:
@@ -87,9 +84,25 @@ class Shard:
             raise UserError(f"bins {path}: the file is missing: {fix}")
         if path.stat().st_size != expected:
             raise UserError(f"bins {path}: has {path.stat().st_size} bytes, its sidecar says {expected}: {fix}")
-        if file_hash(path) != sidecar.sha256:
-            raise UserError(f"bins {path}: the contents are not those that its sidecar describes (SHA-256): {fix}")
         return cls(path, sidecar)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether its tokens are those in the file."""
+        return self._tokens is None
+
+    @property
+    def descriptor(self) -> int:
+        """Of the open file."""
+        return self._file
+
+    def sha256(self) -> str:
+        """Of the open file, read whole. OSError if it cannot be read."""
+        digest, position = hashlib.sha256(), 0
+        while block := os.pread(self._file, BLOCK_BYTES, position):
+            digest.update(block)
+            position += len(block)
+        return digest.hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from number `start` on, uint16 or uint32.
@@ -151,9 +164,9 @@ class Bins:
 
     @classmethod
     def open(cls, paths: str | Path | Sequence[Path], tokenizer_hash: str) -> Bins:
-        """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order) and check them.
+        """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order).
 
-        UserError, naming the file, if one is missing, truncated or altered, or made with another tokenizer.
+        UserError, naming the file, if one is missing or truncated, or made with another tokenizer.
         """
         files = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
         _allow_open_files(len(files))

@@ -9,18 +9,20 @@ this file are whole, and the others are packed again from their first document.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from precision.errors import UserError
 from trainer.data.records import Piece, SkipLog, Skipped
-from trainer.data.shard_writer import ShardWriter, write_json
+from trainer.data.shard_writer import ShardWriter
 from trainer.data.sources import Taken
 from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, load_tokenizer, num_entries
+from trainer.data.verified import Stamp, stamp
+from trainer.digests import read_signed, write_signed
 
 BATCH_CHARACTERS = 1 << 22  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
 
@@ -63,6 +65,8 @@ class Done:
     documents: dict[str, list[int]]
     """Name of the source -> training documents and their bytes."""
     skipped: tuple[Skipped, ...]
+    stamps: dict[str, Stamp]
+    """Name of a file or sidecar -> what it was when it was written."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,9 @@ class Packer:
             validation={name: f"{held}-{name}.bin" for name in how.names if f"{held}-{name}" in writers},
             documents={name: counts for name, counts in documents.items() if counts[0]},
             skipped=tuple(log.found.values()),
+            stamps={name: each for writer in writers.values() for name, each in writer.stamps().items()},
         )
-        write_json(how.folder / f"done-{work.number:05d}.json", asdict(done))
+        write_signed(how.folder / f"done-{work.number:05d}.json", asdict(done))
         return done
 
     def _texts(self, work: Work, log: SkipLog) -> Iterator[tuple[str, tuple[int, int, bool, bool]]]:
@@ -140,9 +145,13 @@ class Packer:
 
 
 def read_done(folder: Path, number: int) -> Done | None:
-    """A shard that was packed before, or None."""
+    """A shard that was packed before and whose files are as they were then, or None."""
+    path = folder / f"done-{number:05d}.json"
     try:
-        values = json.loads((folder / f"done-{number:05d}.json").read_text())
-        return Done(**{**values, "skipped": tuple(Skipped(**each) for each in values["skipped"])})
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        values = read_signed(path, [field.name for field in fields(Done)], "it is packed again")
+        stamps = {name: (size, time, sha256) for name, (size, time, sha256) in values["stamps"].items()}
+        whole = all(stamp(folder / name, each[2]) == each for name, each in stamps.items())
+        skipped = tuple(Skipped(**each) for each in values["skipped"])
+        return Done(**{**values, "skipped": skipped, "stamps": stamps}) if whole else None
+    except (UserError, OSError):
         return None

@@ -45,6 +45,7 @@ from trainer.data.records import EMPTY, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
+from trainer.data.verified import ALONE, check_whole, remember
 from trainer.data.workers import pack_all
 from trainer.digests import write_signed
 from trainer.files import TEMPORARY, replace_file
@@ -58,13 +59,25 @@ Progress = Callable[[str, int, int], None]
 
 
 def prepare(
+    data: DataConfig,
+    vocab_size: int,
+    progress: Progress | None = None,
+    folder: Path | None = None,
+) -> Prepared:
+    """`find_or_build`, with all files known to be whole: what a process by itself calls."""
+    prepared = find_or_build(data, vocab_size, progress, folder)
+    check_whole(prepared.shards, data.verify, ALONE)
+    return prepared
+
+
+def find_or_build(
     data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
 ) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
-    folder: where they shall be instead of in the cache. Safe to call from several processes at once. UserError, one
-    line, for settings that cannot work, a source without text, what is damaged (unless `data.skip_damaged`), and a
-    cache whose files are not what they were when written.
+    folder: where they shall be instead of in the cache. Safe to call from several processes at once, which then share
+    `check_whole`: files that were altered are found there. UserError, one line, for settings that cannot work, a source
+    without text, what is damaged (unless `data.skip_damaged`), and sidecars that are not what they were when written.
     """
     check_data(data, vocab_size)
     report = progress or _silent
@@ -344,6 +357,7 @@ def _finish(
         for name, counts in shard.documents.items():
             documents[name] = [a + b for a, b in zip(documents[name], counts, strict=True)]
     validation: dict[str, str] = {}
+    stamps = {name: each for shard in done for name, each in shard.stamps.items()}
     for reader in readers:
         name = reader.part.name
         held_out = [packing.folder / shard.validation[name] for shard in done if name in shard.validation]
@@ -369,7 +383,12 @@ def _finish(
         for path in held_out:
             writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
         writer.close()
+        stamps |= writer.stamps()
     train = [shard.train for shard in done if shard.train is not None]
+    if len(train) == 1:
+        stamps["train.bin"] = stamps[train[0]]
+    listed = [*(train if len(train) > 1 else ["train.bin"]), *validation.values()]
+    remember(packing.folder, {name: stamps[name] for name in listed})
     listing = {
         "format": FORMAT,
         "key": key,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
-from trainer.data.bins import Bins
+from trainer.data.bins import Bins, Shard
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
 from trainer.digests import ACCEPT, accept, read_signed
@@ -40,6 +40,11 @@ class Prepared:
     """Of each source: how many documents the training bins have, and their bytes."""
     skipped: tuple[Skipped, ...] = ()
     """What of the sources is not here, and why."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All files of tokens."""
+        return (*self.train.shards, *self.validation.shards)
 
     @property
     def left_out(self) -> tuple[Skipped, ...]:
@@ -81,7 +86,8 @@ def _check_sidecars(folder: Path, facts: dict) -> None:
 
 
 def open_prepared(folder: Path, built: bool = False) -> Prepared:
-    """Open a folder and check all that is in it. UserError, naming the file, for what is not as it was written."""
+    """Open a folder and check what it lists. UserError, naming the file, for what is not as it was written; the tokens
+    themselves are the subject of `check_whole`."""
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise UserError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")

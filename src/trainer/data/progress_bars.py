@@ -9,7 +9,7 @@ from rich.progress import Progress, TaskID
 
 from trainer.config.data import DataConfig
 from trainer.data.prepare import Progress as Report
-from trainer.data.prepare import prepare
+from trainer.data.prepare import find_or_build, prepare
 from trainer.data.prepared import Prepared
 
 
@@ -17,6 +17,12 @@ def prepare_with_bars(data: DataConfig, vocab_size: int, folder: Path | None = N
     """`prepare`, showing its stages as they come."""
     with bars() as show:
         return prepare(data, vocab_size, show, folder)
+
+
+def find_or_build_with_bars(data: DataConfig, vocab_size: int) -> Prepared:
+    """`find_or_build`, as `prepare_with_bars`."""
+    with bars() as show:
+        return find_or_build(data, vocab_size, show)
 
 
 @contextmanager

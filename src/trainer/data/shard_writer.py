@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from trainer.data.bins import FORMAT, Shard, Sidecar, stored
+from trainer.data.tokenizer import file_hash
+from trainer.data.verified import Stamp, stamp
 from trainer.files import create, replace_file, temporary_name
 
 
@@ -85,6 +87,14 @@ class ShardWriter:
         write_json(self.path.with_suffix(".json"), asdict(sidecar))
         self._written.replace(self.path)
         return sidecar
+
+    def stamps(self) -> dict[str, Stamp]:
+        """By name, of the shard and its sidecar as they were written; after `close`."""
+        sidecar = self.path.with_suffix(".json")
+        return {
+            self.path.name: stamp(self.path, self._digest.hexdigest()),
+            sidecar.name: stamp(sidecar, file_hash(sidecar)),
+        }
 
     def abandon(self) -> None:
         """Leave nothing."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 TIMEOUT = 1200.0
 """Seconds that a process waits in a collective for the others, where `parallel.timeout` does not say."""
@@ -68,10 +70,17 @@ class World:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank, on every rank. A collective."""
+    def gather(self, value: T, named: str = "") -> list[T]:
+        """Every rank's `value`, by rank, on every rank. A collective. named: as for `on_first`."""
         if not self.many:
             return [value]
+        if named:
+            key = f"{named}/{self.rank_group.launch.attempt}"
+            self._say(key)
+            if self.is_first:
+                self._await(key, range(self.size))
+                self._say(f"{key}/all")
+            self._await(f"{key}/all", [0])
         import torch.distributed as dist
 
         box: list[Any] = [None] * self.size
@@ -106,6 +115,37 @@ class World:
             self._await(key, [0])
         return self.share(value)
 
+    def lead(self, ask: Callable[[Callable[[A], list[B]]], T], part: Callable[[A], B], named: str) -> T:
+        """What `ask(everyone)` gives on rank 0, on every rank. A collective; as `on_first`, without a time limit.
+
+        everyone(work): what `part(work)` gives on each rank, by rank. So rank 0 decides, and all do the work.
+        """
+        if not self.many:
+            return ask(lambda work: [part(work)])
+        key, turn = f"{named}/{self.rank_group.launch.attempt}", 0
+
+        def say(goes_on: bool, value: Any) -> None:
+            nonlocal turn
+            turn += 1
+            self._say(f"{key}/{turn}")
+            self.share((goes_on, value))
+
+        def everyone(work: A) -> list[B]:
+            say(True, work)
+            return self.gather(part(work), f"{key}/{turn}")
+
+        if self.is_first:
+            answer = ask(everyone)
+            say(False, answer)
+            return answer
+        while True:
+            turn += 1
+            self._await(f"{key}/{turn}", [0])
+            goes_on, value = self.share(cast("tuple[bool, Any]", None))
+            if not goes_on:
+                return value
+            self.gather(part(value), f"{key}/{turn}")
+
     @contextmanager
     def first_of_node_goes_ahead(self) -> Iterator[None]:
         """One process of each node runs what is inside while its neighbours wait, then they run it; all leave together.
@@ -125,9 +165,10 @@ class World:
             self.store.set(f"{what}/{self.rank}", "1")
 
     def _await(self, what: str, ranks: Iterable[int]) -> None:
-        keys = [f"{what}/{rank}" for rank in ranks]
+        keys, pause = [f"{what}/{rank}" for rank in ranks], 0.01
         while self.store is not None and not self.store.check(keys):
-            time.sleep(0.2)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1.0)  # of thousands of ranks each asks the one store
 
 
 def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) -> World:

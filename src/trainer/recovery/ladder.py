@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
-from trainer.checkpoint import OnEvent, checkpoint_name, checkpoint_step, newest_checkpoint
+from trainer.checkpoint import (
+    OnEvent,
+    Verify,
+    checkpoint_name,
+    checkpoint_step,
+    newest_checkpoint,
+    verify_checkpoint,
+)
 from trainer.config.recovery import RecoveryConfig
 from trainer.data.loader import put_together
 from trainer.digests import read_signed, write_signed
@@ -79,18 +86,21 @@ class Ladder:
         """First step of a row that goes on: a checkpoint from before it may be needed. None: there is no row."""
         return self.streak[0].step if self.streak else None
 
-    def choose(self, committed: int, checkpoints: Path, on_event: OnEvent) -> Rewind | str:
-        """The rewind that the row calls for, or why there can be none. committed: steps up to the row."""
+    def choose(
+        self, committed: int, checkpoints: Path, on_event: OnEvent, verify: Verify = verify_checkpoint
+    ) -> Rewind | str:
+        """The rewind that the row calls for, or why there can be none. committed: steps up to the row; verify: of the
+        checkpoints."""
         first, last = self.streak[0].step, self.streak[-1].step
         if not self._config.rewind.max:
             return "recovery.rewind.max=0"
-        target = _step(newest_checkpoint(checkpoints, on_event, before=first))
+        target = _step(newest_checkpoint(checkpoints, on_event, first, verify))
         if target is None:
             return f"there is no whole checkpoint from before step {first} to go back to"
         attempt, before = 1, self.rewinds[-1] if self.rewinds else None
         if before is not None and target <= before.step:  # none was saved beyond it: the same trouble
             attempt = before.attempt + 1
-            older = _step(newest_checkpoint(checkpoints, on_event, before=min(before.to, first)))
+            older = _step(newest_checkpoint(checkpoints, on_event, min(before.to, first), verify))
             target = target if older is None else older
         if attempt > self._config.rewind.max:
             steps = ", ".join(str(rewind.to) for rewind in self.rewinds[-(attempt - 1) :])

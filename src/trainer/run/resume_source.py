@@ -15,7 +15,14 @@ from omegaconf import OmegaConf
 from models import DeepSeek
 from precision import Plan
 from precision.errors import UserError
-from trainer.checkpoint import checkpoint_step, newest_checkpoint, read, read_meta, saved_shapes
+from trainer.checkpoint import (
+    checkpoint_step,
+    newest_checkpoint,
+    read,
+    read_meta,
+    saved_shapes,
+    verifying_together,
+)
 from trainer.config import Config, OptimConfig, OptimizerName
 from trainer.config.paths import anchored
 from trainer.config_diff import without_secrets
@@ -82,7 +89,9 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
 
-    checkpoint = world.on_first(lambda: find_checkpoint(path, "run.init_from", note), "init_from")
+    checkpoint = verifying_together(
+        world, lambda verify: find_checkpoint(path, "run.init_from", note, verify), "init_from"
+    )
     _check_tensors(ours, checkpoint, path)
     read(checkpoint, {"model": ours}, rest=False, verified=True)
     note("resume", 0, f"weights from {checkpoint}")

@@ -37,12 +37,14 @@ from precision.errors import UserError
 from trainer.checkpoint import (
     DamagedCheckpoint,
     OnEvent,
+    Verify,
     checkpoint_step,
     list_checkpoints,
     newest_checkpoint,
     read_meta,
     set_aside_after,
     verify_checkpoint,
+    verifying_together,
 )
 from trainer.config.paths import anchored
 from trainer.config_diff import changes
@@ -95,11 +97,13 @@ class RunFolder:
         texts: Mapping[str, str],
         check: Check | None = None,
         patience: float = 0.0,
+        verify: Verify = verify_checkpoint,
     ) -> None:
         """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
 
         Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by
-        name, `config.yaml` among them. patience: seconds to wait for a process that has the folder.
+        name, `config.yaml` among them. patience: seconds to wait for a process that has the folder. verify: of the
+        checkpoints.
         """
         self.notes: list[Note] = []
         with _told(parent):
@@ -116,9 +120,9 @@ class RunFolder:
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
                 raise _exists(self.path, state)
             if state == "run":
-                self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto")
+                self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
                 if checkpoint is not None:
-                    _verify(checkpoint, f"run.resume={resume}")
+                    _verify(checkpoint, f"run.resume={resume}", verify)
             if self.resumed_from is None:
                 self._start(texts)
             else:
@@ -140,12 +144,12 @@ class RunFolder:
     ) -> "RunFolder":
         """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
 
-        A collective: rank 0 opens it, the others get a `RunFolder` that says the same and holds no lock.
+        A collective: rank 0 opens it, the others get a `RunFolder` that says the same and holds no lock. All verify.
         """
         run, opened = config.run, []
         with ExitStack() as on_error:
 
-            def first() -> tuple[str, str | None, int]:
+            def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
                     CONFIG: OmegaConf.to_yaml(OmegaConf.structured(anchored(config))),
                     "overrides.txt": "".join(f"{override}\n" for override in overrides),
@@ -154,12 +158,12 @@ class RunFolder:
                     BACKENDS: signed(dict(backends)),
                 }
                 patience = LOCK_SECONDS if world.rank_group.launch.attempt else 0.0
-                ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience)
+                ours = cls(Path(run.dir), run.name, run.resume, config.precision.name, texts, check, patience, verify)
                 on_error.callback(ours.close)
                 opened.append(ours)
                 return str(ours.path), ours.resumed_from and str(ours.resumed_from), ours.first_step
 
-            answer = world.on_first(first, "opened")  # which may have to read whole checkpoints
+            answer = verifying_together(world, first, "opened")
             on_error.pop_all()
         return opened[0] if opened else cls._opened_by_another(*answer)
 
@@ -211,10 +215,10 @@ class RunFolder:
     def _note(self, kind: str, step: int, message: str, **what: Any) -> None:
         self.notes.append(Note(kind, step, message, what))
 
-    def _newest(self, must_exist: bool) -> Path | None:
+    def _newest(self, must_exist: bool, verify: Verify) -> Path | None:
         """The newest whole checkpoint; None if none was ever made."""
         folder = self.path / CHECKPOINTS
-        found = newest_checkpoint(folder, self._note)
+        found = newest_checkpoint(folder, self._note, check=verify)
         if found is None and list_checkpoints(folder):
             raise UserError(
                 f"run.name={self.path.name}: every checkpoint of {self.path} is damaged ({self.notes[0].message}); "
@@ -298,15 +302,15 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     return read_signed(path, ("gpu", "rows"), "remove it, and backends are chosen again")
 
 
-def find_checkpoint(path: Path, key: str, on_event: OnEvent) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified.
+def find_checkpoint(path: Path, key: str, on_event: OnEvent, verify: Verify = verify_checkpoint) -> Path:
+    """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified by `verify`.
 
     Raises UserError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
     """
     if checkpoint_step(path) is not None and path.is_dir():
-        _verify(path, f"{key}={path}")
+        _verify(path, f"{key}={path}", verify)
         return path
-    found = newest_checkpoint(path / CHECKPOINTS, on_event)
+    found = newest_checkpoint(path / CHECKPOINTS, on_event, check=verify)
     if found is None and list_checkpoints(path / CHECKPOINTS):
         raise UserError(f"{key}={path}: every checkpoint there is damaged; give another run")
     if found is None:
@@ -393,9 +397,9 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-def _verify(checkpoint: Path, setting: str) -> None:
+def _verify(checkpoint: Path, setting: str, verify: Verify) -> None:
     try:
-        verify_checkpoint(checkpoint)
+        verify(checkpoint)
     except DamagedCheckpoint as damage:
         raise UserError(
             f"{setting}: {damage}; name another checkpoint, or its run folder for the newest whole one"

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data import Bins, DamagedShard, Prepared
+from trainer.data import Bins, DamagedShard, Prepared, check_whole
 from trainer.data.shard_writer import write_bins
+from trainer.data.verified import ALONE
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
@@ -96,10 +97,10 @@ def change(**values: object) -> Callable[[Path], None]:
 )
 def test_damage_is_named(prepared: Prepared, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     folder = shutil.copytree(prepared.folder, tmp_path / "damaged")
-    Bins.open(folder / "train.bin", prepared.tokenizer_hash)
+    check_whole(Bins.open(folder / "train.bin", prepared.tokenizer_hash).shards, False, ALONE)
     damage(folder)
     with pytest.raises(ValueError, match=message + r"[^\n]*: delete [^\n]*damaged and prepare the data again$"):
-        Bins.open(folder / "train.bin", prepared.tokenizer_hash)
+        check_whole(Bins.open(folder / "train.bin", prepared.tokenizer_hash).shards, False, ALONE)
 
 
 def test_bins_of_another_tokenizer_are_refused(prepared: Prepared) -> None:

@@ -43,7 +43,7 @@ def prepare_elsewhere(folder: Path, cache: Path, killed_while: str = "never") ->
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}  # has times
 
 
 def texts(prepared: Prepared, name: str) -> list[str]:

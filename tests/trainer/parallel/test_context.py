@@ -4,6 +4,7 @@ The ranks run this file as a program, over gloo: all cases of a world size one a
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,10 +45,11 @@ def context(size: int) -> str:
 FP32, FULL, EP = "precision=fp32", "recompute=full", "parallel.expert=2"
 Q_LATENT = "model.q_lora_rank=32"
 RECIPES = ("fp8_delayed", "fp8_jit", "fp8_block")
+
+
 CASES = {
-    1: {"plain": Case((FP32,), STEPS), "documents": Case((FP32,), documents=True)}
-    | {"q latent": Case((FP32, Q_LATENT)), "bf16": Case(("precision=bf16",))}
-    | {name: Case((f"precision={name}",)) for name in RECIPES},
+    1: {"plain": Case((FP32,), STEPS), "documents": Case((FP32,), documents=True), "q latent": Case((FP32, Q_LATENT))}
+    | {name: Case((f"precision={name}",), 1) for name in ("bf16", *RECIPES)},
     2: {
         "plain": Case((FP32, context(2)), STEPS),
         "plain expert": Case((FP32, context(2), EP), STEPS),
@@ -56,7 +58,7 @@ CASES = {
         "q latent": Case((FP32, context(2), Q_LATENT)),
         "spoilt": Case((FP32, context(2)), 4, spoil=1),
     }
-    | {name: Case((f"precision={name}", context(2))) for name in RECIPES},
+    | {name: Case((f"precision={name}", context(2)), 1) for name in RECIPES},
     4: {
         "plain shard": Case((FP32, context(2), "parallel.shard=2"), STEPS),
         "plain four": Case((FP32, context(4))),
@@ -83,7 +85,7 @@ def gradients(engine: Engine) -> dict[str, list[float]]:
 
 
 def train(case: Case, world: World) -> dict[str, Any]:
-    """What each step says, and the first one's gradients; the same on all ranks."""
+    """Each step's metrics, and the first one's gradients; the same on all ranks."""
     config = composed.config_of([*RUN, *case.keys])
     engine = build_engine(config, world.device, world=world)
     engine.model.end_of_text = END if case.documents else None
@@ -168,7 +170,16 @@ def test_so_is_each_gradient_of_the_first_step(runs: dict[int, Any], size: int, 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_fp8_context_differs_less_than_fp8_from_bf16(runs: dict[int, Any], recipe: str) -> None:
-    assert gap(runs[2][recipe], runs[1][recipe], "loss/total") < gap(runs[1]["bf16"], runs[1][recipe], "loss/total")
+    """By gradients: a loss is one number, in which errors of rounding meet by chance. In a delayed recipe's first step
+    each rank takes the scale of its own piece, any number: both gradients then are roundings of one, each its error
+    away."""
+
+    def distance(ours: Any, theirs: Any) -> float:
+        pairs = [(ours["gradients"][name], theirs["gradients"][name]) for name in theirs["gradients"]]
+        return math.sqrt(sum(((a[1] - b[1]) / b[0]) ** 2 for a, b in pairs) / len(pairs))
+
+    roundings = 2 if recipe == "fp8_delayed" else 1
+    assert distance(runs[2][recipe], runs[1][recipe]) < roundings * distance(runs[1]["bf16"], runs[1][recipe])
 
 
 def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int, Any]) -> None:

@@ -1,0 +1,131 @@
+"""Which files of tokens are known to be whole: hashed once, and again only where size or time are others.
+
+    verified.json   {"files": {"train.bin": [BYTES, MTIME_NS, SHA256], ...}, "digest": "..."}
+
+Reading a corpus to hash it takes hours at 10^12 tokens, so that a start compares the size, the time of modification and
+the SHA-256 that the sidecar names with those of this list. What is not in it (bins that were copied or altered, or
+prepared before there was a list) is read; `data.verify=true` reads all. Ranks that see the same files (inode, size and
+time) read a part each. So damage that leaves the time as it was, a disk that returns other bits than were written, is
+found by `data.verify=true` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from precision.errors import UserError
+from trainer.data.bins import Shard
+from trainer.digests import DIGEST, digest_of, write_signed
+
+VERIFIED = "verified.json"
+Stamp = tuple[int, int, str]
+"""Size in bytes, time of modification in ns, SHA-256 (hexadecimal)."""
+_THREADS = 8
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes that open the same data; `World` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather(self, value: T, named: str = "") -> list[T]: ...
+
+
+class _Alone:
+    rank = 0
+
+    def gather(self, value: T, named: str = "") -> list[T]:
+        return [value]
+
+
+ALONE: Ranks = _Alone()
+"""A process by itself."""
+
+
+def stamp(path: Path | int, sha256: str) -> Stamp:
+    """Of a file (or a descriptor of it) that has this SHA-256 now."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, sha256
+
+
+def remember(folder: Path, stamps: dict[str, Stamp]) -> None:
+    """Write down which files of a folder are whole, beside those that are known. OSError if it cannot be written."""
+    write_signed(folder / VERIFIED, {"files": {**_known(folder), **stamps}})
+
+
+def check_whole(shards: Iterable[Shard], everything: bool, ranks: Ranks) -> None:
+    """Return when all `shards` are known to be what their sidecars say. everything: read all of them, whatever is
+    known. A collective of `ranks`. UserError, on all of them, names the first damaged file."""
+    by_path = {shard.path.absolute(): shard for shard in shards if shard.is_file}
+    opened = [by_path[path] for path in sorted(by_path)]
+    known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
+    unread = [shard for shard in opened if everything or known[shard.path.parent].get(shard.path.name) != _stamp(shard)]
+    everyone = ranks.gather((_identity(opened), _identity(unread) if unread else ""))
+    if not any(to_read for _, to_read in everyone):
+        return
+    same = [rank for rank, (files, _) in enumerate(everyone) if files == everyone[ranks.rank][0]]
+    if len({everyone[rank][1] for rank in same}) > 1:  # another run has just written a list
+        unread = opened
+    part = _share(unread, same.index(ranks.rank), len(same))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        damage = next((each for each in pool.map(_damage, part) if each is not None), None)
+    found = [each for each in ranks.gather(damage, "verify") if each is not None]
+    if found:
+        raise UserError(found[0])
+    if ranks.rank == same[0]:
+        _remember(unread)
+
+
+def _stamp(shard: Shard) -> Stamp:
+    return stamp(shard.descriptor, shard.sidecar.sha256)
+
+
+def _identity(shards: Sequence[Shard]) -> str:
+    """The same on all nodes that have the files from one file system; another for each copy."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(f"{os.fstat(shard.descriptor).st_ino} {_stamp(shard)}\n".encode())
+    return digest.hexdigest()
+
+
+def _share(shards: Sequence[Shard], number: int, count: int) -> list[Shard]:
+    """Part `number` of `count`, of about the same size: the largest first, dealt out in turns."""
+    return sorted(shards, key=lambda shard: -shard.sidecar.num_tokens)[number::count]
+
+
+def _damage(shard: Shard) -> str | None:
+    fix = f"delete {shard.path.parent} and prepare the data again"
+    try:
+        if shard.sha256() == shard.sidecar.sha256:
+            return None
+    except OSError as error:
+        return f"bins {shard.path}: cannot be read ({error.strerror}): {fix}"
+    return f"bins {shard.path}: the contents are not those that its sidecar describes (SHA-256): {fix}"
+
+
+def _remember(shards: Sequence[Shard]) -> None:
+    for folder in {shard.path.parent for shard in shards}:
+        try:
+            remember(folder, {shard.path.name: _stamp(shard) for shard in shards if shard.path.parent == folder})
+        except OSError as error:
+            why = f"cannot be written ({error.strerror}), so that these bins are read whole at each start"
+            warnings.warn(f"{folder / VERIFIED}: {why}; make the folder writable once", stacklevel=2)
+
+
+def _known(folder: Path) -> dict[str, Stamp]:
+    """Nothing if the list is missing or damaged: then the files themselves are read."""
+    try:
+        content: dict[str, Any] = json.loads((folder / VERIFIED).read_text())
+        if content[DIGEST] != digest_of(content):
+            return {}
+        return {name: (size, time, sha256) for name, (size, time, sha256) in content["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
