@@ -1,17 +1,18 @@
 """Which degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
 
     python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed trainer.sequence_length=4096
-    python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block trainer.sequence_length=4096
+    python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block
     python scripts/plan_parallelism.py --gpus 4 --sequences 4,6,8,10,12 model=moonlight_16b trainer.sequence_length=4096
 
-Arguments after the options are train.py's. gpu=h100 (a100, rtx4090) with --tflops plans for such GPUs, else for
-the H200. The arithmetic is that of docs/parallelism.md, and as good as the rates it is given: --tflops what one GPU
-does in a step (scripts/bench/step.py), --node-link and --network what it sends (scripts/bench/allreduce.py).
+Arguments after the options are train.py's; a sequence has 4,096 tokens where nothing says how many. gpu=h100 (a100,
+rtx4090) with --tflops plans for such GPUs, else for the H200. The arithmetic is that of docs/parallelism.md, and as
+good as the rates it is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network
+what it sends (scripts/bench/allreduce.py).
 """
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -25,9 +26,12 @@ from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
+from trainer.forecast.stages import stages_line
 from trainer.launch.command_line import Parser, compose, guarded
+from trainer.parallel.mesh import Degrees
 
-DEGREES = ("parallel", "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.context")
+DEGREES = ("parallel", *(f"parallel.{field.name}" for field in fields(Degrees)), "parallel.stages")
+LENGTH, UNSAID = 4096, 128  # tokens: of a sequence where configs/train.yaml alone says it, and what it says
 RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
@@ -65,6 +69,10 @@ def run() -> None:
     if len(jobs) != 1:
         raise UserError("several values: a layout is planned for one config; leave -m out")
     config = load(jobs[0].tree)
+    key, length = "trainer.sequence_length", min(LENGTH, config.model.max_position_embeddings)
+    if config.trainer.sequence_length == UNSAID and not any(word.partition("=")[0] == key for word in rest):
+        config = replace(config, trainer=replace(config.trainer, sequence_length=length))
+        rest.append(f"{key}={length}")
     check_sizes(config)
     target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
     memory = options.memory * GIB if options.memory else target.memory
@@ -95,7 +103,10 @@ def run() -> None:
             seen.add(one.degrees)
             best.append(one)
     print(table(best[: options.rows]))
-    print(f"\n{command(best[0], gpus, per_node, rest)}")
+    first = best[0]
+    if first.degrees.pipeline > 1:
+        print(f"\n{stages_line(_as_run(config, first), plan, first.degrees)}")
+    print(f"\n{command(first, gpus, per_node, rest)}")
 
 
 def _counts(text: str) -> list[int]:
@@ -104,6 +115,12 @@ def _counts(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: want a number above 0, or several: 6,8,10")
     return numbers
+
+
+def _as_run(config: Config, c: Cost) -> Config:
+    """With the batch of a layout."""
+    size = c.microbatch * c.microbatches * c.degrees.data
+    return replace(config, trainer=replace(config.trainer, microbatch_size=c.microbatch, global_batch_size=size))
 
 
 def _plan(config: Config, gpu: Gpu | None) -> Plan:
@@ -118,13 +135,15 @@ def _plan(config: Config, gpu: Gpu | None) -> Plan:
 def table(costs: list[Cost]) -> str:
     """One layout a line."""
     head = (
-        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'context':>7} {'microbatch':>10} {'recompute':>9} {'GiB':>6} "
-        f"{'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} {'tokens/s/GPU':>12}"
+        f"{'replicate':>9} {'shard':>6} {'expert':>6} {'context':>7} {'pipeline':>8} {'microbatch':>10} "
+        f"{'recompute':>9} {'GiB':>6} {'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} {'bubble':>7} "
+        f"{'tokens/s/GPU':>12}"
     )
     lines = [
-        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.degrees.context:7} {c.microbatch:10} "
+        f"{c.degrees.replicate:9} {c.degrees.shard:6} {c.degrees.expert:6} {c.degrees.context:7} "
+        f"{c.degrees.pipeline:8} {c.microbatch:10} "
         f"{c.recompute.value:>9} "
-        f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} "
+        f"{c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} {c.bubble:7.1%} "
         f"{c.tokens_per_second:12,.0f}"
         for c in costs
     ]

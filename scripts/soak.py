@@ -298,7 +298,7 @@ def write_corpus(folder: Path) -> None:
 def courses(folder: Path, chance: random.Random, steps: int, ranks: int) -> Course:
     """The next course, at random."""
     number = len(list(folder.glob("course*")))
-    recipe = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"][number % 4]
+    recipe = ["bf16", "fp8_delayed", "fp8_jit", "fp8_block", "fp16"][number % 5]
     words, says = [f"+recipe={recipe}", f"trainer.seed={chance.randrange(100)}"], [recipe]
     words += [f"data.path={folder / 'corpus'}", f"data.cache_dir={folder / 'data'}"]
     value, where = chance.choice(["nan", "inf"]), chance.choice(["loss", "activation", "gradient", "weight"])

@@ -67,6 +67,8 @@ class DeepSeek(nn.Module):
         """The ranks that sequences are cut over (`split_sequences`); None: they are whole."""
         self.stage: Stage | None = None
         """The part of the blocks that this process computes (`take_stage`); None: all."""
+        self.loss_scale: Tensor | None = None
+        """What the losses are about to be multiplied by before their backward pass, 0-d FP32, if that is far from 1."""
         self._mtp_targets: Tensor | None = None  # [K], see `expect`
         plan.finish()
 
@@ -214,7 +216,7 @@ class DeepSeek(nn.Module):
 
     def loss(self, h_BSD: Tensor, target_BS: Tensor) -> Tensor:
         """Mean cross entropy of `logits(h)`, nats, 0-d FP32; target [B, S] int64. Never makes all logits at once."""
-        return linear_cross_entropy(h_BSD, self.lm_head, target_BS)
+        return linear_cross_entropy(h_BSD, self.lm_head, target_BS, self.loss_scale)
 
     def iter_blocks(self) -> list[tuple[str, Block]]:
         """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""

@@ -11,6 +11,7 @@ Everything here follows from the config alone, in closed form; the tests hold it
 """
 
 from dataclasses import dataclass
+from math import comb
 
 from models.config import ModelConfig, NormPosition
 from precision import Plan
@@ -132,8 +133,15 @@ def kept_bytes_per_token(
 
 def arriving(config: ModelConfig, spread: int) -> float:
     """Tokens that each of `spread` processes gets for its experts, of each one's tokens, where the choices are even:
-    a token goes once to each process that has one of those it chose."""
-    return spread * (1 - (1 - 1 / spread) ** config.num_experts_per_token)
+    a token goes once to each process that has one of those it chose, from `num_groups_per_token` groups of experts."""
+    groups, kept, chosen = config.num_expert_groups, config.num_groups_per_token, config.num_experts_per_token
+    if spread % groups == 0:  # a process has a part of one group
+        return spread * kept / groups * (1 - (1 - groups / (kept * spread)) ** chosen)
+    if groups % spread:
+        return spread * (1 - (1 - 1 / spread) ** chosen)
+    own = groups // spread
+    ways = {n: comb(own, n) * comb(groups - own, kept - n) / comb(groups, kept) for n in range(kept + 1)}
+    return spread * sum(share * (1 - (1 - n / kept) ** chosen) for n, share in ways.items())
 
 
 def head_gradient_bytes(plan: Plan) -> float:

@@ -13,6 +13,7 @@ class Precision(Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
     fp8 = "fp8"
 
 
@@ -195,6 +196,20 @@ class ScalingConfig:
 
 
 @dataclass
+class LossScaleConfig:
+    """Dynamic loss scaling of a table with FP16 in it, as torch.amp.GradScaler does it: doubled after `interval` good
+    steps in a row, halved after a bad one."""
+
+    initial: float = 2.0**16
+    """What the loss is multiplied by at first; a power of two."""
+    interval: int = 2000
+    """Good steps in a row after which the scale is doubled."""
+    minimum: float = 1.0
+    """The scale is never halved below it; gradients that are not finite at this scale count as a bad step of any other
+    cause. A power of two."""
+
+
+@dataclass
 class PrecisionConfig:
     """Everything that decides what runs in which format."""
 
@@ -210,5 +225,7 @@ class PrecisionConfig:
     """One decision an op."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """Scaling of what the table puts in FP8."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Loss scaling, if the table puts anything in FP16."""
     rules: Rules = field(default_factory=Rules)
     """Exceptions to the table."""

@@ -3,6 +3,7 @@
     format  dtype          bits (s, e, m)  largest   smallest step above 0   used for
     FP32    float32        1, 8, 23        3.4e38    2^-149                  masters, moments, norms, sums
     BF16    bfloat16       1, 8, 7         3.4e38    2^-133                  compute weights, activations, gradients
+    FP16    float16        1, 5, 10        65504     2^-24                   the same where a GPU has no BF16 (`fp16`)
     E4M3    float8_e4m3fn  1, 4, 3         448       2^-9                    FP8 activations, weights (and gradients)
     E5M2    float8_e5m2    1, 5, 2         57344     2^-16                   FP8 gradients: range before digits
 
@@ -42,9 +43,10 @@ class Format:
 
 FP32 = Format("fp32", torch.float32, torch.finfo(torch.float32).max, 2.0**-149, 4)
 BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**-133, 2)
+FP16 = Format("fp16", torch.float16, torch.finfo(torch.float16).max, 2.0**-24, 2)
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9, 1)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16, 1)
-BY_NAME = {f.name: f for f in (FP32, BF16, E4M3, E5M2)}
+BY_NAME = {f.name: f for f in (FP32, BF16, FP16, E4M3, E5M2)}
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:

@@ -15,7 +15,8 @@ The three GEMMs are those of the head's plan row, through its backend's door (Tr
 beside them a head in BF16 is torch's, and a head of theirs in FP8 is computed whole, by Linear and `cross_entropy`).
 
 In FP8 x is cast once, and dz chunk by chunk: under the history's scale, or where scales are a tensor's own, the
-chunk's. It is the gradient of a loss of weight 1, whatever weight multiplies it later.
+chunk's. It is the gradient of a loss of weight 1, whatever weight multiplies it later. But in FP16 that would be 0: dz
+and dx are gradients of `loss_scale` times the loss then, which backward takes out of the factor that it is given.
 
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
@@ -33,10 +34,11 @@ _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it 
 _ROUND = 128  # chunks of tokens are multiples of what a GEMM's tile holds
 
 
-def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> Tensor:
+def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor, loss_scale: Tensor | None = None) -> Tensor:
     """Mean cross entropy, in nats, of lm_head(h) over the targets that are not IGNORED; 0-d FP32. Backward works once.
 
-    h [B, S, D]. target [B, S]: int64. Without gradients, or under no_grad, only the loss is computed.
+    h [B, S, D]. target [B, S]: int64. loss_scale: 0-d FP32, what the loss will be multiplied by before its backward
+    pass; None: not much. Without gradients, or under no_grad, only the loss is computed.
     """
     recipe, operand = lm_head.recipe, lm_head.operand
     if not is_chunked(recipe):
@@ -46,8 +48,8 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor) -> T
     slots = lm_head.input_slot, lm_head.grad_slot
     rows = [None if slot is None else getattr(slot, key) for slot in slots for key in ("scale", "amax", "place")]
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe)
-    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False)[0]
+        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe, loss_scale)
+    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False, None)[0]
 
 
 def is_chunked(recipe: GemmRecipe) -> bool:
@@ -72,23 +74,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dz_amax: Tensor | None,
         dz_place: Tensor | None,
         recipe: GemmRecipe,
+        loss_scale: Tensor | None,
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
         rows = [x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place]
-        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, ctx.needs_input_grad[1])
-        ctx.save_for_backward(dh_TD, dw_VD)
+        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, ctx.needs_input_grad[1], loss_scale)
+        ctx.save_for_backward(dh_TD, dw_VD, loss_scale)
         ctx.weight_dtype = weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        dh_TD, dw_VD = ctx.saved_tensors
+        dh_TD, dw_VD, loss_scale = ctx.saved_tensors
+        factor = grads[0] if loss_scale is None else grads[0] / loss_scale
         if dh_TD is not None:  # in FP32: as a factor of BF16 the gradient would be rounded first
-            dh_TD = dh_TD.float().mul_(grads[0]).to(dh_TD.dtype)
+            dh_TD = dh_TD.float().mul_(factor).to(dh_TD.dtype)
         if dw_VD is not None:
             into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
-            dw_VD = torch.mul(dw_VD, grads[0], out=into)
-        return dh_TD, dw_VD, *(None,) * 9
+            dw_VD = torch.mul(dw_VD, factor, out=into)
+        return dh_TD, dw_VD, *(None,) * 10
 
 
 def _in_chunks(
@@ -99,11 +103,12 @@ def _in_chunks(
     recipe: GemmRecipe,
     dh_TD: Tensor | None,
     wants_dw: bool,
+    loss_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and dw [V, D] FP32 if wanted, both for a gradient of 1; dh is written into dh_TD if given. arena_rows:
-    scale, amax and place of x and of dz, if they are cast."""
+    """The loss, and dw [V, D] FP32 if wanted, for a gradient of 1, or of loss_scale; dh is written into dh_TD if given.
+    arena_rows: scale, amax and place of x and of dz, if they are cast."""
     backend = get_backend(recipe.backend)
-    weight = mean_weight(target_T)
+    weight = mean_weight(target_T) if loss_scale is None else mean_weight(target_T) * loss_scale
     gradient = wants_dw or dh_TD is not None
     losses, dw_VD = [], None
     x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place = arena_rows
@@ -132,7 +137,8 @@ def _in_chunks(
                 dw_VD = _add_wgrad(dw_VD, dz, x_cD, inv, backend, recipe)
             dz_cV = dz = None
         del z_cV  # before the next chunk's are made
-    return torch.cat(losses).sum() if losses else weight.new_zeros(()), dw_VD
+    loss = torch.cat(losses).sum() if losses else weight.new_zeros(())
+    return loss if loss_scale is None else loss / loss_scale, dw_VD
 
 
 def _add_wgrad(

@@ -34,7 +34,7 @@ from precision.config import (
     ScalingConfig,
 )
 from precision.errors import UserError
-from precision.formats import BF16, BY_NAME, E5M2, FP32, Format, static_scale
+from precision.formats import BF16, BY_NAME, E5M2, FP16, FP32, Format, static_scale
 from precision.hardware import Gpu
 from precision.report import plan_text
 from precision.resolve import Gemm, Resolver
@@ -180,6 +180,21 @@ class Plan:
                     + (" that is FP8" if rule.fp8_only or rule.precision is None else "")
                     + "; correct or remove it (dry_run=true prints the rows)"
                 )
+        formats = {name: (row.op, row.recipe.input) for name, row in self.gemms.items()}
+        formats |= {name: (row.op, row.format) for name, row in self.tensors.items() if row.op not in TRAINER_OPS}
+        others = [each for each in formats.items() if each[1][1] not in (FP16, FP32)]
+        if self.is_fp16 and others:
+            name, (op, fmt) = others[0]
+            raise UserError(
+                f"precision.table.{op}={'fp8' if fmt.is_fp8 else fmt.name}: {name} is beside others in FP16, with "
+                "which only FP32 goes; set it to fp16 or fp32, and precision.rules.exceptions, too"
+            )
+
+    @property
+    def is_fp16(self) -> bool:
+        """Whether anything computes in FP16, so that the loss has to be scaled."""
+        rows = [row.recipe.input for row in self.gemms.values()] + [row.format for row in self.tensors.values()]
+        return FP16 in rows
 
     def backends(self) -> dict[str, Any]:
         """Who serves each GEMM and for what machine it was chosen: plain values, kept with the run."""
@@ -262,7 +277,9 @@ class Plan:
         for part in op.split("."):
             cell = getattr(cell, part)
         if not isinstance(cell, Precision):
-            raise UserError(f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16 or fp8")
+            raise UserError(
+                f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16, fp16 or fp8"
+            )
         return cell
 
     def _decide(self, name: str, op: str) -> tuple[Precision, str]:
@@ -307,7 +324,7 @@ class Plan:
             if precision is Precision.fp8:
                 forward, grad = BY_NAME[scaling.forward.value], BY_NAME[scaling.backward.value]
             else:
-                forward = grad = BF16 if precision is Precision.bf16 else FP32
+                forward = grad = BY_NAME[precision.value]
             self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation)
         return self._recipes[key]
 

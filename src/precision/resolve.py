@@ -1,9 +1,9 @@
 """Which backend serves a row of the plan, and whether FP8 pays there.
 
-    `precision.backend`   BF16 and FP8 rows                                          FP32 rows
+    `precision.backend`   BF16 and FP8 rows                                          FP32 and FP16 rows
     reference             reference                                                  reference
-    cuda                  cuda; refused off sm_90, or where its kernels are wrong     reference
-    transformer_engine    transformer_engine; refused where it is missing            reference
+    cuda                  cuda; refused off sm_90, or where its kernels are wrong     reference; FP16 refused
+    transformer_engine    transformer_engine; refused where it is missing            reference; FP16 refused
     auto                  the fastest that can serve here, by the measured rates     reference
 
 `auto` without measured rates, because nobody measured this GPU or this kind of op, keeps the recipe and takes cuda on
@@ -123,7 +123,13 @@ class Resolver:
 
     def choose(self, gemm: Gemm, precision: Precision) -> Choice:
         """Who serves a row that the table and its rules put in `precision`."""
-        if precision is Precision.fp32:
+        if precision is Precision.fp16 and self._config.backend not in (BackendChoice.auto, BackendChoice.reference):
+            name = self._config.backend.value
+            raise UserError(
+                f"precision.backend={name}: {gemm.name} is in FP16, for which it has no kernels; "
+                "set precision.backend=auto or reference"
+            )
+        if precision in (Precision.fp32, Precision.fp16):
             choice = Choice(precision, REFERENCE)
         elif precision is Precision.bf16:
             choice = Choice(precision, self._bf16(gemm))

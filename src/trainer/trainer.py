@@ -162,6 +162,9 @@ class Trainer:
                 self.run.ladder.note(None)
                 continue
             bad, spike = next(reports), self.run.engine.guard.spike(verdict)
+            if (overflow := self.run.engine.guard.overflow(verdict, bad.place)) is not None:
+                self.run.sinks.event("loss_scale", verdict.step, overflow.line, **bad.what | overflow.what)
+                continue  # a lower scale is the remedy: nothing for the ladder
             self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
             if spike is None:
                 self.run.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
@@ -176,6 +179,8 @@ class Trainer:
         assert latest is not None
         device = latest.metrics | r.health.collect(latest.load, latest.verdict.ok)
         dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
+        if e.loss_scale is not None:
+            dropped["recovery/loss_scale_skips"] = e.guard.overflowed
         values = r.health.tell(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()

@@ -66,7 +66,7 @@ def test_logits_equal_those_without_a_cache(shape: str, lengths: list[int], buil
         assert torch.equal(found, expected), "the prompt computes as without a cache"
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_delayed", "fp8_block", "fp8_jit", "fp8_full"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_delayed", "fp8_block", "fp8_jit", "fp8_full"])
 def test_low_precision_computes_in_its_recipe(
     name: str, build: Build, recipe: Callable[..., PrecisionConfig], tokens: Tensor
 ) -> None:

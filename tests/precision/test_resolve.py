@@ -10,6 +10,7 @@ import pytest
 
 from precision.backends import availability
 from precision.config import BackendChoice, Granularity, Method, Precision, PrecisionConfig, ScalingConfig
+from precision.errors import UserError
 from precision.formats import BF16, FP32
 from precision.hardware import Gpu, detect
 from precision.rates import Entry, RateTable
@@ -91,8 +92,15 @@ def test_transformer_engine_leaves_to_the_reference_what_does_not_return_bf16() 
 def test_hopper_computes_with_cuda_but_for_fp32() -> None:
     for backend in ("auto", "cuda"):
         resolver = Resolver(settings(backend), H200, rates=RateTable([]))
-        chosen = {precision.value: resolver.choose(GEMM, precision).backend for precision in Precision}
+        chosen = {name: resolver.choose(GEMM, Precision[name]).backend for name in ("fp32", "bf16", "fp8")}
         assert chosen == {"fp32": "reference", "bf16": "cuda", "fp8": "cuda"}
+
+
+def test_fp16_is_plain_pytorch_everywhere() -> None:
+    """No kernel has been proved in it."""
+    assert Resolver(settings(), H200, rates=RateTable([])).choose(GEMM, Precision.fp16).backend == "reference"
+    with pytest.raises(UserError, match=r"precision.backend=cuda: .* is in FP16, for which it has no kernels; set"):
+        Resolver(settings("cuda"), H200, rates=RateTable([])).choose(GEMM, Precision.fp16)
 
 
 @pytest.mark.usefixtures("te_installed")

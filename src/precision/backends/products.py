@@ -28,6 +28,7 @@ _ELEMENTS = 8  # of BF16 in 16 bytes
 _INSTRUCTION = 32  # products that one FP8 matrix instruction adds (wgmma: k32)
 _FRACTION = 13  # bits that are kept behind the leading bit of the largest addend
 _NUMBERS = 1 << 22  # products that the emulation holds at a time
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS may else round parts of a sum
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import NoReturn
 
+from precision.config import LossScaleConfig
 from precision.errors import UserError
 from trainer.config import Config, Moments, OptimizerName
 from trainer.optim.orthogonalise import FEWEST
@@ -15,6 +16,7 @@ second moment then stays above what it should be by 5 % at 0.99, and never falls
 def check_optimizer(config: Config) -> None:
     """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
     _check_moments(config)
+    _check_loss_scale(config.precision.loss_scale)
     muon = config.optim.muon
     if config.optim.name is not OptimizerName.muon:
         return
@@ -45,6 +47,18 @@ def _check_moments(config: Config) -> None:
             why = f"moments in BF16 lose changes as small as a decay of {decay} makes"
             fix = f"set {SLOWEST} or less, or precision.table.optim.moments=fp32"
             _refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
+
+
+def _check_loss_scale(c: LossScaleConfig) -> None:
+    for key, value in {"initial": c.initial, "minimum": c.minimum}.items():
+        if not 2.0**-126 <= value <= 2.0**126 or math.frexp(value)[0] != 0.5:
+            why = "other factors than powers of two round gradients"
+            _refuse(f"precision.loss_scale.{key}", f"{value:g}", why, "set 65536, 1, or another power of two")
+    if c.minimum > c.initial:
+        fix = f"set at most {c.initial:g}"
+        _refuse("precision.loss_scale.minimum", f"{c.minimum:g}", "above precision.loss_scale.initial", fix)
+    if not 1 <= c.interval < 2**31:
+        _refuse("precision.loss_scale.interval", c.interval, "out of range", "set 2000, or 1 at least")
 
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:

@@ -8,17 +8,26 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
-               e (1 - (1 - 1/e)^K) of them, one of e being its own. D numbers a MoE block there and back, forward and
-               backward: FP8 or BF16 to the experts, BF16 back
+               e (1 - (1 - 1/e)^K) of them, one of e being its own (fewer where the router chooses from groups of
+               experts: `arriving`). D numbers a MoE block there and back, forward and backward: FP8 or BF16 to the
+               experts, BF16 back
+    stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
                rotated key once), forward and backward, and forward again where attention is computed again
 
 Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
 Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
 are, and rows are picked and added up. Both as measured on two and four H200s (docs/benchmarks.md). A group that fits
-into a node uses its links, any other one the network of its node, of which each GPU has its share.
+into a node uses its links, any other one the network of its node, of which each GPU has its share. In an expert group
+on several nodes, tokens to ranks of the same node take its links meanwhile; what is waited for beyond the bytes costs
+what it does in a node.
 
-The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Muon's iteration at the same rate. A first
+With p stages a rank has 1 / p of the arithmetic and of the waiting, on average; what its stage gathers and reduces are
+those of the stage that has most of it. Messages between stages are waited for. On top comes the time in which it waits
+for other stages, whose share of the step is `stages.idle_share`.
+
+The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Muon's iteration at the same rate; where
+ranks share a model, no less than the host needs to launch a block's kernels for each microbatch. A first
 answer, to be replaced by a measurement: rates and bandwidths are given, see `scripts/bench/`.
 """
 
@@ -26,16 +35,22 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from models.flops import count_parameters, flops_per_token
+from models.flops import arriving, flops_per_token
 from precision import Plan
-from trainer.config import Config, Recompute
-from trainer.forecast.memory import forecast, forecast_memory, travels_in_fp8
+from precision.errors import UserError
+from trainer.config import Config, OptimizerName, Recompute, Switch
+from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
 from trainer.forecast.muon import muon_size
+from trainer.forecast.once import once
+from trainer.forecast.stages import check_stages, idle_share, stage_models
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
+HOST = 1.9964 / (
+    4 * 27
+)  # seconds of Python a block and microbatch, forward and backward: docs/benchmarks.md, 27 blocks
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
@@ -56,6 +71,12 @@ class Machine:
         inside = min(self.gpus, self.per_node) % (ranks * stride) == 0  # else some groups have ranks on two nodes
         return sent / (self.node_link if inside else self.network)
 
+    def dispatch_seconds(self, sent: float, ranks: int) -> float:
+        """Time that an expert group waits, where each rank sends so many bytes to each other one of the group."""
+        near = math.gcd(ranks, min(self.gpus, self.per_node))  # ranks of a group that are in one node
+        within, between = (near - 1) * sent / self.node_link, (ranks - near) * sent / self.network
+        return max(within, between) + (TRAVEL - 1) * (ranks - 1) * sent / self.node_link
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -70,13 +91,17 @@ class Cost:
     hidden: float
     """Gathering and reducing, which run beside the arithmetic."""
     waiting: float
-    """Tokens on their way to experts, and heads between the ranks of a context group."""
-    tokens: int
+    """Tokens on their way to experts, heads between the ranks of a context group, and streams between stages."""
+    tokens: float
+    """A GPU's share of the step's."""
+    bubble: float
+    """Waiting for other stages, as a share of what a rank does in a step and this."""
 
     @property
     def step(self) -> float:
         """Seconds."""
-        return max(self.compute, self.hidden) + DRAG * min(self.compute, self.hidden) + self.waiting
+        exposed = max(self.hidden - self.compute, 0.0) + DRAG * min(self.compute, self.hidden)
+        return (self.compute + self.waiting) / (1 - self.bubble) + exposed
 
     @property
     def tokens_per_second(self) -> float:
@@ -88,67 +113,102 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
-    tokens = t.microbatch_size * t.sequence_length * microbatches // d.context
+    passed = t.microbatch_size * t.sequence_length * microbatches // d.context  # tokens through a rank's stage
+    tokens = passed / d.pipeline
     per_token = flops_per_token(m, t.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
-
+    if d.world > 1:
+        compute = max(compute, HOST * microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline)
     compute += muon_size(config, plan, d).flops / machine.flops
 
-    moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
-    experts = 3.0 * m.hidden_size * m.moe_intermediate_size * m.num_experts * moe_blocks / d.expert
-    others = count_parameters(m).total - experts * d.expert
     held, policy = forecast(config, plan, d, machine.memory)
-    gathers = 1 if policy.keep_gathered else 2 * microbatches
-    reduces = microbatches if policy.reduce_each_microbatch else 1
-    hidden = 0.0
-    halved, halved_experts = _in_fp8(config, plan, d)
-    for parameters, in_fp8, ranks, stride in (
-        (others, halved, d.cut, 1),
-        (experts, halved_experts, d.expert_shard, d.expert),
-    ):
-        sent = gathers * (2 * parameters - in_fp8) + 4 * reduces * parameters
-        hidden += machine.seconds((ranks - 1) / ranks * sent, ranks, stride)
-    for parameters, ranks, stride in (
-        (others / d.cut, d.replicate, d.cut),
-        (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
-    ):
-        hidden += machine.seconds(8 * (ranks - 1) / ranks * parameters, ranks, stride)
-
+    hidden = max(_shared(own, rows, d, machine, policy, microbatches) for own, rows, _ in stage_models(config, plan, d))
+    moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
-    others_held = (d.expert - 1) * (1 - (1 - 1 / d.expert) ** m.num_experts_per_token)
-    sent = 2 * tokens * others_held * m.hidden_size * (travel + 2) * moe_blocks
-    waiting = TRAVEL * machine.seconds(sent, d.expert)
+    to_each = arriving(m, d.expert) / d.expert
+    waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * moe_blocks, d.expert)
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
     waiting += machine.seconds(sent, d.context)
-    memory = sum(held.values())
-    return Cost(d, config.recompute, t.microbatch_size, microbatches, memory, compute, hidden, waiting, tokens)
+    if d.pipeline > 1:
+        streams = 2 if m.num_mtp_layers else 1
+        sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
+        waiting += machine.seconds(sent, d.pipeline, d.stage)
+    bubble = idle_share(config, plan, d)
+    return Cost(
+        d,
+        config.recompute,
+        t.microbatch_size,
+        microbatches,
+        sum(held.values()),
+        compute,
+        hidden,
+        waiting,
+        tokens,
+        bubble,
+    )
 
 
-def _in_fp8(config: Config, plan: Plan, d: Degrees) -> tuple[float, float]:
+def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
+    """Seconds for which a rank of a stage gathers and reduces what others have parts of. config, plan: the stage's."""
+    others, experts = parameters(plan, config=config.model)
+    experts /= d.expert
+    gathers = 1 if policy.keep_gathered else 2 * microbatches
+    reduces = microbatches if policy.reduce_each_microbatch else 1
+    halved, halved_experts = _in_fp8(plan, d, config.parallel.fp8_all_gather)
+    seconds = 0.0
+    for number, in_fp8, ranks, stride in (
+        (others, halved, d.cut, 1),
+        (experts, halved_experts, d.expert_shard, d.expert),
+    ):
+        sent = gathers * (2 * number - in_fp8) + 4 * reduces * number
+        seconds += machine.seconds((ranks - 1) / ranks * sent, ranks, stride)
+    for number, ranks, stride in (
+        (others / d.cut, d.replicate, d.cut),
+        (experts / d.expert_shard, d.expert_replicate, d.expert * d.expert_shard),
+    ):
+        seconds += machine.seconds(8 * (ranks - 1) / ranks * number, ranks, stride)
+    return seconds
+
+
+@once
+def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     """Parameters that travel in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
     for row in plan.gemms.values():
-        if travels_in_fp8(config.parallel.fp8_all_gather, row, d):
+        if travels_in_fp8(choice, row, d):
             kept = d.expert if row.op == "moe.experts" else 1
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]
 
 
 def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> Iterator[Cost]:
-    """Every layout of `sequences` sequences a GPU and step that fits."""
+    """Layouts of `sequences` sequences a GPU and step that fit. Of a context group's microbatches those that no smaller
+    group computes the same pieces of, with fewer messages."""
+    t = replace(config.trainer, global_batch_size=sequences * machine.gpus)
     for degrees in _degrees(machine.gpus, config):
-        share = sequences * degrees.context  # of a context group
-        for microbatch in (n for n in range(1, share + 1) if share % n == 0):
-            for recompute in Recompute:
-                trainer = replace(
-                    config.trainer, microbatch_size=microbatch, global_batch_size=sequences * machine.gpus
-                )
+        share = t.global_batch_size // degrees.data  # of a context group
+        if _states(config, plan, degrees) > SPARE * machine.memory:
+            continue
+        sizes = [n for n in range(1, share // degrees.pipeline + 1) if share % n == 0]
+        for recompute in Recompute:
+            for size in sizes:
+                if math.gcd(size, degrees.context) > 1:
+                    continue
+                trainer = replace(t, microbatch_size=size)
                 one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
                 if one.memory <= SPARE * machine.memory:
                     yield one
+                elif degrees.pipeline > 1:
+                    break  # larger ones need more
+
+
+def _states(config: Config, plan: Plan, d: Degrees) -> float:
+    """Bytes that no stage can do without: masters, gradients and one moment in BF16."""
+    sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
+    return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
 
 
 def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
@@ -157,7 +217,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
         for degrees in _degrees(gpus, config):
-            if degrees.replicate == 1:
+            if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
                     return gpus
@@ -171,17 +231,36 @@ def ranked(found: Iterable[Cost]) -> list[Cost]:
 
 
 def _rank(c: Cost) -> tuple[float, ...]:
-    order = list(Recompute)
-    layout = c.degrees.context, c.degrees.expert, c.degrees.replicate
-    return -round(c.tokens_per_second, -2), *layout, order.index(c.recompute), c.microbatches, c.memory
+    d, order = c.degrees, list(Recompute)
+    layout = d.pipeline, d.context, d.expert, d.replicate
+    return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
 def _degrees(gpus: int, config: Config) -> Iterator[Degrees]:
-    """Every product; context groups where both heads and positions go round."""
-    round_ = math.gcd(config.model.num_heads, config.trainer.sequence_length, gpus)
-    for context in (n for n in range(1, round_ + 1) if round_ % n == 0):
-        for replicate in (n for n in range(1, gpus // context + 1) if gpus // context % n == 0):
-            cut = gpus // replicate
-            for expert in (n for n in range(1, gpus + 1) if config.model.num_experts % n == 0):
-                if fits_expert(expert, cut, gpus):
-                    yield Degrees(replicate, cut // context, expert, context)
+    """Every product that this config can be trained by: stages where nothing refuses them, context groups where both
+    heads and positions go round."""
+    for pipeline in _divisors(gpus):
+        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, gpus // pipeline)):
+            stage = gpus // pipeline
+            for replicate in _divisors(stage // context):
+                cut = stage // replicate
+                for expert in _divisors(math.gcd(stage, config.model.num_experts)):
+                    degrees = Degrees(replicate, cut // context, expert, context, pipeline)
+                    if fits_expert(expert, cut, stage) and _trains(config, degrees):
+                        yield degrees
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _trains(config: Config, degrees: Degrees) -> bool:
+    """Whether nothing but the size of the batch stands against these degrees."""
+    if degrees.context > 1 and config.optim.name is OptimizerName.muon:
+        return False
+    enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
+    try:
+        check_stages(replace(config, trainer=enough), degrees)
+    except UserError:
+        return False
+    return True

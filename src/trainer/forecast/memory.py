@@ -24,9 +24,7 @@ Not in it: what an op needs while it runs, the allocator's own losses, the libra
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from functools import cache, wraps
-from weakref import WeakKeyDictionary
+from functools import cache
 
 import torch
 
@@ -37,26 +35,12 @@ from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
 from trainer.config import Config, Recompute, Switch
 from trainer.forecast.muon import muon_size
+from trainer.forecast.once import once
 from trainer.forecast.stages import stage_models
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
-
-
-def _once(compute: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """compute(plan, *key, config=...) is worked out once: a search asks for many microbatches of a layout. config, no
-    key, is the one that the plan was made for."""
-    known: WeakKeyDictionary[Plan, dict[Hashable, dict[str, float]]] = WeakKeyDictionary()
-
-    @wraps(compute)
-    def ask(plan: Plan, *key: Hashable, **config: ModelConfig) -> dict[str, float]:
-        found = known.setdefault(plan, {})
-        if key not in found:
-            found[key] = compute(plan, *key, **config)
-        return dict(found[key])
-
-    return ask
 
 
 def pick_fsdp_policy(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> FsdpPolicy:
@@ -100,7 +84,7 @@ def _of_a_rank(
     """microbatches: whose activations it keeps."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.context
-    shared, experts = _parameters(config, plan)
+    shared, experts = parameters(plan, config=config.model)
     owned = shared / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
     masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes
     memory = {
@@ -129,9 +113,9 @@ def _of_a_rank(
     memory["communication"] = (
         2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0) + largest
     )
-    if degrees.expert > 1:
+    travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
+    if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
         rows = tokens * arriving(model, degrees.expert)
-        travel = next(row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch")
         memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
     if degrees.context > 1:
         memory["communication"] += 2 * tokens * _exchanged(plan)
@@ -195,9 +179,10 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
     )
 
 
-def _parameters(config: Config, plan: Plan) -> tuple[float, float]:
+@once
+def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
-    m = config.model
+    m = config
     blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
     head = plan.gemms["lm_head"]
@@ -234,7 +219,7 @@ def _comes_with(name: str, row: GemmRow, degrees: Degrees) -> str:
     return _block_of(name) if row.op != "moe.experts" or degrees.shares_experts else ""
 
 
-@_once
+@once
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     """Bytes of compute weights by the block that they come with ("": they stay); of the experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
@@ -246,7 +231,7 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     return sizes
 
 
-@_once
+@once
 def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
     """FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
@@ -258,7 +243,7 @@ def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, floa
     return sizes
 
 
-@_once
+@once
 def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Bytes that a rank gathers into memory that they leave again, by block: BF16, or FP8 where weights travel in it.
     Large ones arrive where they are computed with, or are quantised from there."""
@@ -286,7 +271,7 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
-@_once
+@once
 def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Bytes of this rank's parts of the blocks' weights that travel in FP8, by name."""
     experts = degrees.expert * degrees.expert_shard
@@ -322,7 +307,7 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
-@_once
+@once
 def _kept(plan: Plan, selective: bool, spread: int, tokens: int, config: ModelConfig) -> dict[str, float]:
     return kept_bytes_per_token(config, plan, selective, spread, tokens)
 

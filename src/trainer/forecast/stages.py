@@ -5,10 +5,13 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NoReturn
 
+from models.config import ModelConfig
 from models.stage import Stage, block_flops, divide
 from precision import Plan
 from precision.errors import UserError
+from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, OptimizerName, Switch
+from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
 if TYPE_CHECKING:
@@ -17,7 +20,12 @@ if TYPE_CHECKING:
 
 def blocks_of_stages(config: Config, plan: Plan, stages: int) -> list[int]:
     """Numbers of blocks: `parallel.stages`, or alike in FLOPs."""
-    return config.parallel.stages or divide(*block_flops(plan, config.trainer.sequence_length), stages)
+    return config.parallel.stages or _alike(plan, config.trainer.sequence_length, stages)
+
+
+@once
+def _alike(plan: Plan, sequence_length: int, stages: int) -> list[int]:
+    return divide(*block_flops(plan, sequence_length), stages)
 
 
 def stage_of(config: Config, plan: Plan, group: "ProcessGroup") -> Stage:
@@ -29,35 +37,63 @@ def stage_of(config: Config, plan: Plan, group: "ProcessGroup") -> Stage:
 
 def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[Config, Plan, int]]:
     """Config and plan of each stage as of a model of its blocks alone, and microbatches that it keeps activations of.
+    Of stages that are alike the first one, which keeps most.
 
     The embedding is the first one's (`vocab_size` of the others is 0), the head the last one's (its row has no width
     elsewhere).
     """
-    model, begin = config.model, 0
-    counts = blocks_of_stages(config, plan, degrees.pipeline)
+    if degrees.pipeline == 1:
+        yield config, plan, 1
+        return
+    counts = tuple(blocks_of_stages(config, plan, degrees.pipeline))
+    for model, rows, kept in _distinct(plan, counts, config=config.model):
+        yield replace(config, model=model), rows, kept
+
+
+@once
+def _distinct(plan: Plan, counts: tuple[int, ...], config: ModelConfig) -> list[tuple[ModelConfig, Plan, int]]:
+    found, seen, begin = [], set(), 0
     for i, count in enumerate(counts):
         end, last = begin + count, i == len(counts) - 1
         own = replace(
-            model,
+            config,
             num_layers=count,
-            num_dense_layers=min(max(model.num_dense_layers - begin, 0), count),
-            num_mtp_layers=model.num_mtp_layers if last else 0,
-            vocab_size=0 if i else model.vocab_size,
+            num_dense_layers=min(max(config.num_dense_layers - begin, 0), count),
+            num_mtp_layers=config.num_mtp_layers if last else 0,
+            vocab_size=0 if i else config.vocab_size,
         )
-        yield replace(config, model=own), plan.of_blocks(range(begin, end), last), degrees.pipeline - i
+        rows = plan.of_blocks(range(begin, end), last)
+        alike = i == 0, *(_look(row) for kind in (rows.gemms, rows.tensors, rows.cores) for row in kind.values())
+        if alike not in seen:
+            seen.add(alike)
+            found.append((own, rows, len(counts) - i))
         begin = end
+    return found
+
+
+def _look(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
+    """What is the same for rows of equal layers, whose recipes are one object."""
+    values = {**vars(row), "name": row.name.rpartition(".")[2], "decided_by": ""}
+    return tuple(id(value) if isinstance(value, GemmRecipe) else value for value in values.values())
 
 
 def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Share of a step's arithmetic that ranks wait for others (the bubble), as 1F1B takes its time from the slowest
     stage: sum of t_i + (m - 1) max t_i, for m microbatches whose forward and backward take t_i."""
-    blocks, last = block_flops(plan, config.trainer.sequence_length)
-    counts = blocks_of_stages(config, plan, degrees.pipeline)
+    t = config.trainer
+    m = t.global_batch_size // (t.microbatch_size * degrees.data)
+    times = _times(plan, t.sequence_length, tuple(blocks_of_stages(config, plan, degrees.pipeline)))
+    return 1 - m * sum(times) / len(times) / (sum(times) + (m - 1) * max(times))
+
+
+@once
+def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[float]:
+    """FLOPs of a token in each stage."""
+    blocks, last = block_flops(plan, sequence_length)
     ends = list(accumulate(counts))
     times = [sum(blocks[end - count : end]) for count, end in zip(counts, ends, strict=True)]
     times[-1] += last
-    m = config.trainer.global_batch_size // (config.trainer.microbatch_size * degrees.data)
-    return 1 - m * sum(times) / len(times) / (sum(times) + (m - 1) * max(times))
+    return times
 
 
 def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:

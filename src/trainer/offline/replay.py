@@ -35,7 +35,7 @@ from trainer.run.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_b
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
 
-DROPPED = "nonfinite", "spike"
+DROPPED = "nonfinite", "spike", "loss_scale"
 
 
 @dataclass
@@ -168,10 +168,14 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
     index = _likely(course, loader.served, t.microbatch_size) if microbatch is None else microbatch
     seen = look(index)
+    loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]
     results = [_train(e, course.step, loader, tokens, t.microbatch_size) for e in (engine, twin)]
     evidence = engine.snapshot.take()
     if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
         index = evidence[0].microbatch  # nothing was committed: the weights are still those
+        for e, state in zip((engine, twin), loss_scales, strict=True):
+            if e.loss_scale is not None and state is not None:
+                e.loss_scale.load_state_dict(state)
         seen = look(index)
     ours = _pass(config.precision.name, engine, results[0], seen[0])
     theirs = _pass(other.precision.name, twin, results[1], seen[1])

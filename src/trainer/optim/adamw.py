@@ -138,6 +138,12 @@ class Optimizer:
         )
         return FusedAdamW(parameters, first, second, steps, decays, (config.betas[0], config.betas[1]), config.eps)
 
+    @torch.no_grad()
+    def unscale(self, scale: Tensor) -> None:
+        """Divide all gradients by `scale`, 0-d FP32, in place."""
+        if present := [local(p.grad) for p in self._named.values() if p.grad is not None]:
+            torch._foreach_div_(present, scale)  # pyright: ignore[reportPrivateImportUsage]
+
     def grad_norms(self) -> Tensor:
         """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
         zero = self._lr.new_zeros(())

@@ -95,7 +95,8 @@ class Diagnosis:
             place, origin = self._where(verdict, evidence)
             again = None
             same_weights = evidence is not None and evidence.committed == committed
-            if origin is not None and same_weights and not looked and self._may_look:
+            may_look = self._may_look and not bool(verdict.overflow)  # which a lower loss scale mends
+            if origin is not None and same_weights and not looked and may_look:
                 again, looked = self._look_again(verdict.step, place, served, origin), True
             reports.append(self._tell(verdict.step, place, origin, served, evidence, again))
         return reports

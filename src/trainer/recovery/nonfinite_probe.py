@@ -6,7 +6,8 @@ to it:
 
     NAME           what a GEMM, a sublayer (its `AmaxProbe`), a block, the embedding or the final norm gives
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
-    NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight
+    NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight. A loss
+                   scale is taken out again, after what it has made of them in FP16
 
 With `keep` the tensors themselves stay in host memory, so that another pass can be compared with this one.
 
@@ -114,6 +115,10 @@ class NonfiniteProbe:
         self.rows[name] = row
         return row
 
+    def _unscaled(self, grad: Tensor) -> Tensor:
+        scale = self._engine.loss_scale
+        return grad if scale is None else grad.float() / scale.scale
+
     @contextmanager
     def watching(self, length: int) -> Iterator[None]:
         """Look at all that the model makes inside; sequences of `length` positions."""
@@ -138,7 +143,7 @@ class NonfiniteProbe:
             x = output[0] if isinstance(output, tuple) else output
             self._see(name, x)
             if x.requires_grad:
-                x.register_hook(lambda grad: self._see(f"{name}:grad", grad) and None)
+                x.register_hook(lambda grad: self._see(f"{name}:grad", self._unscaled(grad)) and None)
 
         return seen
 

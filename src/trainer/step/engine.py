@@ -19,6 +19,7 @@ from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.optim.build import build_optimizer
+from trainer.optim.loss_scale import LossScale
 from trainer.parallel.blocks import parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shard_views import model_state, shard_views
@@ -48,6 +49,8 @@ class Engine:
     degrees: Degrees
     pipelined: "PipelinedStep | None" = None
     """Runs all microbatches of a step where the blocks are divided into stages."""
+    loss_scale: LossScale | None = None
+    """Where the plan has FP16 in it."""
 
     @property
     def data_share(self) -> tuple[int, int]:
@@ -61,7 +64,8 @@ class Engine:
 
     def state(self) -> dict:
         """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
-        return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
+        return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()} | scale
 
     def restorable_tensors(self) -> dict:
         """Weights and moments, the part of `state` that a checkpoint is read into: what is named there is the memory
@@ -72,6 +76,8 @@ class Engine:
     def load_state(self, state: dict) -> list[str]:
         """Take over the rest of a saved state. Returns the arena rows that begin without a history."""
         self.guard.load_state_dict(state["guard"])
+        if self.loss_scale is not None and "loss_scale" in state:  # saved by a recipe without FP16: as at first
+            self.loss_scale.load_state_dict(state["loss_scale"])
         return self.arena.load_state_dict(state["arena"])
 
 
@@ -99,10 +105,11 @@ def build_engine(
     )
     parallelize(model, config.recompute, compiled)
     spoil = injector.loss if injector is not None else None
-    microbatch: Microbatch = EagerMicrobatch(model, spoil)
+    loss_scale = LossScale(config.precision.loss_scale, device) if plan.is_fp16 else None
+    microbatch: Microbatch = EagerMicrobatch(model, spoil, loss_scale)
     pipelined = None
     if records_graphs(config, plan, degrees, total):
-        microbatch = GraphedMicrobatch(model, must=config.cuda_graph is Switch.true)
+        microbatch = GraphedMicrobatch(model, config.cuda_graph is Switch.true, loss_scale)
     if world.many:
         from trainer.step.sharded_microbatch import ShardedMicrobatch
 
@@ -111,11 +118,23 @@ def build_engine(
         if model.stage is not None:
             from trainer.step.pipelined_step import PipelinedStep
 
-            pipelined = PipelinedStep(model, model.stage, microbatch, degrees.stage)
+            pipelined = PipelinedStep(model, model.stage, microbatch, degrees.stage, loss_scale)
     tune_host(device)
     snapshot = SnapshotKeeper(arena)
     return Engine(
-        device, world, plan, model, arena, optimizer, guard, snapshot, injector, microbatch, degrees, pipelined
+        device,
+        world,
+        plan,
+        model,
+        arena,
+        optimizer,
+        guard,
+        snapshot,
+        injector,
+        microbatch,
+        degrees,
+        pipelined,
+        loss_scale,
     )
 
 

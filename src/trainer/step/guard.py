@@ -23,10 +23,11 @@ from torch import Tensor
 from precision import ScalingArena
 from precision.errors import RunError
 from trainer.config.recovery import RecoveryConfig
+from trainer.optim.loss_scale import LossScale
 from trainer.step.spikes import Reading, SpikeWatch
 
 GRAD_SUFFIX = ":grad"
-COUNTERS = ("committed", "skipped", "spiked")
+COUNTERS = ("committed", "skipped", "spiked", "overflowed")
 
 
 class TrainingStopped(RunError):
@@ -43,17 +44,21 @@ class Verdict:
     `StepGuard.places`).
 
     spike: 0-d bool, it is finite and dropped all the same; reading: what says so, None unless spikes are watched.
+    overflow: 0-d bool, only its backward pass is not finite, and loss_scale, 0-d, with which it ran, may fall
+    (`trainer.optim.loss_scale`).
     """
 
     step: int
     ok: Tensor
     place: Tensor
     spike: Tensor
+    overflow: Tensor
     reading: Reading | None = None
+    loss_scale: Tensor | None = None
 
 
-class Spike(NamedTuple):
-    """A step that was dropped as a spike. line: in words; what: the fields of its event."""
+class Reason(NamedTuple):
+    """Why a step was dropped. line: in words; what: the fields of its event."""
 
     line: str
     what: dict[str, Any]
@@ -80,16 +85,23 @@ class StepGuard:
             "loss (spike)",
             "gradient norm (spike)",
         ]
-        self.committed, self.skipped, self.spiked = (torch.zeros((), dtype=torch.long, device=device) for _ in range(3))
+        self._first_backward = len(forward) + 1
+        self.committed, self.skipped, self.spiked, self.overflowed = (
+            torch.zeros((), dtype=torch.long, device=device) for _ in COUNTERS
+        )
         self._spikes = SpikeWatch(config.spikes, device) if config.spikes.enabled else None
 
-    def judge(self, step: int, losses: Tensor, grad_norms: Tensor) -> Verdict:
+    def judge(self, step: int, losses: Tensor, grad_norms: Tensor, loss_scale: LossScale | None = None) -> Verdict:
         """losses [n], the total first, grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step ->
-        the verdict."""
+        the verdict. loss_scale: as it was in the backward pass."""
         reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
         spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
         bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), ~spiked])
-        return Verdict(step, ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any(), reading)
+        ok, place, spike = ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any()
+        if loss_scale is None:
+            return Verdict(step, ok, place, spike, torch.zeros_like(ok), reading)
+        overflow = ~ok & ~spike & (place >= self._first_backward) & loss_scale.may_fall
+        return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone())
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
         """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
@@ -102,7 +114,7 @@ class StepGuard:
         finite = torch.isfinite(amax)
         return [finite[self._forward], torch.isfinite(losses).all()[None], finite[self._backward]]
 
-    def spike(self, verdict: Verdict) -> Spike | None:
+    def spike(self, verdict: Verdict) -> Reason | None:
         """What to say of a step that was dropped as a spike; None: it was dropped for something else. Synchronises."""
         if verdict.reading is None or not bool(verdict.spike):
             return None
@@ -115,13 +127,23 @@ class StepGuard:
         above_limits = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
         name, value, limit = above[0]
         what = {"module": name, "value": value, "threshold": limit}
-        return Spike(f"step {verdict.step} is a spike: {above_limits}; nothing of it was kept", what)
+        return Reason(f"step {verdict.step} is a spike: {above_limits}; nothing of it was kept", what)
+
+    def overflow(self, verdict: Verdict, place: str) -> Reason | None:
+        """What to say of a step that was dropped because its loss scale was too large, first at `place`; None: it was
+        dropped for something else. Synchronises."""
+        if verdict.loss_scale is None or not bool(verdict.overflow):
+            return None
+        scale = float(verdict.loss_scale)
+        line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,g}, first at {place}; it falls to "
+        return Reason(f"{line}{scale / 2:,g}, nothing else of the step was kept", {"loss_scale": scale})
 
     def count(self, verdict: Verdict) -> None:
         """Add the step to the counters, and to what is usual."""
         self.committed += verdict.ok
         self.skipped += ~verdict.ok
         self.spiked += verdict.spike
+        self.overflowed += verdict.overflow
         if self._spikes is not None and verdict.reading is not None:
             self._spikes.commit(verdict.reading, verdict.ok)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from models import DeepSeek, Losses
 from precision.errors import UserError
 from precision.observe import Observer, sampler, unsampled
+from trainer.optim.loss_scale import LossScale
 
 WARM_UP = 3  # passes before a recording; the second one on adds to gradients, as later microbatches do
 
@@ -42,7 +43,8 @@ class Microbatch(Protocol):
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """Forward and backward of microbatch `index` of the `count` of a step, tokens [B, S + 1] int64.
 
-        Adds the gradients of total / count to the parameters' `grad`; index 0 finds them at None and makes them.
+        Adds the gradients of total / count, times the loss scale if there is one, to the parameters' `grad`; index 0
+        finds them at None and makes them.
         Returns the losses, detached.
         """
         ...
@@ -55,18 +57,28 @@ class Microbatch(Protocol):
 class EagerMicrobatch:
     """The plain way. spoil: what happens to the loss before its backward pass (`debug.inject`)."""
 
-    def __init__(self, model: DeepSeek, spoil: Callable[[Tensor], Tensor] | None = None):
-        self._model, self._spoil = model, spoil
+    def __init__(
+        self, model: DeepSeek, spoil: Callable[[Tensor], Tensor] | None = None, loss_scale: LossScale | None = None
+    ):
+        self._model, self._spoil, self._loss_scale = model, spoil, loss_scale
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`."""
+        factor = loss_factor(self._model, count, self._loss_scale)
         losses = self._model(tokens)
         total = losses.total if self._spoil is None else self._spoil(losses.total)
-        (total / count).backward()
+        (total / count if factor is None else total * factor).backward()
         return losses.detached(total)
 
     def release(self) -> None:
         """Nothing was gathered."""
+
+
+def loss_factor(model: DeepSeek, count: int, loss_scale: LossScale | None) -> Tensor | None:
+    """What the loss of one of `count` microbatches is multiplied by before its backward pass, 0-d, for which the model
+    is made ready; None: 1 / count."""
+    model.loss_scale = None if loss_scale is None else loss_scale.scale / count
+    return model.loss_scale
 
 
 class _Unrecordable(Exception):
@@ -79,8 +91,8 @@ class GraphedMicrobatch:
     must: where recording fails, raise UserError; else warn and go on the plain way.
     """
 
-    def __init__(self, model: DeepSeek, must: bool = True):
-        self._run = EagerMicrobatch(model)
+    def __init__(self, model: DeepSeek, must: bool = True, loss_scale: LossScale | None = None):
+        self._run = EagerMicrobatch(model, loss_scale=loss_scale)
         self._must = must
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._stream = torch.cuda.Stream()

@@ -9,6 +9,7 @@ norms) is one message after the last microbatch, with zeros from stages that hav
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,23 +18,27 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from models import DeepSeek, Losses
 from models.stage import Stage, attach
+from trainer.optim.loss_scale import LossScale
+from trainer.step.microbatch import loss_factor
 from trainer.step.sharded_microbatch import ShardedMicrobatch
 
 
 class PipelinedStep:
     """This rank's stage of all microbatches of a step. ranks: of a stage, which share its weights."""
 
-    def __init__(self, model: DeepSeek, stage: Stage, sharding: ShardedMicrobatch, ranks: int):
+    def __init__(
+        self, model: DeepSeek, stage: Stage, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
+    ):
         self._model, self._stage, self._sharding, self._ranks = model, stage, sharding, ranks
         self._schedule: Schedule1F1B | None = None
         self._made_for: tuple[int, torch.Size] | None = None
-        self._part = _Part(model, stage)
+        self._part = _Part(model, stage, loss_scale)
 
     def __call__(self, microbatches: Sequence[Tensor]) -> list[Losses]:
         """Forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as stages.
 
-        Adds the gradients of each one's total / their number over all ranks to the parameters' `grad`. Returns the
-        losses of each, detached: this stage's share of them.
+        Adds the gradients of each one's total / their number over all ranks, times the loss scale if there is one, to
+        the parameters' `grad`. Returns the losses of each, detached: this stage's share of them.
         """
         count, shape = len(microbatches), microbatches[0].shape
         if self._schedule is None or self._made_for != (count, shape):
@@ -69,9 +74,10 @@ class PipelinedStep:
 class _Part(nn.Module):
     """The stage as torch's schedule calls it. The model is none of its modules: FSDP's settings are not torch's."""
 
-    def __init__(self, model: DeepSeek, stage: Stage):
+    def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None):
         super().__init__()
         self._run, self._stage = model.forward_stage, stage
+        self._factor = partial(loss_factor, model, loss_scale=loss_scale)
         self.begin(1)
 
     def begin(self, count: int) -> None:
@@ -81,9 +87,10 @@ class _Part(nn.Module):
 
     def forward(self, *inputs: Tensor, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
         carried = () if self._stage.is_first else inputs
+        factor = self._factor(self._count)
         made, losses = self._run(tokens, *carried)
         self.losses.append(losses.detached(losses.total))
-        loss = losses.total / self._count
+        loss = losses.total / self._count if factor is None else losses.total * factor
         if self._stage.is_last:
             return loss.reshape(1)
         return attach(made[0], loss), *(x.view_as(x) for x in (*made[1:], *carried[1:]))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from models import Losses
 from precision import refresh_weights
+from trainer.parallel.shard_views import local
 
 if TYPE_CHECKING:
     from trainer.step.engine import Engine
@@ -56,19 +57,29 @@ def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> 
     tokens.
 
     batch: sequences of a step, of all ranks. Gradients are as large as in a step of so many, of which these are b: what
-    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks.
+    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. With a loss
+    scale the backward pass is the one that a step would make, and what `on_gradient` sees is divided by it.
     """
+    share = len(tokens) / batch / engine.degrees.context
+    scale = None if engine.loss_scale is None else engine.loss_scale.scale
     refresh_weights(engine.model, force=True)
     with ExitStack() as after:
         for name, parameter in engine.model.named_parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(_named(name, on_gradient))
+                hook = parameter.register_post_accumulate_grad_hook(_named(name, on_gradient, scale))
                 after.callback(hook.remove)
+        engine.model.loss_scale = factor = None if scale is None else scale * share
         losses = engine.model(tokens.to(engine.device))
         total = losses.total if engine.injector is None else engine.injector.loss(losses.total)
-        (total * (len(tokens) / batch / engine.degrees.context)).backward()
+        (total * (share if factor is None else factor)).backward()
     return losses.detached(total)
 
 
-def _named(name: str, on_gradient: OnGradient) -> Callable[[nn.Parameter], None]:
-    return lambda parameter: on_gradient(name, parameter)
+def _named(name: str, on_gradient: OnGradient, scale: Tensor | None) -> Callable[[nn.Parameter], None]:
+    @torch.no_grad()
+    def complete(parameter: nn.Parameter) -> None:
+        if scale is not None and parameter.grad is not None:
+            local(parameter.grad).div_(scale)
+        on_gradient(name, parameter)
+
+    return complete

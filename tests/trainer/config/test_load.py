@@ -39,9 +39,10 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """The default config as a plain tree, with FP8, so that every section has its keys."""
-    tree = OmegaConf.to_container(composed("+recipe=fp8_delayed"))
-    assert isinstance(tree, dict)
+    """The default config as a plain tree, with FP8 and FP16's loss scale, so that every section has its keys."""
+    tree, fp16 = (OmegaConf.to_container(composed(f"+recipe={name}")) for name in ("fp8_delayed", "fp16"))
+    assert isinstance(tree, dict) and isinstance(fp16, dict)
+    tree["precision"]["loss_scale"] = fp16["precision"]["loss_scale"]
     return {str(key): value for key, value in tree.items()}
 
 

@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,14 @@ import torch
 from composed import config_of
 
 from models import DeepSeek
+from models.flops import arriving
 from precision import Plan
-from trainer.config import Config, Switch
-from trainer.forecast.cost import DRAG, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
+from trainer.config import Config, GpuChoice, Switch
+from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
+from trainer.forecast.gpus import KNOWN
+from trainer.forecast.memory import parameters
+from trainer.forecast.preflight import report
+from trainer.forecast.stages import idle_share, stage_models
 from trainer.parallel.mesh import Degrees
 
 ROOT = Path(__file__).parents[3]
@@ -108,11 +113,75 @@ def test_the_fewest_gpus_that_do_are_found(moonlight: tuple[Config, Plan]) -> No
 
 def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
     found = ranked(layouts(*moonlight, H200S, 8))
-    speeds = [round(one.tokens_per_second, -2) for one in found]
+    speeds = [float(f"{one.tokens_per_second:.3g}") for one in found]
     assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
-    assert all(one.microbatch * one.microbatches == 8 * one.degrees.context for one in found)
+    assert all(one.microbatch * one.microbatches * one.degrees.data == 64 for one in found)
     assert not list(layouts(*moonlight, replace(H200S, gpus=1), 8))
+
+
+def test_tokens_of_an_expert_group_on_two_nodes_take_links_and_network_at_once() -> None:
+    """To three neighbours 1 GB each by their links, to four ranks beyond by the network; 1.5 GB of picking for each."""
+    found = replace(H200S, gpus=16, per_node=4).dispatch_seconds(1e9, 8)
+    assert found == pytest.approx(max(3 / 350, 4 / 45) + (TRAVEL - 1) * 7 / 350)
+
+
+def test_groups_of_experts_bound_the_ranks_that_a_token_goes_to() -> None:
+    """8 experts of 4 of 8 groups: at most 4 of 8 ranks; of one rank with two groups one, and of 256 ranks nearly 8."""
+    model = config_of(["model=deepseek_v3"]).model
+    assert arriving(model, 1) == 1 and arriving(model, 8) == pytest.approx(4 * (1 - (3 / 4) ** 8))
+    assert arriving(model, 4) < arriving(model, 8) < arriving(model, 64) < arriving(model, 256) < 8
+    assert arriving(replace(model, num_expert_groups=1, num_groups_per_token=1), 8) == 8 * (1 - (7 / 8) ** 8)
+
+
+def test_a_stage_has_its_part_of_the_arithmetic_and_waits_for_the_others(moonlight: tuple[Config, Plan]) -> None:
+    """Two stages of four ranks: half of the blocks' FLOPs, streams between them, and the share that the dry run says.
+    What a stage gathers and reduces is that of its own blocks."""
+    config, plan = moonlight[0], moonlight[1]
+    one, two = (cost(with_(config, **FREED), plan, d, H200S) for d in (Degrees(shard=8), Degrees(shard=4, pipeline=2)))
+    assert (two.microbatches, two.tokens) == (8, one.tokens)
+    assert two.compute == one.compute
+    assert two.waiting == pytest.approx(2 * 2 * 2048 * 8 * 2 * 4096 / 350e9), "there and back, in BF16"
+    assert 1 / 9 < two.bubble < 0.2 and two.bubble == idle_share(config, plan, two.degrees)
+    exposed = max(two.hidden - two.compute, 0) + DRAG * min(two.hidden, two.compute)
+    assert two.step == pytest.approx((two.compute + two.waiting) / (1 - two.bubble) + exposed)
+    larger = max(sum(parameters(rows, config=own.model)) for own, rows, _ in stage_models(config, plan, two.degrees))
+    assert two.hidden == pytest.approx(3 / 4 * larger * (2 * 2 * 8 + 4) / 350e9)
+
+
+def test_a_host_launches_no_faster_for_small_microbatches(moonlight: tuple[Config, Plan]) -> None:
+    config = replace(moonlight[0], trainer=replace(moonlight[0].trainer, microbatch_size=1))
+    assert cost(config, moonlight[1], Degrees(shard=8), H200S).compute == pytest.approx(HOST * 27 * 8)
+    assert cost(config, moonlight[1], Degrees(pipeline=8), H200S).compute == pytest.approx(HOST * 27 * 8)
+
+
+def test_layouts_with_stages_are_what_a_dry_run_says(moonlight: tuple[Config, Plan]) -> None:
+    """Memory and bubble, of layouts that a run accepts."""
+    config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
+    machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)
+    staged = [one for one in layouts(config, plan, machine, 8) if one.degrees.pipeline > 1]
+    assert {one.degrees.pipeline for one in staged} >= {2, 4, 8}
+    for one in staged[:: len(staged) // 4]:
+        d = one.degrees
+        trainer = replace(config.trainer, microbatch_size=one.microbatch, global_batch_size=64)
+        parallel = replace(config.parallel, **asdict(d))
+        said = report(replace(config, trainer=trainer, parallel=parallel, recompute=one.recompute), plan, 8)
+        assert f"total            {one.memory / 2**30:10.3f}" in said, d
+        assert f"ranks wait {one.bubble:.1%} of a step" in said, d
+
+
+def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config, Plan]) -> None:
+    config = with_(moonlight[0], fp8_all_gather=Switch.true)
+    assert {one.degrees.pipeline for one in layouts(config, moonlight[1], H200S, 2)} == {1}
+
+
+def test_a_stage_of_dense_blocks_alone_has_no_experts_to_send_to() -> None:
+    config = config_of(["model=deepseek_v3", "trainer.global_batch_size=64", "parallel.stages=[3,58]"])
+    plan = Plan(config.precision, config.model.num_layers)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    found = cost(config, plan, Degrees(shard=4, expert=4, pipeline=2), H200S)
+    assert found.memory > 0 and found.bubble > 0.3, "the other stage has nearly everything"
 
 
 @pytest.fixture
@@ -152,7 +221,7 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "8", "--tflops", "-5"], "--tflops=-5: set more than 0"),
         (["--gpus", "8", "trainer.sequence_length=0"], "trainer.sequence_length=0: out of range; set 1 or more"),
         (["--gpus", "8", "model=deepseek_v3"], "--gpus=8: no layout fits into 139.8 GiB a GPU; take more GPUs"),
-        (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (512 would do)"),
+        (["--gpus", "8", "--memory", "60", "model=deepseek_v3"], "take more GPUs (256 would do)"),
         (
             ["--gpus", "8", "gpu=a100"],
             "gpu=a100: a step was measured on an H200 only; measure it with",

@@ -14,7 +14,7 @@ from precision import Plan
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [
-    *(("deepseek_tiny", precision) for precision in ("fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block")),
+    *(("deepseek_tiny", precision) for precision in ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block")),
     ("fog_mla_tiny", "fp8_full"),
     ("deepseek_v3", "fp8_block"),
     ("deepseek_v2_lite", "fp8_delayed"),

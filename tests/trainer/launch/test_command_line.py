@@ -339,7 +339,7 @@ def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
             ["--help"],
             [
                 "python train.py +recipe=fp8_delayed",
-                "bf16, cpu_demo, fp8_block, fp8_delayed, fp8_full, fp8_jit",
+                "bf16, cpu_demo, fp16, fp8_block, fp8_delayed, fp8_full, fp8_jit",
                 "max_steps",
             ],
         ),

@@ -81,7 +81,7 @@ def run(name: str, change: Change | None = None, exceptions: list[RulesException
     return watch(name, change, exceptions).findings
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8_delayed", "fp8_jit", "fp8_block"])
 def test_every_row_is_what_happens(name: str) -> None:
     findings = run(name)
     assert len(findings) > 40

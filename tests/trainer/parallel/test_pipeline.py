@@ -50,6 +50,7 @@ CASES = {
     4: {
         "plain": Case((FP32, FOUR), saves=True),
         "fp8": Case((FP8, FOUR)),
+        "fp16": Case(("precision=fp16", FOUR)),
         "spoilt": Case((FP32, FOUR), spoil=1),
         "plain shard": Case((FP32, TWO, "parallel.shard=2", "parallel.stages=[1,4]", "recompute=full")),
         "plain expert": Case((FP32, TWO, "parallel.shard=2", "parallel.expert=2")),
@@ -59,6 +60,7 @@ CASES = {
     1: {
         "plain": Case((FP32,)),
         "fp8": Case((FP8,)),
+        "fp16": Case(("precision=fp16",)),
         "documents": Case((FP32, ONE_DEPTH), documents=True),
         "resumed": Case((FP32,), reads="plain"),
     },
@@ -127,7 +129,7 @@ def gap(ours: Any, theirs: Any, key: str) -> float:
     return max(abs(a[key] - b[key]) for a, b in zip(ours["lines"], theirs["lines"], strict=True))
 
 
-@pytest.mark.parametrize("name", ["plain", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "fp8", "fp16"])
 def test_stages_alone_change_no_bit(runs: dict[int, Any], name: str) -> None:
     """Each number is made of the same ones in the same order; the balance losses of stages are added at the end."""
     ours, theirs = runs[4][name], runs[1][name]

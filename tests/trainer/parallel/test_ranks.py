@@ -55,12 +55,15 @@ FSDP, HSDP, EP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("pa
 FP32 = "precision=fp32"
 MIXED = "precision=fp8_delayed", "precision.rules.last_blocks=1", "model.num_dense_layers=0", "model.num_mtp_layers=0"
 MIXED = *MIXED, "model.num_layers=3"
+FP16 = "precision=fp16", "precision.loss_scale.initial=268435456", "precision.loss_scale.interval=2"  # 2^28
 EACH, KEPT = "parallel.reduce_each_microbatch=true", "parallel.reshard_after_forward=false"
 ON_THE_WIRE = "parallel.fp8_all_gather=true"
 CASES = {
-    1: {"fp32": Case((FP32,))}
+    1: {"fp32": Case((FP32,)), "fp16": Case(FP16, steps=12)}
     | {name: Case((f"precision={name}",), steps=3) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
+        "fsdp fp16": Case((*FSDP, *FP16), steps=12),
+        "ep fp16": Case((*EP, "precision=fp16"), steps=4, spoil=1),
         "fsdp fp32": Case((*FSDP, FP32)),
         "fsdp fp32 kept": Case((*FSDP, FP32, KEPT), steps=3),
         "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=3),
@@ -145,6 +148,7 @@ def train(case: Case, world: World) -> list[dict[str, float]]:
         else:
             result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         line = {key: float(value) for key, value in result.metrics.items()}
+        line["overflow"] = float(result.verdict.overflow)
         line["ok"], line["place"] = float(result.verdict.ok), float(result.verdict.place)
         line["scale"], line["amax"] = float(engine.arena.scale.double().sum()), float(engine.arena.amax.double().sum())
         line["norm"] = float(engine.optimizer.norms(torch.tensor(True))[0])
@@ -259,6 +263,23 @@ def test_compiled_blocks_share_graphs_but_not_those_of_another_precision(curves:
     assert compiled[-1]["graphs"] == 2, "of three blocks with experts, the last is in BF16"
     assert max(differences(plain, compiled)) < 1e-3
     assert compiled[0]["amax"] == plain[0]["amax"]
+
+
+def test_in_fp16_ranks_scale_the_loss_as_one_process_does(curves: dict[int, Curves]) -> None:
+    """From too high a scale down, and up again."""
+    ours, theirs = curves[2]["fsdp fp16"], curves[1]["fp16"]
+    for key in ("optim/loss_scale", "ok", "overflow"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+    assert {line["overflow"] for line in ours} == {0, 1} and len({line["optim/loss_scale"] for line in ours}) > 3
+    assert max(differences(ours, theirs)) < 2.0**-10 * theirs[0]["loss/total"], "a rounding of FP16"
+
+
+def test_in_fp16_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves]) -> None:
+    lines = curves[2]["ep fp16"]
+    assert [(line["ok"], line["overflow"], line["optim/loss_scale"]) for line in lines] == [
+        *[(1, 0, 2**16)] * 2, (0, 0, 2**16), (1, 0, 2**15)
+    ]  # fmt: skip
+    assert lines[2]["norm"] == lines[1]["norm"] != lines[3]["norm"]
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "spoilt"), (2, "ep spoilt"), (4, "spoilt")])

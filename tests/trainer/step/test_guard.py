@@ -54,7 +54,7 @@ def test_one_number_that_is_not_finite_drops_the_step(guard: StepGuard, what: st
     assert not bool(bad.ok) and not bool(bad.spike)
     assert guard.places[int(bad.place)] == PLACES[what, index]
     guard.count(bad)
-    assert guard.state_dict() == {"committed": 1, "skipped": 1, "spiked": 0, "spikes": None}
+    assert guard.state_dict() == {"committed": 1, "skipped": 1, "spiked": 0, "overflowed": 0, "spikes": None}
 
 
 def test_of_several_places_the_first_in_the_order_of_a_step_is_named(guard: StepGuard) -> None:

@@ -1,7 +1,7 @@
 // The page: what is read from the data, which charts there are, the head, the events, and what is asked of a live server.
 
 const KINDS = {
-  nonfinite: ["✕", "--s1"], spike: ["▲", "--s4"], rollback: ["◀", "--s3"], alert: ["◆", "--s1"], checkpoint: ["●", "--s7"], resume: ["▶", "--s0"],
+  nonfinite: ["✕", "--s1"], spike: ["▲", "--s4"], loss_scale: ["▿", "--s4"], rollback: ["◀", "--s3"], alert: ["◆", "--s1"], checkpoint: ["●", "--s7"], resume: ["▶", "--s0"],
   throttle: ["▼", "--s5"], power: ["▽", "--s5"], signal: ["■", "--s6"], data: ["◇", "--s2"], failure: ["✖", "--bad"],
 };
 const QUIET_KINDS = ["checkpoint", "profile"]; // at first not on the charts
@@ -19,7 +19,8 @@ const SECTIONS = [
     line("Parameter norm", "", [["optim/param_norm", "all parameters"]], { exact: true }),
     line("Update ratio", "update over parameters", [["optim/update_ratio", "norms"]], { log: true }),
     line("Learning rate", "", [["optim/lr", "learning rate"]], { exact: true, low: 0 }),
-    line("Steps that came to nothing", "so far", [["recovery/skipped_steps", "dropped"], ["recovery/spikes", "of these spikes"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
+    line("Loss scale", "FP16", [["optim/loss_scale", "loss scale"]], { log: true, exact: true }),
+    line("Steps that came to nothing", "so far", [["recovery/skipped_steps", "dropped"], ["recovery/spikes", "of these spikes"], ["recovery/loss_scale_skips", "of these by the loss scale"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
   ]],
   ["FP8", [
     { title: "Scales and casts", unit: "one row a tensor", type: MapPanel, group: "fp8", size: "all", filters: [["inputs", ":input"], ["weights", ":weight"], ["gradients", ":grad"], ["all", ""]],

@@ -25,6 +25,8 @@ LONGEST = 8192
 SPREAD = 0.25  # of coherent operands around 1
 GROUPS = 2  # experts that a probe multiplies
 SAMPLE = 8  # rows of each product that are checked in float64
+ROUNDING = {torch.bfloat16: (2.0**-7, 1e-30), torch.float16: (2.0**-10, 2.0**-24)}
+"""Twice what rounding to a format may change, relative and at least."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORT
     def coherent(fmt: Format, *shape: int) -> Tensor:
         """Numbers that the format has, so that casts under powers of two change none."""
         x = torch.randn(shape, generator=generator, device=device).mul_(SPREAD).add_(1).clamp_(0.25, 1.75)
-        return x.to(fmt.dtype).to(torch.bfloat16 if fmt.bytes <= 2 else torch.float32)
+        return x.to(fmt.dtype).to(torch.bfloat16 if fmt.is_fp8 else fmt.dtype)
 
     x, dy = coherent(recipe.input, G * R, K), coherent(recipe.grad, G * R, N)
     w = coherent(recipe.input, *((G,) if row.groups > 1 else ()), N, K)
@@ -107,8 +109,8 @@ def check_sums(
         matrix = _exact(w if offsets is None else w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group])
         row = _exact(a[r], a_inv if a_inv is None or a_inv.dim() == 0 else a_inv[r])
         want, size = row @ matrix, row.abs() @ matrix.abs()
-        rounding = 2.0**-7 if y.dtype == torch.bfloat16 else 0.0  # of the result, twice where a scale multiplies it
-        if not bool(((y[r].double() - want).abs() <= rounding * want.abs() + 2e-6 * size + 1e-30).all()):
+        rounding, least = ROUNDING.get(y.dtype, (0.0, 1e-30))  # of the result, twice where a scale multiplies it
+        if not bool(((y[r].double() - want).abs() <= rounding * want.abs() + 2e-6 * size + least).all()):
             return False
     return True
 

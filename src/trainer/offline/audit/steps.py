@@ -15,6 +15,8 @@ from trainer.offline.audit.findings import NOTHING, Finding, Seen
 from trainer.offline.audit.gemms import CUDA, REFERENCE, GemmRecorder, recorded
 from trainer.offline.audit.operations import SCORES, SOFTMAX, STATISTICS, Operations
 from trainer.optim.adamw import Optimizer
+from trainer.optim.loss_scale import LossScale
+from trainer.step.microbatch import loss_factor
 
 GEMM_PARTS = ("input", "weight", "grad", "saved", "output", "scales", "sums")
 ARITHMETIC = "optim arithmetic"
@@ -47,14 +49,19 @@ def audit(
     seen, arithmetic = Seen(), Seen()
     ours = [name for name in (REFERENCE, CUDA) if plan.served_by(name)]
     device = arena.amax.device
+    loss_scale = LossScale(plan.config.loss_scale, device) if plan.is_fp16 else None
     for step, batch in enumerate(batches):
         begin_step(model, arena)
         seen = Seen()
         gemms = GemmRecorder(model, arena, seen)
         operations = Operations(model, gemms, seen)
+        factor = loss_factor(model, 1, loss_scale)
         with recorded(gemms, ours), operations:
-            model(batch.to(device)).total.backward()
+            total = model(batch.to(device)).total
+            (total if factor is None else total * factor).backward()
         operations.remove_hooks()
+        if loss_scale is not None:
+            optimizer.unscale(loss_scale.scale)
         for parameter in model.parameters():
             seen.note("optim.master", parameter.dtype)
             for row in ("grad.accumulate", "grad.reduce"):  # one process: nothing to reduce, the sum is the gradient

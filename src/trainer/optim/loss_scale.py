@@ -1,0 +1,53 @@
+"""Loss scaling for FP16 (arXiv 1710.03740, section 3.2), dynamic as in torch.amp.GradScaler.
+
+FP16 holds numbers from 6e-8 to 65504. Gradients of activations are often smaller, and would be 0. So the backward pass
+starts from scale * loss. Weight gradients are FP32 sums: they are divided by the scale, a power of two, which is exact,
+before norms, clipping and update see them. Activations and weights are not scaled.
+
+    a good step                  the count of good steps rises; at `interval` the scale doubles, and it starts again
+    a step that is not finite    the scale halves, and the count starts again
+
+The scale follows the verdict on the device, like all that a step changes. A step of which only the backward pass is not
+finite, at a scale above `minimum`, is an overflow of the scale: a lower one helps, and recovery has nothing to do. A
+NaN or Inf in the forward pass knows no scale, and at `minimum` no lower one is left: both are bad steps as in any
+recipe. (A gradient that is NaN for another reason looks like an overflow until the scale has come down to `minimum`, 16
+steps from 2^16.) A spike is finite: to the scale it is a good step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precision.config import LossScaleConfig
+
+_update_scale = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]  (GradScaler's own)
+
+
+class LossScale:
+    """The scale of a run, `scale`, 0-d FP32 on the device, always in the same memory."""
+
+    def __init__(self, config: LossScaleConfig, device: torch.device):
+        self._config = config
+        self.scale = torch.tensor(config.initial, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int32, device=device)
+
+    @property
+    def may_fall(self) -> Tensor:
+        """Whether the scale is above its minimum, 0-d bool."""
+        return self.scale > self._config.minimum
+
+    def update(self, finite: Tensor) -> None:
+        """After a step: whether all of it was finite, 0-d bool."""
+        _update_scale(self.scale, self._good, (~finite).float(), 2.0, 0.5, self._config.interval)
+        self.scale.clamp_(min=self._config.minimum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: plain values."""
+        return {"scale": float(self.scale), "good": int(self._good)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved scale, in place."""
+        self.scale.fill_(state["scale"])
+        self._good.fill_(state["good"])
