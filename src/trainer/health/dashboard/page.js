@@ -65,6 +65,8 @@ const SECTIONS = [
   ["Speed and memory", [
     line("Throughput", "tokens per second", [["perf/tokens_per_second", "tokens/s"]], {}),
     line("MFU", "of the BF16 peak", [["perf/mfu", "MFU"]], { form: "share" }),
+    line("Bubble", "of a step's passes, mean of the ranks", [["perf/bubble", "measured"], ["perf/bubble_forecast", "forecast"]], { form: "share", low: 0 }),
+    line("Stragglers", "slowest rank, above the others' median", [["ranks/gpu_slowness", "its GPU"], ["ranks/data_wait", "its data, of a step"]], { form: "share", low: 0 }),
     line("Rate of a GPU", "TFLOP/s", [["perf/tflops_per_gpu", "TFLOP/s"]]),
     line("Time of a step", "seconds", [["perf/step_seconds", "step"]]),
     line("Memory", "GiB", [["memory/peak_gib", "peak"], ["memory/allocated_gib", "now"]], { exact: true }),

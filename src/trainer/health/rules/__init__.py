@@ -14,6 +14,7 @@
     expert_load       the fullest expert against the mean, for lines on end
     expert_entropy    entropy of the load over ln E, for lines on end
     throughput_drop   tokens per second, against the median of this process's own lines
+    straggler         a rank for which all others wait: its GPU, or its data
     memory_growth     memory held between steps creeps up
     memory_full       the peak comes near the card's size
     allocator_retries    the card's memory is in pieces
@@ -31,7 +32,7 @@ from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
 from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
 from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
-from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, ThroughputDrop
+from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, Straggler, ThroughputDrop
 from trainer.health.rules.tensors import (
     ExpertEntropy,
     ExpertLoad,
@@ -61,6 +62,7 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
         "expert_load": ExpertLoad,
         "expert_entropy": ExpertEntropy,
         "throughput_drop": ThroughputDrop,
+        "straggler": Straggler,
         "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
         "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
         "allocator_retries": AllocatorRetries,
