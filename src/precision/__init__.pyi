@@ -2,6 +2,7 @@ from precision.amax_probe import AmaxProbe as AmaxProbe
 from precision.attention import attention_core as attention_core
 from precision.attention import document_mask as document_mask
 from precision.attention import latent_attention as latent_attention
+from precision.attention import returns_lse as returns_lse
 from precision.binding import begin_step as begin_step
 from precision.binding import bind as bind
 from precision.config import PrecisionConfig as PrecisionConfig
@@ -20,6 +21,7 @@ from precision.linear import GroupedLinear as GroupedLinear
 from precision.linear import Linear as Linear
 from precision.linear import gemm_layers as gemm_layers
 from precision.linear import refresh_weights as refresh_weights
+from precision.max_logits import MaxLogits as MaxLogits
 from precision.operand import Feed as Feed
 from precision.operand import GradRows as GradRows
 from precision.operand import Operand as Operand
