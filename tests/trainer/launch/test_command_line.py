@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,10 @@ MISTAKES = {
     "++recipe=bf16": "++recipe=bf16: ++ is for keys; choose with +recipe=bf16",
     # a wrong type or value
     "optim.lr=fast": "optim.lr=fast: must be a number",
+    "run.resume=true": "run.resume=true: must be never, auto, or the path of a run or of one of its checkpoints",
+    "debug.inject={step: 3}": 'quote the whole argument, as "debug.inject=[...]" or "debug.inject={a: 1, b: 2}"',
+    "hydra.run.dir=x dry_run=true": "Octet's are below run.dir; set run.dir=x",
+    "hydra.job.chdir=true": "Octet's are below run.dir; set run.dir=runs",
     "-m optim.lr=1e-3,fast": "optim.lr=fast: must be a number",
     "trainer.max_steps=1.5": "trainer.max_steps=1.5: must be a whole number",
     "optim.schedule=WSD": "must be one of wsd, cosine",
@@ -323,6 +328,32 @@ def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("when", "number"), [("import", signal.SIGINT), ("exit", signal.SIGINT), ("exit", signal.SIGTERM)]
+)
+def test_a_signal_in_an_import_or_at_the_exit_leaves_no_traceback(when: str, number: int, tmp_path: Path):
+    code = f"""
+import atexit, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "trainer.launch.command_line" and {when == "import"}:
+            signal.raise_signal({number:d})
+sys.meta_path.insert(0, Finder())
+atexit.register(signal.raise_signal, {number:d})
+sys.argv = ["train.py", "--cfg", "job"]
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-number, "")
+
+
+def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: pytest.CaptureFixture[str]):
+    arguments = ["model.moe_intermediate_size=100", "+recipe=fp8_jit", "dry_run=true"]
+    assert call(*arguments) == 2
+    (advice,) = re.findall("'(precision.rules.exceptions=.*)'", capsys.readouterr().err)
+    assert call(*arguments, advice) == 0
+
+
 def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)
@@ -333,25 +364,29 @@ def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "says"),
     [
         (
             ["--help"],
+            0,
             [
                 "python train.py +recipe=fp8_delayed",
                 "bf16, cpu_demo, fp16, fp8_block, fp8_delayed, fp8_full, fp8_jit",
                 "max_steps",
             ],
         ),
-        (["--cfg", "job", "+recipe=fp8_jit"], ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
+        (["--cfg", "job", "+recipe=fp8_jit"], 0, ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
+        (["optim.lrr=1"], 2, ["octet: error: optim.lrr=1: there is no such key; did you mean optim.lr?"]),
     ],
 )
-def test_help_and_cfg_are_quick_they_import_no_torch(arguments: list[str], says: list[str], tmp_path: Path):
-    code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    code += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
-    command = [sys.executable, "-c", code, str(ROOT / "train.py"), *arguments]
+def test_help_cfg_and_a_mistyped_key_are_quick_they_import_no_torch(
+    arguments: list[str], code: int, says: list[str], tmp_path: Path
+):
+    program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
+    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    program += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, str(ROOT / "train.py"), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("code 0 False\n") and done.stderr == ""
-    assert all(text in done.stdout for text in says)
+    assert done.stdout.endswith(f"code {code} False\n") and (code != 0 or done.stderr == "")
+    assert all(text in done.stdout + done.stderr for text in says)
     assert list(tmp_path.iterdir()) == []
