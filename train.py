@@ -4,15 +4,19 @@ Compose the config with Hydra, load it strictly, train: in one process, or in ea
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.launch.command_line import compose, guarded
-from trainer.launch.liveness.rank_group import RankGroup
+if TYPE_CHECKING:
+    from trainer.launch.liveness.rank_group import RankGroup
 
 
-def run(rank_group: RankGroup) -> None:
+def run(rank_group: "RankGroup") -> None:
     """Everything the command line asks for. All of it is checked before the first run starts."""
+    from trainer.launch.command_line import compose
+
     launch = rank_group.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
@@ -53,9 +57,17 @@ def run(rank_group: RankGroup) -> None:
 
 def main() -> int:
     """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends without a traceback
+    from trainer.launch.command_line import guarded
+    from trainer.launch.liveness.rank_group import RankGroup
+
     rank_group = RankGroup()
     return guarded(lambda: run(rank_group), rank_group)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # one that comes during the exit ends it without a traceback

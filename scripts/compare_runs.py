@@ -126,6 +126,12 @@ def run() -> None:
     if len({path.resolve() for path in arguments.runs}) < len(arguments.runs):
         raise UserError(f"{' '.join(map(str, arguments.runs))}: a run is named twice; name each once")
     runs = [read_run(path) for path in arguments.runs]
+    if len(arguments.runs) == 1:
+        one = arguments.runs[0]
+        raise UserError(
+            f"{one}: one run has nothing to be compared to; name two or more, or see its curves with "
+            f"python scripts/dashboard.py {one}"
+        )
     check_comparable(runs)
     name_runs(runs)
     print(table(runs, arguments.last, arguments.markdown))

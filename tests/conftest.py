@@ -13,9 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; progr
 
 import pytest
 import torch
+from composed import SHARED
 from hypothesis import settings
 from omegaconf import OmegaConf
 
@@ -46,6 +48,13 @@ settings.register_profile("octet", deadline=None, derandomize=True)
 settings.load_profile("octet")
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "precision"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What processes of this run compose, they compose once for all."""
+    if SHARED not in os.environ:  # a worker has the folder of who started it
+        folder = os.environ[SHARED] = tempfile.mkdtemp(prefix="composed_")
+        config.add_cleanup(partial(shutil.rmtree, folder))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,7 +22,7 @@ for name in NODES PROCESSES RESTARTS; do
     [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: not a whole number; give one, or leave it out"
 done
 nodes=${NODES:-2}
-processes=${PROCESSES:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+processes=${PROCESSES:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
 if ((processes == 0)); then
     refuse "PROCESSES: there is no GPU here; set PROCESSES=2, say, to train on the CPU"
 fi

@@ -1,7 +1,7 @@
 """Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
 
 from precision.amax_probe import AmaxProbe
-from precision.attention import attention_core, document_mask, latent_attention
+from precision.attention import attention_core, document_mask, latent_attention, returns_lse
 from precision.binding import begin_step, bind
 from precision.config import PrecisionConfig
 from precision.cross_entropy import IGNORED
@@ -11,6 +11,7 @@ from precision.fused import combine_rows, deliver, gather_rows, rms_norm, swiglu
 from precision.head import linear_cross_entropy
 from precision.kurtosis import Kurtosis
 from precision.linear import GroupedLinear, Linear, gemm_layers, refresh_weights
+from precision.max_logits import MaxLogits
 from precision.operand import Feed, GradRows, Operand
 from precision.plan import Plan
 from precision.rows import GemmRow
@@ -27,6 +28,7 @@ __all__ = [
     "GroupedLinear",
     "Kurtosis",
     "Linear",
+    "MaxLogits",
     "Operand",
     "Plan",
     "PrecisionConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "latent_attention",
     "linear_cross_entropy",
     "refresh_weights",
+    "returns_lse",
     "rms_norm",
     "swiglu",
 ]

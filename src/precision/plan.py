@@ -117,8 +117,8 @@ class Plan:
                 if size % FP8_MULTIPLE:
                     raise UserError(
                         f"{name} [{in_features} -> {out_features}] cannot run in FP8: its {label} features are "
-                        f"no multiple of {FP8_MULTIPLE}; change the model's size, or add "
-                        f"precision.rules.exceptions={{match: '{name}'}}"
+                        f"no multiple of {FP8_MULTIPLE}; change the model's size, or set "
+                        f"'precision.rules.exceptions=[{{match: \"{_module_in_all_blocks(name)}\", precision: bf16}}]'"
                     )
         output = FP32 if op == "moe.router" else BY_NAME[self._table("residual", name).value]
         rows = None if self._resolver.tokens is None else max(1, round(self._resolver.tokens * rows_per_token))
@@ -327,6 +327,12 @@ class Plan:
                 forward = grad = BY_NAME[precision.value]
             self._recipes[key] = GemmRecipe(forward, grad, forward, output, scaling, backend, accumulation)
         return self._recipes[key]
+
+
+def _module_in_all_blocks(name: str) -> str:
+    """A glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.*`."""
+    parts = name.split(".")
+    return f"*.{parts[2]}.*" if len(parts) > 2 else name
 
 
 def _not_in_fp8(name: str, op: str, decided_by: str) -> UserError:

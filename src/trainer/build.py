@@ -31,11 +31,13 @@ from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import find_or_build_with_bars
 from trainer.forecast.preflight import without_effect
+from trainer.forecast.stages import idle_share
 from trainer.health.alerts import Alerts
 from trainer.health.dashboard.at_end import SHORT_PATIENCE, write_at_end
 from trainer.health.health import Health
 from trainer.health.power import PowerMeter, find_gpus
 from trainer.health.rules import training_rules
+from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
@@ -62,6 +64,7 @@ class Run:
     diagnosis: Diagnosis
     ladder: Ladder
     power: PowerMeter
+    stragglers: Stragglers
     health: Health
     alerts: Alerts
 
@@ -241,6 +244,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             diagnosis,
             ladder,
             power,
+            _stragglers(config, engine, world),
             health,
             alerts,
         )
@@ -250,6 +254,13 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             checkpointer.reserve(run.state())
         on_error.pop_all()
     return run
+
+
+def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:
+    alerts, bubble = config.health.alerts, None
+    if engine.pipelined is not None:
+        bubble = engine.pipelined.clock, idle_share(config, engine.plan, engine.degrees)
+    return Stragglers(world, alerts.enabled and alerts.straggler is not None, bubble)
 
 
 def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:

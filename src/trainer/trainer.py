@@ -75,7 +75,9 @@ class Trainer:
                     self.step += 1
                     run.world.rank_group.step = self.step
                     run.profiler.begin(self.step)
-                    self._step(run.loader.next(*run.engine.data_share))
+                    with run.stragglers.waits_for_data():
+                        tokens = run.loader.next(*run.engine.data_share)
+                    self._step(tokens)
                     stop.agree()
                     self._throughput.step(self._tokens_per_step)
                     run.sinks.progress(self.step)
@@ -181,6 +183,7 @@ class Trainer:
         dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
         if e.loss_scale is not None:
             dropped["recovery/loss_scale_skips"] = e.guard.overflowed
+        r.stragglers.launch()
         values = r.health.tell(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
@@ -188,6 +191,7 @@ class Trainer:
         tokens["data/skipped_shards"] = len(r.data.left_out)
         rates = self._throughput.read()
         rates |= r.power.read(self.step, *self._throughput.latest)
+        rates |= r.stragglers.read(self._throughput.latest[1], r.power.readings)
         line = tokens | values | rates | memory_metrics(e.device)
         r.sinks.metrics(line)
         for alert in r.alerts.see(line):

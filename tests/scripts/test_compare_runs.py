@@ -124,7 +124,8 @@ def test_energy_of_runs_that_were_metered(runs: Path, tmp_path: Path, compare: R
         (["bf16", "elsewhere"], "other data; compare runs that share it"),
         (["fp8", "bf16_seed2"], "another data order, and no run beside it differs in the seed alone"),
         (["bf16", "fp8", "./bf16/"], "bf16 fp8 bf16: a run is named twice; name each once"),
-        (["bf16", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
+        (["bf16"], "bf16: one run has nothing to be compared to; name two or more, or see its curves with python "),
+        (["bf16", "fp8", "--last", "0"], "--last 0: a number of steps; give 1 or more"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(runs: Path, arguments: list[str], message: str, compare: Run) -> None:

@@ -1,10 +1,13 @@
 """`config_of(overrides)`: the config that train.py would load, in a tenth of the time.
 
-Hydra reads and merges the YAML files once for each choice of files; values are set in a copy. What Hydra itself refuses
-is tested where it is the subject (`trainer/config`, `trainer/launch`).
+Hydra reads and merges the YAML files once for each choice of files, for all processes of a test run; values are set in
+a copy. What Hydra itself refuses is tested where it is the subject (`trainer/config`, `trainer/launch`).
 """
 
 import copy
+import hashlib
+import os
+import pickle
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +20,7 @@ from omegaconf import OmegaConf
 from trainer.config import Config, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SHARED = "OCTET_TESTS_COMPOSED"  # a folder of this test run, in which its processes keep what they have composed
 _parser = OverridesParser.create()
 
 
@@ -50,6 +54,18 @@ def _is_plain(key: str) -> bool:
 
 @cache
 def _composed(files: tuple[str, ...]) -> dict[str, Any]:
+    folder = os.environ.get(SHARED)
+    if folder is None:
+        return _compose(files)
+    kept = Path(folder) / hashlib.sha256(repr(files).encode()).hexdigest()
+    if not kept.exists():
+        mine = kept.with_suffix(f".{os.getpid()}")
+        mine.write_bytes(pickle.dumps(_compose(files)))
+        mine.replace(kept)
+    return pickle.loads(kept.read_bytes())
+
+
+def _compose(files: tuple[str, ...]) -> dict[str, Any]:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         tree = OmegaConf.to_container(compose("train", overrides=list(files)))
     assert isinstance(tree, dict)

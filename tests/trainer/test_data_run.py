@@ -29,13 +29,13 @@ def events(run: Path) -> list[dict]:
 
 def test_lines_that_are_left_out_are_told_at_the_start(config: Configs, lines: Path, tmp_path: Path) -> None:
     words = ("data.source=files", f"data.path={lines}", "trainer.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}")
-    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: texts\.jsonl, the line at byte \d+: not JSON"):
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: texts\.jsonl, line \d+: not JSON"):
         Trainer(config("run.name=a", *words))
     assert not (tmp_path / "runs").exists()
     run = Trainer(config("run.name=a", "data.skip_damaged=true", *words)).train().folder
     (event,) = events(run)
-    assert event["message"].startswith("3 documents left out: 1 document of texts.jsonl (empty; the line at byte ")
-    assert "(not JSON; " in event["message"] and "(no key text; " in event["message"] and event["count"] == 3
+    assert event["message"].startswith("3 documents left out: 1 document of texts.jsonl (empty; line ")
+    assert "(not JSON; " in event["message"] and "(no key text, which " in event["message"] and event["count"] == 3
 
 
 def test_a_run_goes_on_from_what_was_prepared_ahead(config: Configs, lines: Path, corpus: Path, tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ class AlertsConfig:
     """Entropy of the experts' load over that of an even one: below this, for a hundred steps on end."""
     throughput_drop: float | None
     """Tokens per second: below this share of their median, for three lines on end and half a minute."""
+    straggler: float | None
+    """Share by which a rank's GPU is slower than the others' median, or of a step for which it waits longer for data,
+    for five lines on end."""
     memory_growth: float | None
     """Share by which the memory held between steps has crept up."""
     memory_full: float | None
@@ -71,6 +74,8 @@ class AlertsConfig:
     """Temperature of the hottest memory."""
     gpu_memory_errors: int | None
     """Errors in GPU memory that ECC could not correct: more than this."""
+    max_logit: float | None = None
+    """Largest attention logit of a block, in two lines on end: above this."""
 
 
 @dataclass
@@ -112,8 +117,16 @@ def check_alerts(alerts: AlertsConfig) -> None:
         "throttled",
     )
     above_one = ("grad_norm_spike", "scale_drop", "scale_rise", "expert_load")
-    above_zero = ("repeat", "loss_rise", "loss_plateau", "kurtosis_power", "shadow_loss_gap", "memory_growth")
-    above_zero += ("allocator_retries", "gpu_celsius", "gpu_memory_celsius")
+    above_zero = (
+        "repeat",
+        "loss_rise",
+        "loss_plateau",
+        "kurtosis_power",
+        "shadow_loss_gap",
+        "memory_growth",
+        "straggler",
+    )
+    above_zero += ("max_logit", "allocator_retries", "gpu_celsius", "gpu_memory_celsius")
     for keys, low, high, what in (
         (shares, 0.0, 1.0, "above 0 and up to 1"),
         (above_one, 1.0, math.inf, "above 1"),

@@ -17,6 +17,8 @@ from trainer.config_diff import printable
 LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
 GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
 ELSEWHERE = 0.88  # the same for a key of another section, where little but the name speaks for it
+NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
+"""Keys whose value is text, but not any: what they take."""
 
 
 class Switch(Enum):
@@ -111,12 +113,14 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         if not isinstance(name, str) or name not in inner.__members__:
             raise _wrong(key, tree, annotation)
         return inner[name]
-    if inner is str and isinstance(tree, bool | float):
+    if inner is str and isinstance(tree, bool | float) and key not in NO_FREE_TEXT:
         raise _wrong(key, tree, annotation, f"; quote it: \"{key}='{shown(tree)}'\"")
     if inner is float and isinstance(tree, str) and tree.lstrip("+-").lower() in ("nan", "inf"):
         return float(tree)
     if inner is int and isinstance(tree, float) and tree.is_integer():  # 1e3
         tree = int(tree)
+    if inner is str and key in NO_FREE_TEXT and not isinstance(tree, str):
+        raise UserError(f"{key}={shown(tree)}: must be {NO_FREE_TEXT[key]}")
     allowed = {int: (int,), float: (int, float), bool: (bool,), str: (str, int)}[inner]
     if not isinstance(tree, allowed) or (isinstance(tree, bool) and inner is not bool):
         raise _wrong(key, tree, annotation)

@@ -41,7 +41,7 @@ from trainer.data.prepared import (
     read_summary,
     sidecar_digests,
 )
-from trainer.data.records import EMPTY, SkipLog, Skipped
+from trainer.data.records import EMPTY, ONE_VALUE, SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter, write_json
 from trainer.data.sources import Reader, mixed, open_source
 from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
@@ -160,6 +160,7 @@ def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        Path(lock.lock_file).touch()  # where no file can be made (/proc), filelock would try for ever
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -285,8 +286,10 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
                 next_report = time.monotonic() + REPORT_SECONDS
     if not taken:
         where = " and ".join(str(reader.part.path) for reader in readers)
-        reasons = "; ".join(map(str, list(log.found.values())[:3]))
-        fix = f"correct that ({reasons})" if reasons else "give more text, or a data.tokenizer"
+        found = log.found.values()
+        found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are no JSON either
+        reasons = "; ".join(each.line() for each in found[:3])
+        fix = f"{reasons}; correct that" if reasons else "give more text, or a data.tokenizer"
         raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
     report(what, taken, taken)
 

@@ -15,8 +15,8 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,10 @@ from trainer.data.corpus import read_pieces, whats_wrong
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
 """Of a line of JSON, or of a compressed file of text: each is in memory as a whole."""
+COUNTED_BYTES = 1 << 30
+"""Of a file: lines so far into it are counted for a message."""
 EMPTY = "empty"
+ONE_VALUE = "one JSON value over several lines, and one object a line is wanted (jq -c '.[]' makes that of an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
@@ -52,11 +55,33 @@ class Skipped:
     first: str
     """Where the first of them is; empty for a file."""
 
+    def line(self) -> str:
+        """The same without brackets."""
+        first = f"first at {self.first}" if self.count > 1 else self.first
+        return f"{self.path}{', ' * bool(first)}{first}: {self.why}"
+
     def __str__(self) -> str:
         if not self.count:
             return f"{self.path} ({self.why})"
         many = f"{self.count:,} documents" if self.count > 1 else "1 document"
         return f"{many} of {self.path} ({self.why}; {'first at ' if self.count > 1 else ''}{self.first})"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file, in words when it is printed: `line 3`, or by its byte where counting lines takes long."""
+
+    number: int
+    """In its block, from 1."""
+    byte: int
+    lines_before: Callable[[], int | None]
+
+    def __str__(self) -> str:
+        before = self.lines_before()
+        return f"the line at byte {self.byte}" if before is None else f"line {before + self.number}"
+
+
+Place = str | Line
 
 
 @dataclass
@@ -66,16 +91,19 @@ class SkipLog:
     strict: bool
     found: dict[tuple[str, str], Skipped] = field(default_factory=dict)
 
-    def add(self, path: str, why: str, where: str = "", count: int = 1) -> None:
-        """Documents of `path` are left out. where: the place in it. why: some fixed words."""
+    def add(self, path: str, why: str, where: Place = "", count: int = 1, which: str = "") -> None:
+        """Documents of `path` are left out. where: the place in it. why: some fixed words. which: of the first one."""
+        before = self.found.get((path, why))
+        if before is not None:
+            self.found[path, why] = replace(before, count=before.count + count)
+            return
+        first = f"{where}{which and f', {which}'}"
         if self.strict and why != EMPTY:
             raise UserError(
-                f"data.skip_damaged=false: {path}{', ' * bool(where)}{where}: {why}: repair or remove it, or set "
+                f"data.skip_damaged=false: {path}{', ' * bool(first)}{first}: {why}: repair or remove it, or set "
                 "data.skip_damaged=true to train without it"
             )
-        before = self.found.get((path, why))
-        first, so_far = (before.first, before.count) if before else (where, 0)
-        self.found[path, why] = Skipped(path, why, so_far + count, first)
+        self.found[path, why] = Skipped(path, why, count, first)
 
     def lost(self, path: str, why: str) -> None:
         """A file, or the rest of one, cannot be read."""
@@ -125,55 +153,78 @@ class Lines:
             return
         if long:
             data = data[: data.rfind(b"\n") + 1]
-            log.add(self.label, TOO_LONG, f"the line at byte {self.begin + len(data)}")
-        yield from parse_lines(data, self.label, self.begin, self.column, fraction, log)
+            log.add(self.label, TOO_LONG, Line(data.count(b"\n") + 1, self.begin + len(data), self._lines_before))
+        yield from parse_lines(data, self.label, self.begin, self.column, fraction, log, self._lines_before)
+
+    def _lines_before(self) -> int | None:
+        """Lines of the file before this block, for a message; None far into a large file, which would be read again."""
+        if self.begin > COUNTED_BYTES:
+            return None
+        lines, left = 0, self.begin
+        with self.path.open("rb") as file:
+            while left and (block := file.read(min(left, BLOCK_BYTES))):
+                lines, left = lines + block.count(b"\n"), left - len(block)
+        return lines
 
 
 @dataclass(frozen=True)
 class LinesRead:
-    """JSON objects, one a line, that had to be read already; they begin at byte `begin` of the text."""
+    """JSON objects, one a line, that had to be read already; they begin at byte `begin` of the text, after
+    `lines_before` lines."""
 
     data: bytes
     label: str
     begin: int
     column: str
+    lines_before: int
 
     @property
     def num_bytes(self) -> int:
         return len(self.data)
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        yield from parse_lines(self.data, self.label, self.begin, self.column, fraction, log)
+        lines = self.lines_before
+        yield from parse_lines(self.data, self.label, self.begin, self.column, fraction, log, lambda: lines)
 
 
-def parse_lines(data: bytes, label: str, begin: int, column: str, fraction: float, log: SkipLog) -> Iterator[Piece]:
-    """The documents in some lines of JSON."""
+def parse_lines(
+    data: bytes,
+    label: str,
+    begin: int,
+    column: str,
+    fraction: float,
+    log: SkipLog,
+    lines_before: Callable[[], int | None],
+) -> Iterator[Piece]:
+    """The documents in some lines of JSON. lines_before: how many lines of the file come before them, if that is known;
+    called for what goes to the log."""
     place = begin
-    for line in data.split(b"\n"):
+    for number, line in enumerate(data.split(b"\n"), 1):
         here, place = place, place + len(line) + 1
         if not line.strip():
             continue  # no document: an empty one is {"text": ""}
-        where = f"the line at byte {here}"
+        where = Line(number, here, lines_before)
         try:
             record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with that mark
         except UnicodeDecodeError:
             log.add(label, "not UTF-8 text", where)
             continue
         except (ValueError, RecursionError):
-            log.add(label, "not JSON", where)
+            starts = here == 0 and line.strip() in (b"[", b"{")
+            log.add(label, ONE_VALUE if starts else "not JSON", where)
             continue
         if not isinstance(record, dict):
             log.add(label, "not a JSON object", where)
         elif column not in record:
             has = ", ".join(list(record)[:9])
-            log.add(label, f"no key {column}", f"{where} (which has {has}; data.text_column names the key)")
+            log.add(label, f"no key {column}, which data.text_column names", where, which=f"which has {has}")
         elif record[column] is not None and not isinstance(record[column], str):
             log.add(label, f"the value of {column} is not text", where)
         else:
             yield from document(record[column] or "", label, where, fraction, log)
 
 
-def document(text: str | bytes, label: str, where: str, fraction: float, log: SkipLog) -> Iterator[Piece]:
+def document(text: str | bytes, label: str, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:
     """One document, if it is one."""
     if not text:
         log.add(label, EMPTY, where)

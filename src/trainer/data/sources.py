@@ -180,24 +180,26 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
 def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
     """The lines of a compressed file. Of one that is damaged, those before the damage."""
     rest: list[bytes] = []  # of a line that goes on
-    size = begin = 0
+    size = begin = lines = 0
     skipping = False  # a line that is too long
     try:
         for data in unpack(path):
             if skipping:
                 end = data.find(b"\n") + 1
+                lines += bool(end)
                 begin, data, skipping = begin + (end or len(data)), data[end:] if end else b"", not end
             cut = data.rfind(b"\n") + 1
             if cut:
-                yield LinesRead(b"".join([*rest, data[:cut]]), label, begin, column)
-                begin, rest, size = begin + size + cut, [], 0
+                whole = b"".join([*rest, data[:cut]])
+                yield LinesRead(whole, label, begin, column, lines)
+                begin, rest, size, lines = begin + size + cut, [], 0, lines + whole.count(b"\n")
             rest.append(data[cut:])
             size += len(data) - cut
             if size > LONGEST_BYTES:
-                log.add(label, TOO_LONG, f"the line at byte {begin}")
+                log.add(label, TOO_LONG, f"line {lines + 1}")
                 begin, rest, size, skipping = begin + size, [], 0, True
         if size:
-            yield LinesRead(b"".join(rest), label, begin, column)
+            yield LinesRead(b"".join(rest), label, begin, column, lines)
     except OSError as error:
         log.lost(label, f"{unpack_error(error)}, after byte {begin} of its text")
 

@@ -6,6 +6,7 @@ prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.mem
 """
 
 import math
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
@@ -31,6 +32,7 @@ from trainer.forecast.muon import muon_load, muon_size
 from trainer.forecast.stages import check_stages, stages_line
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
+from trainer.sinks.trackers import check_wandb
 
 _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
@@ -50,6 +52,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     check_data(config.data, config.model.vocab_size)
     check_alerts(config.health.alerts)
     check_targets(config.health.alerts.webhook, config.health.alerts.command)
+    check_wandb(config.logging.wandb, os.environ.get("WANDB_MODE"))
     check_power(config.health.power, config.trainer.device is not Device.cpu and torch.cuda.is_available())
     config.model.validate()
     _check_gpu(config)
@@ -247,6 +250,9 @@ def without_effect(config: Config, world_size: int) -> list[str]:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
     if p.stages is not None and p.pipeline == 1:
         idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
+    if config.optim.qk_clip is not None and config.model.qk_norm:
+        why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
+        idle("optim.qk_clip", config.optim.qk_clip, why, "set null")
     if config.health.shadow_every > config.trainer.max_steps:
         why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")

@@ -260,6 +260,8 @@ class PowerMeter:
         self._found, self._config, self._world, self._event = found, config, world, event
         self._sampler: Sampler | None = None
         self._lost: set[int] = set()
+        self.readings: list[Reading] = []
+        """By rank, of the latest line; empty where nothing is metered."""
 
     def start(self, step: int, idle: Callable[[], bool]) -> None:
         """Begin to sample; say what is metered, or why nothing is. idle: as for `Sampler`."""
@@ -289,7 +291,7 @@ class PowerMeter:
         if not self._found.ranks:
             return {}
         mine = self._sampler.take() if self._sampler is not None else Reading()
-        readings = [Reading(*row) for row in self._world.gather_numbers(mine.row())]
+        readings = self.readings = [Reading(*row) for row in self._world.gather_numbers(mine.row())]
         for rank in self._found.ranks:
             if readings[rank].lost and rank not in self._lost:
                 self._lost.add(rank)

@@ -40,6 +40,7 @@ from trainer.launch.liveness.rank_group import RankGroup, Terminated
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
+HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
 
 
 @dataclass
@@ -70,6 +71,12 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
             raise user_error(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
+        key, _, value = argument.lstrip("+~").partition("=")
+        if key in HYDRA_FOLDERS:
+            raise user_error(
+                f"{argument}: Hydra makes folders of its own with it, and Octet's are below run.dir; set "
+                f"run.dir={value if key.endswith('.dir') else 'runs'}"
+            )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []
@@ -291,6 +298,8 @@ def explain(error: BaseException, arguments: list[str]) -> str:
             return f"{error.override}: nothing expands ~ after a =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
+        if value[:1] in ("{", "["):  # of a section or list the quotes stand outside, or it is text
+            fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from precision.errors import UserError
+from trainer.config import WandbConfig, WandbMode
+
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 def require(package: str, setting: str) -> None:
@@ -18,6 +21,12 @@ def require(package: str, setting: str) -> None:
         raise UserError(
             f"{setting}=true: needs {package}, which is not installed; pip install {package}, or set it to false"
         )
+
+
+def check_wandb(wandb: WandbConfig, mode: str | None) -> None:
+    """UserError for a `mode`, of the variable WANDB_MODE, that wandb would refuse when the run has begun."""
+    if wandb.enabled and wandb.mode is WandbMode.auto and mode and mode not in WANDB_MODES:
+        raise UserError(f"WANDB_MODE={mode}: wandb knows {', '.join(WANDB_MODES)}; set one, or unset WANDB_MODE")
 
 
 class TensorboardTracker:

@@ -21,6 +21,7 @@ from models.stage import Stage, attach
 from trainer.optim.loss_scale import LossScale
 from trainer.step.microbatch import loss_factor
 from trainer.step.sharded_microbatch import ShardedMicrobatch
+from trainer.step.stage_clock import StageClock
 
 
 class PipelinedStep:
@@ -33,6 +34,7 @@ class PipelinedStep:
         self._schedule: Schedule1F1B | None = None
         self._made_for: tuple[int, torch.Size] | None = None
         self._part = _Part(model, stage, loss_scale)
+        self.clock = StageClock(next(p.device for p in model.parameters() if not p.is_meta))
 
     def __call__(self, microbatches: Sequence[Tensor]) -> list[Losses]:
         """Forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as stages.
@@ -46,7 +48,8 @@ class PipelinedStep:
         self._part.begin(count * self._ranks)
         tokens = torch.cat(list(microbatches))
         first, last = (tokens,) if self._stage.is_first else (), tokens if self._stage.is_last else None
-        self._schedule.step(*first, target=last, tokens=tokens)
+        with self.clock.step():
+            self._schedule.step(*first, target=last, tokens=tokens)
         return self._part.losses
 
     def _make(self, count: int, tokens: Tensor) -> Schedule1F1B:
@@ -67,7 +70,7 @@ class PipelinedStep:
             output_args=(loss,) if self._stage.is_last else between,
             group=self._stage.group,
         )
-        stage.sharding, stage.microbatches = self._sharding, count
+        stage.sharding, stage.clock, stage.microbatches = self._sharding, self.clock, count
         return Schedule1F1B(stage, count, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
 
 
@@ -98,9 +101,15 @@ class _Part(nn.Module):
 
 class _ShardedStage(PipelineStage):
     sharding: ShardedMicrobatch
+    clock: StageClock
     microbatches: int
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.computes():
+            return super().forward_one_chunk(*args, **kwargs)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self.sharding.before(bwd_chunk_id, self.microbatches)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.sharding.after(bwd_chunk_id, self.microbatches, self.device)
+        with self.clock.computes():
+            self.sharding.before(bwd_chunk_id, self.microbatches)
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self.sharding.after(bwd_chunk_id, self.microbatches, self.device)

@@ -12,6 +12,7 @@ steps well after the first, in which blocks are compiled. A run that is resumed 
 records what it has of it.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import ProfileConfig
 
+QUIET = "6"  # of Kineto's log levels: above the lines that it prints at each start and stop
 MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to a few KB each
 
 
@@ -74,6 +76,7 @@ class Profiler:
             torch.cuda.synchronize()  # what is under way belongs to the step before
             if self._memory:
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profile.start()
 

@@ -19,7 +19,7 @@ LONG = [json.dumps({"text": f"{n * n * 7919} {n} " * 50}).encode() for n in rang
 BAD = {
     "not JSON": b'{"text": "cut o',
     "not UTF-8 text": '{"text": "é"}'.encode("latin-1"),
-    "no key text": b'{"body": "else", "id": 3}',
+    "no key text, which data.text_column names": b'{"body": "else", "id": 3}',
     "not a JSON object": b'["text"]',
     "the value of text is not text": b'{"text": 7}',
     "not Unicode text": rb'{"text": "half \ud83d"}',
@@ -52,13 +52,49 @@ def count(prepared: Prepared) -> int:
 @pytest.mark.parametrize("why", list(BAD))
 def test_a_bad_line_is_named(files: DataConfig, why: str) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join([*GOOD, BAD[why], *GOOD]))
-    place = sum(len(line) + 1 for line in GOOD)
-    says = rf"data\.skip_damaged=false: x\.jsonl, the line at byte {place}[^\n]*: {why}: repair or remove it, or set"
+    says = rf"data\.skip_damaged=false: x\.jsonl, line {len(GOOD) + 1}[^\n]*: {why}: repair or remove it, or set"
     with pytest.raises(ValueError, match=says) as error:
         prepare(files, 512)
     assert "\n" not in str(error.value)
-    if why == "no key text":
-        assert "(which has body, id; data.text_column names the key)" in str(error.value)
+    if why.startswith("no key text"):
+        assert f"line {len(GOOD) + 1}, which has body, id: no key text, which data.text_column" in str(error.value)
+
+
+def test_lines_are_counted_over_blocks_and_in_packed_files(files: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("records", "sources"):
+        monkeypatch.setattr(f"trainer.data.{module}.BLOCK_BYTES", 500)
+    content = b"\n".join([*GOOD, b"{cut o", *GOOD])
+    for path, data in (("x.jsonl", content), ("x.jsonl.gz", gzip.compress(content))):
+        (folder(files) / path).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{path}, line {len(GOOD) + 1}: not JSON: repair"):
+            prepare(files, 512)
+        (folder(files) / path).unlink()
+
+
+def test_far_into_a_file_a_line_is_named_by_its_byte(files: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.records.COUNTED_BYTES", 0)
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 500)
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([*GOOD, b"{cut o"]))
+    with pytest.raises(ValueError, match=rf"the line at byte {sum(len(line) + 1 for line in GOOD)}: not JSON"):
+        prepare(files, 512)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_array_over_several_lines_is_named_as_one(files: DataConfig, given: bool) -> None:
+    """With a tokenizer, and without one, which would have to learn from it."""
+    (folder(files) / "x.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
+    config = files if given else replace(files, tokenizer=None)
+    with pytest.raises(ValueError, match=r"x\.json, line 1: one JSON value over several lines, .*jq -c") as error:
+        prepare(config, 512)
+    assert "line 2" not in str(error.value)
+
+
+def test_a_missing_column_is_said_without_nested_brackets(files: DataConfig) -> None:
+    (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c", "id": 3}'] * 9))
+    says = "x.jsonl, first at line 1, which has content, id: no key text, which data.text_column names; correct that"
+    with pytest.raises(ValueError, match=says) as error:
+        prepare(replace(files, tokenizer=None), 512)
+    assert "(" not in str(error.value)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(files: DataConfig) -> None:
@@ -75,8 +111,7 @@ def test_bad_lines_are_left_out_and_counted_by_kind(files: DataConfig) -> None:
     expected = {("x.jsonl", why): 1 for why in BAD} | {("x.jsonl", "empty"): 2, ("nothing.jsonl", "empty"): 1}
     assert counts == expected | {("x.jsonl", "not JSON"): 2}
     assert count(result) == len(GOOD) + 5 and result.left_out == ()
-    place = sum(len(line) + 1 for line in GOOD)
-    assert f"2 documents of x.jsonl (not JSON; first at the line at byte {place})" in map(str, result.skipped)
+    assert f"2 documents of x.jsonl (not JSON; first at line {len(GOOD) + 1})" in map(str, result.skipped)
     with pytest.raises(ValueError, match=r"data\.skip_damaged=false: .* and \d more cannot be used: .*, and delete"):
         prepare(files, 512)
 
@@ -84,9 +119,7 @@ def test_bad_lines_are_left_out_and_counted_by_kind(files: DataConfig) -> None:
 def test_empty_documents_are_no_damage_and_still_counted(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join([*GOOD, *EMPTY]))
     result = prepare(files, 512)
-    assert [str(each) for each in result.skipped] == [
-        f"2 documents of x.jsonl (empty; first at the line at byte {sum(len(line) + 1 for line in GOOD)})"
-    ]
+    assert [str(each) for each in result.skipped] == [f"2 documents of x.jsonl (empty; first at line {len(GOOD) + 1})"]
 
 
 def pack_gz(path: Path) -> None:
@@ -142,7 +175,7 @@ def test_what_is_too_long_for_memory_is_left_out(files: DataConfig, name: str, m
     if name == "x.txt.gz":
         assert count(result) == len(GOOD) and result.left_out == (skipped,)
     else:
-        assert count(result) == 3 * len(GOOD) and skipped.first == f"the line at byte {len(b'_'.join(GOOD)) + 1}"
+        assert count(result) == 3 * len(GOOD) and skipped.first == f"line {len(GOOD) + 1}"
 
 
 def test_a_damaged_row_group_costs_its_rows(files: DataConfig) -> None:

@@ -111,7 +111,7 @@ def test_a_mistake_that_a_worker_finds_ends_all_and_is_one_line(make_data: MakeD
     data = make_data("cache", workers=2)
     with (Path(str(data.path)) / "h.jsonl").open("a") as file:
         file.write("\n{bad")
-    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: h\.jsonl, the line at byte \d+: not JSON: repair"):
+    with pytest.raises(ValueError, match=r"data\.skip_damaged=false: h\.jsonl, line \d+: not JSON: repair"):
         prepare(data, 512)
     # what other shards have become is not lost when damage is allowed then
     (partial,) = Path(data.cache_dir).glob("*.partial")

@@ -56,6 +56,11 @@ def texts(prepared: Prepared, name: str) -> list[str]:
     return [tokenizer.decode(bins.tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
 
 
+def test_a_place_where_no_file_can_be_made_is_refused_at_once(make_config: MakeConfig, own_corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"/proc/x: cannot be written \(.*\): set a folder that can"):
+        prepare(make_config(own_corpus), 512, folder=Path("/proc/x"))
+
+
 def test_bins_decode_to_the_files_of_their_split(prepared: Prepared, corpus_folder: Path) -> None:
     documents = scan(DataConfig(source=Source.text, path=str(corpus_folder))).documents
     for name, side in zip(("train", "validation"), split(documents, 0.2), strict=True):
@@ -282,7 +287,7 @@ def test_a_cache_that_cannot_be_written_is_named(make_config: MakeConfig, own_co
 def test_only_binary_files_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"no text to train a tokenizer on in [^\n]*: correct that \(.*not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"no text to train a tokenizer on in [^\n]*: .*not UTF-8 text; correct that"):
         prepare(make_config(tmp_path), 300)
 
 

@@ -87,6 +87,19 @@ def test_keys_that_do_not_fit_each_other_are_refused_in_one_line(config: Make, o
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("mode", ["nonsense", "offline", ""])
+def test_a_mode_that_wandb_would_refuse_is_refused_before_the_run(
+    config: Make, mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    check(config())
+    if mode != "nonsense":
+        check(config("logging.wandb.enabled=true"))
+        return
+    with pytest.raises(ValueError, match=r"WANDB_MODE=nonsense: wandb knows online, offline, .*; set one"):
+        check(config("logging.wandb.enabled=true"))
+
+
 def test_a_dimension_that_fp8_cannot_have_is_refused_but_bf16_takes_it(config: Make):
     odd = "model.moe_intermediate_size=36"
     check(config(odd))

@@ -7,6 +7,7 @@ Two ranks run this file as a program, over gloo.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.health import shadow
 from trainer.health.health import Health
+from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
 from trainer.parallel import mesh
 from trainer.parallel.gather import local
@@ -78,12 +80,23 @@ def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[
     return state(engine), said
 
 
+def waiting(world: World) -> dict[str, float]:
+    """What is said of two ranks of which the second waits for its data in each of two steps."""
+    stragglers, said = Stragglers(world, compares=True), dict[str, float]()
+    for _ in range(2):
+        with stragglers.waits_for_data():
+            time.sleep(0.2 * world.rank)
+        said = stragglers.read(seconds=1.0, gpus=[])
+    return said
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     mesh.LARGE = LARGE
-    world, said = World(CPU, rank, rank, RANKS, RANKS), {}
+    world = World(CPU, rank, rank, RANKS, RANKS)
+    said: dict[str, dict[str, Any]] = {"waiting": waiting(world)}
     for name, keys in CASES.items():
         config = config_of(keys)
         alone, _ = train(config, world, 0)
@@ -102,6 +115,11 @@ def said(start_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFact
     out = tmp_path_factory.mktemp("ranks") / "said.json"
     start_ranks(__file__, RANKS, out)
     return json.loads(out.read_text())
+
+
+def test_the_rank_that_waits_for_its_data_is_named(said: dict[str, dict[str, Any]]) -> None:
+    assert set(said["waiting"]) == {"ranks/data_wait", "ranks/data_rank"}
+    assert said["waiting"]["ranks/data_rank"] == 1 and said["waiting"]["ranks/data_wait"] > 0.1
 
 
 @pytest.mark.parametrize("name", CASES)

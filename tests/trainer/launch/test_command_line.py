@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,10 @@ MISTAKES = {
     "++recipe=bf16": "++recipe=bf16: ++ is for keys; choose with +recipe=bf16",
     # a wrong type or value
     "optim.lr=fast": "optim.lr=fast: must be a number",
+    "run.resume=true": "run.resume=true: must be never, auto, or the path of a run or of one of its checkpoints",
+    "debug.inject={step: 3}": 'quote the whole argument, as "debug.inject=[...]" or "debug.inject={a: 1, b: 2}"',
+    "hydra.run.dir=x dry_run=true": "Octet's are below run.dir; set run.dir=x",
+    "hydra.job.chdir=true": "Octet's are below run.dir; set run.dir=runs",
     "-m optim.lr=1e-3,fast": "optim.lr=fast: must be a number",
     "trainer.max_steps=1.5": "trainer.max_steps=1.5: must be a whole number",
     "optim.schedule=WSD": "must be one of wsd, cosine",
@@ -321,6 +326,32 @@ def test_the_program_itself_exits_with_the_code_and_one_line(tmp_path: Path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("octet: error: model.dimm=3: ") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("when", "number"), [("import", signal.SIGINT), ("exit", signal.SIGINT), ("exit", signal.SIGTERM)]
+)
+def test_a_signal_in_an_import_or_at_the_exit_leaves_no_traceback(when: str, number: int, tmp_path: Path):
+    code = f"""
+import atexit, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "trainer.launch.command_line" and {when == "import"}:
+            signal.raise_signal({number:d})
+sys.meta_path.insert(0, Finder())
+atexit.register(signal.raise_signal, {number:d})
+sys.argv = ["train.py", "--cfg", "job"]
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-number, "")
+
+
+def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: pytest.CaptureFixture[str]):
+    arguments = ["model.moe_intermediate_size=100", "+recipe=fp8_jit", "dry_run=true"]
+    assert call(*arguments) == 2
+    (advice,) = re.findall("'(precision.rules.exceptions=.*)'", capsys.readouterr().err)
+    assert call(*arguments, advice) == 0
 
 
 def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):

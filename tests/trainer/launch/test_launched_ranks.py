@@ -270,8 +270,10 @@ def test_scripts_can_be_read(script: str):
     assert os.access(path, os.X_OK) and all(len(line) <= 120 for line in path.read_text().splitlines())
 
 
-def test_a_node_without_a_gpu_asks_how_many_processes(tmp_path: Path, run: Run):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+@pytest.mark.parametrize("code_of_it", [0, 127])
+def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path: Path, run: Run):
+    """With and without NVIDIA's programs."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {code_of_it}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     script = ROOT / "scripts" / "launch" / "one_node.sh"
     code, out, err = run([str(script), "run.name=a"], tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")

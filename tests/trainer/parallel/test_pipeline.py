@@ -31,6 +31,7 @@ RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps=
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=5", "model.num_mtp_layers=2"]
 RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4"]
+RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in each step
 
 
 class Case(NamedTuple):
@@ -100,6 +101,8 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
             checkpointer.close()
     held_out = mean_loss(engine.model, [batch[:1] for batch in batches[:3]], 1, world)
     found = {"lines": lines, "validation": held_out}
+    if engine.pipelined is not None:
+        found["idle"] = [share for (share,) in world.gather_numbers([engine.pipelined.clock.idle_share])]
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
     return found
 
@@ -162,6 +165,11 @@ def test_one_process_resumes_what_four_stages_saved(runs: dict[int, Any]) -> Non
     ours, theirs = runs[1]["resumed"]["lines"], runs[4]["plain"]["lines"][SAVED:]
     for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
+
+
+def test_every_rank_measures_how_long_it_waits(runs: dict[int, Any]) -> None:
+    """Microbatches of a stage are one behind the other, and in between it waits, for messages at least."""
+    assert len(runs[4]["plain"]["idle"]) == 4 and all(0 < share < 1 for share in runs[4]["plain"]["idle"])
 
 
 def test_blocks_are_divided_so_that_the_slowest_stage_has_least() -> None:

@@ -32,8 +32,9 @@ def events(run: Path) -> list[dict]:
     return [line for line in lines if line["kind"] == "profile"]
 
 
-def test_the_window_is_in_the_trace_and_nothing_else(config: Configs) -> None:
+def test_the_window_is_in_the_trace_and_nothing_else(config: Configs, capfd: pytest.CaptureFixture[str]) -> None:
     run = Trainer(config("+recipe=fp8_delayed", "profile.steps=[2,3]", *ONE_BLOCK)).train().folder
+    assert "profiler_start" not in capfd.readouterr().err  # Kineto's own lines
     trace = run / "profile" / "trace_step2-3.json.gz"
     names = spans(trace)
     assert sorted(name for name in names if name.startswith("step ")) == ["step 2", "step 3"]

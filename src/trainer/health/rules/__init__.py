@@ -7,12 +7,14 @@
     scale_rise        ... rises: its amax collapses, and what is left of it underflows when it comes back
     saturated         share of a tensor's elements that a cast clips
     underflown        share of its elements, zeros apart, that a cast makes zero
+    max_logit         the largest attention logit of a block, in two lines on end
     kurtosis_power    p in kurtosis ~ step^p, where it grows: above 1 is faster than linear (`Kurtosis`)
     shadow_loss_gap   loss in the run's precision against BF16, as a share of the loss
     shadow_cosine     the gradient's angle to BF16's
     expert_load       the fullest expert against the mean, for lines on end
     expert_entropy    entropy of the load over ln E, for lines on end
     throughput_drop   tokens per second, against the median of this process's own lines
+    straggler         a rank for which all others wait: its GPU, or its data
     memory_growth     memory held between steps creeps up
     memory_full       the peak comes near the card's size
     allocator_retries    the card's memory is in pieces
@@ -30,11 +32,12 @@ from trainer.config.health import AlertsConfig
 from trainer.health.alerts import Rule
 from trainer.health.rules.curves import GradNormSpike, LossPlateau, LossRise, ShadowCosine, ShadowLossGap
 from trainer.health.rules.power import GpuCelsius, GpuMemoryCelsius, GpuMemoryErrors, Throttled
-from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, ThroughputDrop
+from trainer.health.rules.resources import AllocatorRetries, MemoryFull, MemoryGrowth, Straggler, ThroughputDrop
 from trainer.health.rules.tensors import (
     ExpertEntropy,
     ExpertLoad,
     Kurtosis,
+    MaxLogit,
     Saturated,
     ScaleDrop,
     ScaleRise,
@@ -52,12 +55,14 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
         "scale_rise": ScaleRise,
         "saturated": Saturated,
         "underflown": Underflown,
+        "max_logit": MaxLogit,
         "kurtosis_power": Kurtosis,
         "shadow_loss_gap": ShadowLossGap,
         "shadow_cosine": ShadowCosine,
         "expert_load": ExpertLoad,
         "expert_entropy": ExpertEntropy,
         "throughput_drop": ThroughputDrop,
+        "straggler": Straggler,
         "memory_growth": lambda threshold: MemoryGrowth(threshold, card_gib),
         "memory_full": lambda threshold: MemoryFull(threshold, card_gib),
         "allocator_retries": AllocatorRetries,

@@ -46,6 +46,56 @@ class ThroughputDrop(Rule):
         return [Alert(self.name, step, message, rate, self._share * usual)]
 
 
+class Straggler(Rule):
+    """The same rank for five lines on end: its GPU is slower than the others' median by more than this share, or it
+    waits longer for its data than they do by more than this share of a step and 50 ms. The first line does not
+    count."""
+
+    name, of_process = "straggler", True
+    LINES, SECONDS = 5, 0.05
+
+    def __init__(self, share: float):
+        self._share = share
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._is_first = True
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        slow, wait = number(metrics, "ranks/gpu_slowness"), number(metrics, "ranks/data_wait")
+        if slow is None and wait is None:
+            return None
+        if wait is not None and wait * (number(metrics, "perf/step_seconds") or 0.0) < self.SECONDS:
+            wait = 0.0
+        if self._is_first:
+            self._is_first = False
+            return None
+        alerts = []
+        if slow is not None and (rank := self._lasting("gpu", slow, metrics)) is not None:
+            known = {" MHz": number(metrics, "ranks/gpu_clock_mhz"), " °C": number(metrics, "ranks/gpu_celsius")}
+            at = ", ".join(f"{value:.0f}{unit}" for unit, value in known.items() if value is not None)
+            message = (
+                f"the GPU of rank {rank} is {100 * slow:.0f} % slower than the others'{at and f' (at {at})'}, for "
+                f"{self.LINES} lines on end; all ranks wait for it: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there, "
+                "or leave that node out"
+            )
+            alerts.append(Alert(self.name, step, message, slow, self._share))
+        if wait is not None and (rank := self._lasting("data", wait, metrics)) is not None:
+            message = (
+                f"rank {rank} waits {100 * wait:.0f} % of a step longer for its data than the others, for {self.LINES} "
+                "lines on end; all ranks wait for it: look at the disk, the network and the load of its host"
+            )
+            alerts.append(Alert(self.name, step, message, wait, self._share))
+        return sorted(alerts, key=lambda alert: -alert.value)
+
+    def _lasting(self, what: str, value: float, metrics: Entry) -> int | None:
+        """The rank that was behind in the last lines."""
+        rank, (before, lines) = number(metrics, f"ranks/{what}_rank"), self._seen.get(what, (-1, 0))
+        if rank is None or value <= self._share:
+            self._seen.pop(what, None)
+            return None
+        self._seen[what] = int(rank), lines + 1 if rank == before else 1
+        return int(rank) if self._seen[what][1] >= self.LINES else None
+
+
 class MemoryGrowth(Rule):
     """Memory at the end of a step is `share` above what it was, and has crept there.
 

@@ -20,6 +20,8 @@ A process that hangs keeps its pulse. The others wait for it in a collective ope
 (`parallel.timeout`); those who did are not to blame, so that the one who did not is named, with the line it is at
 and the operation that they wait in.
 
+Before the ranks have met in the store, torchrun sees who dies; without torchrun, `lobby` does.
+
 With one process there is no watch, and nothing here imports torch.
 """
 
@@ -39,9 +41,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.launch.launcher import Launch
-from trainer.launch.liveness import heartbeat
+from trainer.launch.liveness import heartbeat, lobby
 from trainer.launch.liveness.exit_report import of_a_collective, pending_operation, place, waited_in
 from trainer.launch.liveness.heartbeat import LOOK_SECONDS, News, Watch, when
+from trainer.launch.liveness.lobby import Guest, Host
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
@@ -78,6 +81,7 @@ class RankGroup:
         self._store: TCPStore | None = None
         self._watch: Watch | None = None
         self._ending = threading.Lock()
+        self._lobby: Host | Guest | None = None
 
     def board(self, environment: Mapping[str, str]) -> Launch:
         """Read which process this is. UserError if the launcher's variables do not go together.
@@ -88,7 +92,18 @@ class RankGroup:
         self.launch = Launch.read(environment)
         for number in stopping():
             signal.signal(number, self._told)
+        if self.launch.size > 1 and not self.launch.agent_store:
+            self._lobby = lobby.enter(self.launch, self._not_met)
         return self.launch
+
+    def _not_met(self, message: str, code: int, rank: int, say: bool) -> NoReturn:
+        """The lobby's: a rank was lost, or has failed, before all had met."""
+        if self._watch is not None and say:
+            self.end(News(message, code, rank, self.launch.rank, self.step))
+        self.launch.leave_word(message)
+        if say:
+            print(f"octet: {message}", file=sys.stderr, flush=True)
+        _exit(code)
 
     @property
     def connected(self) -> bool:
@@ -100,13 +115,21 @@ class RankGroup:
 
         One that waits holds up all who share it: main, the watch and the process groups have one each.
         """
-        self._store = _connect(self.launch, 300, serve=self.launch.is_first and not self.launch.agent_store)
+        if isinstance(self._lobby, Host):
+            self._store = _connect(self.launch, self._lobby.socket_when_all_came())
+            self._lobby.opened()
+        else:
+            if self._lobby is not None:
+                self._lobby.wait_until_open()
+            self._store = _connect(self.launch)
         self._key("who", self.launch.rank, f"{platform.node()} {os.getpid()}")
-        self._watch = Watch(self, _connect(self.launch, 300))
+        self._watch = Watch(self, _connect(self.launch))
         self._watch.start()
+        if isinstance(self._lobby, Guest):  # rank 0 leaves when all others have
+            self._lobby.met()
         signal.signal(signal.SIGTERM, self._terminated)
         signal.set_wakeup_fd(self._watch.waker, warn_on_full_buffer=False)
-        return _connect(self.launch, 300)
+        return _connect(self.launch)
 
     def all_met(self) -> None:
         """All have come. From here on main hears of signals itself: it waits for nobody who may never come."""
@@ -162,10 +185,12 @@ class RankGroup:
         if self.launch.size == 1:
             return True
         self.launch.leave_word(message)
-        if not self.launch.agent_store:
-            return self.launch.is_first
+        if self._lobby is not None:
+            return self._lobby.decide(message, code)
+        if not self.launch.agent_store:  # it has failed in `board`
+            return True
         try:
-            store = _connect(self.launch, 10)
+            store = _connect(self.launch, seconds=10)
             first = store.add(self.name("said", message), 1) == 1
             store.add(self.name("refused"), 1)
             deadline = time.monotonic() + 2.0
@@ -391,9 +416,15 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _connect(launch: Launch, seconds: float, serve: bool = False) -> "TCPStore":
-    """The job's store. torchrun serves it; without torchrun rank 0 does."""
+def _connect(launch: Launch, listening: int | None = None, seconds: float = 60.0) -> "TCPStore":
+    """The job's store. torchrun serves it; without torchrun rank 0 does, on the socket where it is `listening`."""
     from torch._C._distributed_c10d import TCPStore
 
-    limit = timedelta(seconds=seconds)
-    return TCPStore(launch.address, launch.port, is_master=serve, timeout=limit, wait_for_workers=False)
+    return TCPStore(
+        launch.address,
+        launch.port,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )

@@ -1,0 +1,386 @@
+"""Where ranks that no torchrun watches (srun, mpirun, by hand) find each other, from their first second on.
+
+The job's store comes late: importing torch takes seconds, and a rank that waits for it in C++ hears nothing. So rank 0
+(`Host`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`Guest`) holds a
+connection to it, on which both send a line of JSON for each thing to say, and an empty one every 5 seconds:
+
+    both    {"bye": 1}                                  it ends as it should
+    guest   {"who": [rank, host, process, namespace]}   once connected
+            {"met": 1}                                  it is in the store, and the watch has taken over
+            {"failed": message, "code": code}           it ends, and asks whether to say why
+    host    {"hello": [host, process, namespace]}       once connected
+            {"open": 1}                                 the store is served (on the same listening socket)
+            {"news": message, "code": code}             why the job ends: the guest ends silently
+            {"say": true}                               answer to `failed`; false: rank 0 says the same
+
+A process that dies closes its connection, one that stops or loses its node is silent: either is named within a minute.
+"""
+
+import atexit
+import contextlib
+import errno
+import json
+import os
+import platform
+import selectors
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+from trainer.launch.launcher import Launch
+from trainer.launch.liveness import heartbeat
+from trainer.launch.liveness.exit_report import how_it_ended
+
+RANK_0_SECONDS = 60.0
+"""How long a rank waits for rank 0 to listen."""
+ALL_SECONDS = 300.0
+"""How long rank 0 waits for the others to come. It says for whom after `SAY_SECONDS`."""
+SAY_SECONDS = 30.0
+SAME_SECONDS = 2.0
+"""How long those who find the same mistake wait for each other, so that one says it."""
+_LOOK_SECONDS = 0.1  # between two looks at what has come
+_LONGEST = 1 << 16
+
+
+class OnEnd(Protocol):
+    """Ends the job from a thread. rank: whom it is about; say: whether this process is the one to say `message`."""
+
+    def __call__(self, message: str, code: int, rank: int, say: bool) -> None: ...
+
+
+def enter(launch: Launch, on_end: OnEnd) -> "Host | Guest":
+    """This rank's part, begun."""
+    lobby = Host(launch, on_end) if launch.is_first else Guest(launch, on_end)
+    lobby.start()
+    return lobby
+
+
+def this_process() -> list[Any]:
+    """Host, process, and the namespace in which that number means something."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [platform.node(), os.getpid(), namespace]
+
+
+class _Line:
+    """A connection, and who is at its other end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.rank, self.process = connection, -1, ["?", 0, ""]
+        self.heard = time.monotonic()
+        self._rest = b""
+        connection.settimeout(heartbeat.PATIENCE)
+
+    def send(self, **what: Any) -> None:
+        """A line; nothing: a pulse. What cannot be sent is lost: reading finds out why."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall((json.dumps(what) if what else "").encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """What has come; None: the other end is closed, or is none of ours."""
+        try:
+            data = self.socket.recv(_LONGEST)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found = [json.loads(line) for line in lines if line]
+        except (OSError, ValueError, RecursionError):
+            return None
+        self.heard = time.monotonic()
+        good = data and len(self._rest) < _LONGEST and all(isinstance(each, dict) for each in found)
+        return found if good else None
+
+    def how(self) -> str:
+        """What has become of the process at the other end."""
+        here = this_process()
+        if self.process[0] == here[0] and self.process[2] == here[2]:
+            return how_it_ended(int(self.process[1]), None)
+        return "has died"
+
+    def is_silent(self) -> bool:
+        return time.monotonic() - self.heard > heartbeat.SILENCES * heartbeat.PULSE_SECONDS
+
+    def name(self) -> str:
+        """`rank 1 (host, process 123)`."""
+        return f"rank {self.rank} ({self.process[0]}, process {self.process[1]})"
+
+
+_SILENT = "has given no sign of life for {:.0f} s (is it stopped, or its node lost?)"
+_BEFORE = "before the ranks had met"
+
+
+class _Lobby(threading.Thread):
+    def __init__(self, launch: Launch, on_end: OnEnd) -> None:
+        super().__init__(name="lobby", daemon=True)
+        self._launch, self._on_end = launch, on_end
+        self._place = f"{launch.address}:{launch.port}"
+        self._verdict: str | None = None  # why main of this rank ends, if it does
+        self._over = False
+        self._beat = 0.0
+        atexit.register(self.leave)
+
+    def leave(self) -> None:
+        """This process ends as it should."""
+        raise NotImplementedError
+
+    def _is_due(self) -> bool:
+        """Whether to send a pulse now."""
+        if time.monotonic() < self._beat:
+            return False
+        self._beat = time.monotonic() + heartbeat.PULSE_SECONDS
+        return True
+
+    def _silence(self) -> str:
+        return _SILENT.format(heartbeat.SILENCES * heartbeat.PULSE_SECONDS)
+
+
+class Host(_Lobby):
+    """Rank 0's."""
+
+    def __init__(self, launch: Launch, on_end: OnEnd) -> None:
+        super().__init__(launch, on_end)
+        self._lines: list[_Line] = []
+        self._came: set[int] = set()
+        self._left: list[_Line] = []
+        self._waits = False
+        self._asked: list[tuple[_Line, str, int, float]] = []
+        self._news: tuple[str, int] | None = None
+        self._closing = threading.Event()  # main wants the listening socket
+        self._closed = threading.Event()
+        self._listening = _listen(launch.port)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ, None)
+
+    def socket_when_all_came(self) -> int:
+        """The listening socket, for the store, when all ranks have come. RunError if some do not."""
+        began, said, self._waits = time.monotonic(), False, True
+        while missing := set(range(1, self._launch.size)) - self._came:
+            waited = time.monotonic() - began
+            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)[:8]))}"
+            who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            if waited > ALL_SECONDS:
+                why = f"did not come to {self._place} within {ALL_SECONDS:.0f} s"
+                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE says")
+            if waited > SAY_SECONDS and not said:
+                print(f"octet: waiting at {self._place} for {who}", flush=True)
+                said = True
+            time.sleep(_LOOK_SECONDS / 4)
+        self._closing.set()
+        self._closed.wait()
+        return self._listening.detach()
+
+    def opened(self) -> None:
+        """The store is served."""
+        for line in list(self._lines):
+            line.send(open=1)
+
+    def leave(self) -> None:
+        """This process ends as it should."""
+        for line in list(self._lines):
+            line.send(bye=1)
+        self._over = True
+
+    def decide(self, message: str, code: int) -> bool:
+        """Main ends, for this reason: tell all. Returns whether this rank says it."""
+        self._verdict = message
+        self._tell(message, code)
+        deadline = time.monotonic() + SAME_SECONDS
+        while len(self._came) < self._launch.size - 1 and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(2 * _LOOK_SECONDS)
+        return True
+
+    def _tell(self, message: str, code: int) -> None:
+        self._news = message, code
+        for line in list(self._lines):
+            line.send(news=message, code=code)
+        time.sleep(2 * _LOOK_SECONDS)  # until they have read it: what is unread may go with the connection
+
+    def run(self) -> None:
+        """Until all have said goodbye."""
+        while not self._over:
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            if self._closing.is_set() and not self._closed.is_set():
+                self._selector.unregister(self._listening)
+                self._closed.set()
+            self._answer()
+            if self._waits and self._left:
+                self._lost(self._left.pop(), "has ended")
+            due = self._is_due()
+            for line in list(self._lines):
+                if due:
+                    line.send()
+                if line.rank > 0 and line.is_silent():
+                    self._lost(line, self._silence())
+            if self._closed.is_set() and not self._lines and not self._left:
+                return
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            line = _Line(self._listening.accept()[0])
+            line.send(hello=this_process())
+            self._lines.append(line)
+            self._selector.register(line.socket, selectors.EVENT_READ, line)
+
+    def _hear(self, line: _Line) -> None:
+        messages = line.read()
+        for message in messages or []:
+            if "who" in message:
+                line.rank, *line.process = message["who"]
+                self._came.add(line.rank)
+                if self._news is not None:
+                    line.send(news=self._news[0], code=self._news[1])
+            elif "failed" in message:
+                deadline = time.monotonic() + SAME_SECONDS
+                self._asked.append((line, str(message["failed"]), int(message["code"]), deadline))
+            elif "bye" in message or "met" in message:
+                self._left += [line] if "bye" in message else []
+                self._forget(line)
+                return
+        if messages is None:
+            asked = any(line is each for each, *_ in self._asked)
+            self._forget(line)
+            if line.rank > 0 and not asked:
+                self._lost(line, line.how())
+
+    def _forget(self, line: _Line) -> None:
+        self._lines.remove(line)
+        self._selector.unregister(line.socket)
+        line.socket.close()
+
+    def _answer(self) -> None:
+        """Let one of those who fail say why."""
+        for line, message, code, deadline in list(self._asked):
+            if self._verdict is not None:
+                line.send(say=self._verdict != message)
+                self._asked.clear()
+            elif time.monotonic() > deadline:
+                line.send(say=True)
+                self._tell(message, code)
+                self._on_end(message, code, line.rank, False)
+                return
+
+    def _lost(self, line: _Line, how: str) -> None:
+        if self._verdict is None:
+            message = f"error: {line.name()} {how}, {_BEFORE}"
+            self._tell(message, 1)
+            self._on_end(message, 1, line.rank, True)
+
+
+class Guest(_Lobby):
+    """Another rank's."""
+
+    def __init__(self, launch: Launch, on_end: OnEnd) -> None:
+        super().__init__(launch, on_end)
+        self._line: _Line | None = None
+        self._open = threading.Event()
+        self._say: bool | None = None
+        self._why = "nothing answers there"
+        self._began = time.monotonic()
+
+    def wait_until_open(self) -> None:
+        """Return when the store is served. RunError if rank 0 is not there."""
+        while not self._open.wait(_LOOK_SECONDS):
+            if self._over:
+                raise _run_error(f"rank 0 at {self._place} ended before the ranks had met; start all with one command")
+            if self._line is None and time.monotonic() - self._began > RANK_0_SECONDS:
+                why = f"did not come to {self._place} within {RANK_0_SECONDS:.0f} s ({self._why})"
+                raise _run_error(f"rank 0 {why}; look at what it printed, or correct MASTER_ADDR and MASTER_PORT")
+
+    def leave(self) -> None:
+        """This process ends as it should."""
+        self._leave("bye")
+
+    def met(self) -> None:
+        """The watch has taken over."""
+        self._leave("met")
+
+    def _leave(self, how: str) -> None:
+        if self._line is not None and not self._over:
+            self._line.send(**{how: 1})
+        self._over = True
+
+    def decide(self, message: str, code: int) -> bool:
+        """Main ends, for this reason. Returns whether this rank says it."""
+        self._verdict, asked = message, False
+        deadline = time.monotonic() + 2 * SAME_SECONDS
+        while self._say is None and self.is_alive() and time.monotonic() < deadline:
+            if self._line is None and time.monotonic() > deadline - SAME_SECONDS:
+                break
+            if self._line is not None and not asked:
+                self._line.send(failed=message, code=code)
+                asked = True
+            time.sleep(_LOOK_SECONDS / 4)
+        return self._say is not False
+
+    def run(self) -> None:
+        """Until `leave`."""
+        while self._line is None and not self._over:
+            try:
+                self._line = _Line(socket.create_connection((self._launch.address, self._launch.port), 5))
+                self._line.send(who=[self._launch.rank, *this_process()])
+            except OSError as error:
+                self._why = error.strerror or str(error)
+                time.sleep(_LOOK_SECONDS)
+        line = self._line
+        while line is not None and not self._over:
+            with selectors.DefaultSelector() as selector:
+                selector.register(line.socket, selectors.EVENT_READ)
+                messages = line.read() if selector.select(_LOOK_SECONDS) else []
+            if self._is_due():
+                line.send()
+            for message in messages or []:
+                self._heed(line, message)
+            if messages is None or line.is_silent():
+                if self._verdict is None and not self._over:
+                    self._lost(line, line.how() if messages is None else self._silence())
+                return
+
+    def _heed(self, line: _Line, message: dict[str, Any]) -> None:
+        if "hello" in message:
+            line.rank, line.process = 0, message["hello"]
+        elif "open" in message:
+            self._open.set()
+        elif "bye" in message:
+            self._over = True
+        elif "say" in message:
+            self._say = bool(message["say"])
+        elif "news" in message and self._verdict is not None:
+            self._say = message["news"] != self._verdict if self._say is None else self._say
+        elif "news" in message and not self._over:
+            self._on_end(str(message["news"]), int(message["code"]), 0, False)
+
+    def _lost(self, line: _Line, how: str) -> None:
+        # nobody is there to choose one: one of each node, and rank 1
+        first = self._launch.local_rank == 0 or self._launch.rank == 1
+        name = line.name() if line.rank == 0 else f"rank 0 ({self._launch.address}:{self._launch.port})"
+        self._on_end(f"error: {name} {how}, {_BEFORE}", 1, 0, first)
+
+
+def _listen(port: int) -> socket.socket:
+    """At all addresses. RunError if another program does."""
+    deadline = time.monotonic() + heartbeat.PATIENCE  # one that is just ending: of a run before, say
+    while True:
+        try:
+            try:
+                return socket.create_server(("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                return socket.create_server(("", port), backlog=4096)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = error.strerror or error
+                raise _run_error(f"MASTER_PORT={port}: rank 0 cannot listen there ({why}); set another") from None
+            time.sleep(_LOOK_SECONDS)
+
+
+def _run_error(message: str) -> Exception:
+    """precision's RunError. Importing it imports torch, which must not come before the ranks have met."""
+    from precision.errors import RunError
+
+    return RunError(message)

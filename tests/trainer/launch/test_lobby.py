@@ -1,0 +1,140 @@
+"""Ranks without torchrun: what happens to one before all have met is named within a minute, and ends all.
+
+Two ranks run this file as a program: FAULT RANK; the fault befalls one of them before it meets the other.
+"""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from precision.errors import UserError
+from trainer.launch.command_line import guarded
+from trainer.launch.liveness import heartbeat, lobby
+from trainer.launch.liveness.rank_group import RankGroup
+from trainer.launch.world import init
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def main() -> int:
+    """Exit code, as of train.py."""
+    rank_group = RankGroup()
+    fault, who = sys.argv[1], int(sys.argv[2])
+    heartbeat.PULSE_SECONDS, heartbeat.PATIENCE, lobby.RANK_0_SECONDS = 0.2, 2.0, 4.0
+
+    def run() -> None:
+        launch = rank_group.board(os.environ)
+        if fault == "mistake" and who in (launch.rank, 2):
+            raise UserError("optim.lr=9: too large; lower it")
+        if launch.rank == who:
+            time.sleep(1)
+            if fault == "import":
+                import no_such_module  # noqa: F401 # pyright: ignore[reportMissingImports]
+            if fault == "leave":
+                raise SystemExit(0)
+            if fault in ("SIGKILL", "SIGSTOP"):
+                os.kill(os.getpid(), signal.Signals[fault])
+            if fault == "slow":
+                time.sleep(2.5)  # longer than a silence
+        world = init(torch.device("cpu"), rank_group, 60)
+        assert world.gather(launch.rank) == [0, 1]
+        rank_group.leave()
+
+    return guarded(run, rank_group)
+
+
+class Pair:
+    """Two ranks, or those of them that are started."""
+
+    def __init__(self, programs: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = str(free.getsockname()[1])
+        self._programs, self.ranks = programs, {}
+
+    def start(self, fault: str, who: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for rank in ranks:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port}
+            words = {key: str(value) for key, value in place.items()}
+            self.ranks[rank] = self._programs.start(__file__, fault, who, environment=words)
+
+    def end(self, rank: int) -> tuple[int, str]:
+        """Exit code, and stderr without numbers of processes."""
+        err = self.ranks[rank].communicate(60)[1]
+        blank = re.sub(r"process \d+", "process N", err).replace(os.uname().nodename, "HOST")
+        return self.ranks[rank].returncode, blank
+
+
+@pytest.fixture
+def pair(programs: Any) -> Iterator[Pair]:
+    made = Pair(programs)
+    yield made
+    for rank in made.ranks.values():
+        rank.kill()
+
+
+def test_ranks_meet_however_late_one_of_them_is(pair: Pair) -> None:
+    pair.start("slow", 0)
+    assert [pair.end(rank) for rank in (0, 1)] == [(0, "")] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [("SIGKILL", "(was killed by SIGKILL.*|has died)"), ("SIGSTOP", "has given no sign of life for 2 s .*")],
+)
+def test_one_that_dies_or_stops_is_named_by_the_other(pair: Pair, who: int, fault: str, how: str) -> None:
+    pair.start(fault, who)
+    code, err = pair.end(1 - who)
+    assert code == 1
+    assert re.fullmatch(rf"octet: error: rank {who} \(HOST, process N\) {how}, before the ranks had met\n", err), err
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_missing_import_keeps_its_traceback_and_ends_all(pair: Pair, who: int) -> None:
+    pair.start("import", who)
+    code, err = pair.end(who)
+    assert code == 1 and "ModuleNotFoundError: No module named 'no_such_module'" in err and f"on rank {who}" in err
+    assert pair.end(1 - who) == (1, "")
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_mistake_is_said_once(pair: Pair, who: int) -> None:
+    """Of one rank, or (2) of both: then rank 0 says it."""
+    pair.start("mistake", who)
+    said = {rank: pair.end(rank) for rank in (0, 1)}
+    line = "octet: error: optim.lr=9: too large; lower it\n"
+    assert said == {who % 2: (2, line), 1 - who % 2: (2, "")}
+
+
+def test_one_that_leaves_ends_all(pair: Pair) -> None:
+    pair.start("leave", 1)
+    code, err = pair.end(0)
+    assert (code, err) == (1, "octet: error: rank 1 (HOST, process N) has ended, before the ranks had met\n")
+
+
+def test_rank_0_that_never_comes_is_named_and_the_wait_hears_a_signal(pair: Pair) -> None:
+    pair.start("none", 0, ranks=(1,))
+    code, err = pair.end(1)
+    assert code == 1 and re.match(
+        r"octet: error: rank 0 did not come to 127\.0\.0\.1:\d+ within 4 s \(Connection ", err
+    ), err
+    pair.start("none", 0, ranks=(1,))
+    time.sleep(2)
+    began = time.monotonic()
+    pair.ranks[1].send_signal(signal.SIGINT)
+    assert pair.end(1)[0] == 128 + signal.SIGINT
+    assert time.monotonic() - began < 30  # it had waited for 300 s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
