@@ -49,21 +49,21 @@ def run(rank_group: "RankGroup") -> None:
         from trainer.launch.agreement import agree
         from trainer.launch.device import pick_device
         from trainer.launch.world import init
-        from trainer.offline.ending import ending, shown
+        from trainer.offline.ending import ending, say, shown
         from trainer.trainer import Trainer
 
         world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
-            print(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}", flush=True)
+            say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
         summary = Trainer(config, job.overrides, world).train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            print(ending(summary, job.overrides, config.eval.sample, launch.size == 1), flush=True)
+            say(ending(summary, job.overrides, config.eval.sample, launch.size == 1))
     if len(done) > 1:
-        from trainer.offline.ending import sweep_table
+        from trainer.offline.ending import say, sweep_table
 
-        print(f"\n{sweep_table(done)}")
+        say(f"\n{sweep_table(done)}")
     rank_group.leave()
 
 

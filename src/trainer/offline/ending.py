@@ -6,6 +6,7 @@ shows a run cannot make it fail.
 
 import gc
 import shlex
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -17,11 +18,19 @@ from models.generate import Sampling, generate
 from precision.errors import UserError
 from trainer.forecast.header import shown
 from trainer.offline.saved_model import open_run
+from trainer.sinks.console import BestEffortStream
 
 if TYPE_CHECKING:
     from trainer.trainer import Summary
 
 TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+def say(text: str) -> None:
+    """Print, if anybody still reads, in the characters that the terminal has."""
+    encoding, screen = sys.stdout.encoding or "utf-8", BestEffortStream(sys.stdout)
+    screen.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    screen.flush()
 
 
 def sample(run: Path, tokens: int) -> str:

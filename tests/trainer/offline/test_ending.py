@@ -1,8 +1,10 @@
 """The last lines of a run: what the model wrote, the commands that come next, the table of a sweep."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +66,18 @@ def test_a_run_ends_with_text_and_commands_that_work(
     again = run_python(ROOT / program, *arguments)
     assert again.returncode == 0, again.stderr
     assert [path.name for path in list_checkpoints(done.folder / "checkpoints")][-1] == "step_00000004"
+
+
+def test_a_terminal_of_few_characters_or_without_a_reader_costs_no_finished_run() -> None:
+    code = "from trainer.offline.ending import say; say('\\ufffd\\u00e9'); print('end')"
+    command = [sys.executable, "-c", code]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    poor = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
+    assert (poor.returncode, poor.stdout) == (0, "??\nend\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run(command, stdout=writer, check=False).returncode == 0
+    os.close(writer)
 
 
 def test_a_run_without_a_checkpoint_has_no_text_and_no_error(tmp_path: Path) -> None:
