@@ -134,6 +134,18 @@ def brief(words: list[str]) -> list[str]:
     return [*kept, *TEXT[:3], *(f"{key}={value}" for key, value in few.items()), "logging.every=1"]
 
 
+def planned(words: list[str]) -> list[str]:
+    """A command of docs/parallelism.md: what is searched is searched for a small model, on the first two machines."""
+    if not words[0].endswith("plan_parallelism.py") or any(word.startswith("parallel.") for word in words):
+        return on_text(words)
+    several = "--gpus", "--node-link", "--network"
+    words = [
+        ",".join(word.split(",")[:2]) if before in several else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    return ["model=deepseek_tiny" if word.startswith("model=") else word for word in words]
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a user has it, with a place of its own for what commands write; prepared data is shared."""
@@ -162,9 +174,8 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
-            cut = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}.get(
-                page, on_text
-            )
+            cuts = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}
+            cut = {**cuts, "docs/parallelism.md": planned}.get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]
