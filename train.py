@@ -20,6 +20,8 @@ def run(rank_group: "RankGroup") -> None:
     launch = rank_group.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch)
     from trainer.config import load
+
+    configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
     from trainer.forecast.preflight import check, fitted, report
@@ -27,7 +29,6 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.run.resume_source import check_origin
     from trainer.run.run_folder import check_place
 
-    configs = [load(job.tree) for job in jobs]
     for i, config in enumerate(configs):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]

@@ -25,6 +25,7 @@ PAGES = [
     "docs/data.md",
     "docs/fully_fp8.md",
     "docs/optimizers.md",
+    "docs/lab.md",
 ]
 SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
@@ -146,6 +147,16 @@ def planned(words: list[str]) -> list[str]:
     return ["model=deepseek_tiny" if word.startswith("model=") else word for word in words]
 
 
+def in_lab(words: list[str]) -> list[str]:
+    """A command of docs/lab.md: its long runs are cut to two steps, and all are of a small model."""
+    if words[0] != "train.py" or "dry_run=true" in words:
+        return words
+    own = {"model", "trainer.global_batch_size", "trainer.microbatch_size", "trainer.sequence_length"}
+    kept = [word for word in words if word.partition("=")[0] not in own]
+    kept = ["trainer.max_steps=2" if word == "trainer.max_steps=60" else word for word in kept]
+    return on_text([*kept, "health.every=0", "health.dashboard=false"])
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a user has it, with a place of its own for what commands write; prepared data is shared."""
@@ -175,7 +186,8 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
             cuts = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}
-            cut = {**cuts, "docs/parallelism.md": planned}.get(page, on_text)
+            cuts |= {"docs/parallelism.md": planned, "docs/lab.md": in_lab}
+            cut = cuts.get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]

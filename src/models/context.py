@@ -42,6 +42,11 @@ class ContextSplit:
         length = x.shape[1] // self.size
         return x.narrow(1, self.rank * length, length)
 
+    def own_heads(self, heads: int) -> range:
+        """This rank's heads of so many, in the attention core."""
+        each = heads // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
     def window(self, tokens: Tensor, further: int) -> Tensor:
         """tokens [B, S + 1] -> this rank's of the first S and `further` behind them, [B, S/c + further]; beyond the end
         the last token."""

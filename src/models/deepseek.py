@@ -189,6 +189,7 @@ class DeepSeek(nn.Module):
         self.context = context
         for _, block in self._blocks:
             block.attn.context = context
+            block.attn.max_logits.heads = context.own_heads(self.config.num_heads)
             if isinstance(block, MoEBlock):
                 block.moe.gate.context = context
 

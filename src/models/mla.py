@@ -38,7 +38,18 @@ from torch import Tensor, nn
 
 from models.context import ContextSplit
 from models.layers import RMSNorm, apply_rope, normed
-from precision import AttentionCore, Feed, Kurtosis, Linear, Operand, Plan, attention_core, latent_attention
+from precision import (
+    AttentionCore,
+    Feed,
+    Kurtosis,
+    Linear,
+    MaxLogits,
+    Operand,
+    Plan,
+    attention_core,
+    latent_attention,
+    returns_lse,
+)
 
 LATENT_NORM_EPS = 1e-6
 
@@ -95,6 +106,7 @@ class MLA(nn.Module):
         self.feed = Feed(self.q if self.q_a is None else self.q_a, self.kv_a)
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
+        self.max_logits = MaxLogits(num_heads)
         self.context: ContextSplit | None = None  # the ranks that sequences are cut over
         self.num_heads, self.softmax_scale = num_heads, softmax_scale
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
@@ -109,6 +121,12 @@ class MLA(nn.Module):
         kv_BSx = self.kv_b(latent)
         self.kurtosis(q_BSx, kv_BSx)
         return self._expanded(self._by_head(q_BSx, own_2SP), kv_BSx, k_rope, rope_2SP, mask)
+
+    def knows_logits(self, device: torch.device, documents: bool) -> bool:
+        """Whether `max_logits` is raised on this device. documents: whether attention stays within them."""
+        if isinstance(self.core, AttentionCore):
+            return True
+        return returns_lse(device, self.core_dtype, sum(self.q_widths), self.kv_widths[1], documents)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
@@ -161,7 +179,7 @@ class MLA(nn.Module):
         if self.k_head_norm is not None:
             k = self._turned(normed(k, self.k_head_norm), rope_2SP)
         q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q_BSHd, k, v_BSHV))
-        out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask)
+        out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask, self.max_logits.row)
         out_BSHV = out_BHSV.transpose(1, 2)
         if self.context is not None:
             out_BSHV = self.context.to_positions(out_BSHV)

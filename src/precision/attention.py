@@ -11,6 +11,8 @@ pass.
 
 MLA's head sizes differ, but PyTorch's fused CPU kernel wants one, so there v is padded with zeros and the result cut.
 
+The log-sum-exp that a kernel keeps for its backward pass also bounds the largest logit: see `max_logits`.
+
 Within documents: a position i sees positions j with start(i) <= j <= i. On a GPU our own kernel does that
 (`kernels.document_attention`), which skips whatever is not seen; elsewhere, and in FP32, PyTorch with a boolean mask,
 which is also the definition that the kernel is tested against. Neither cuDNN way serves: a mask is what it has made
@@ -19,31 +21,66 @@ its memory (pytorch pull request 186142). Flash attention wants one head size an
 host knows. flex_attention rounds 192 up to 256, and outside a compiled graph fills memory with scores.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.max_logits import raise_max_logits
 from precision.proof import ATTENTION, refused
 
 HOPPER = 9  # major compute capability
+LOG_2 = math.log(2)
 
 
-def attention_core(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+def attention_core(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, max_logits_H: Tensor | None = None
+) -> Tensor:
     """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i, with a
-    mask (`document_mask`, for this dtype and these head sizes) only those of its document."""
+    mask (`document_mask`, for this dtype and these head sizes) only those of its document.
+
+    max_logits [H] FP32: raised as `max_logits` says, where the kernel returns a log-sum-exp (`returns_lse`).
+    """
+    out, lse = _attention(q, k, v, scale, mask)
+    if max_logits_H is not None and lse is not None:
+        is_base_2 = mask is not None and mask.dtype is torch.int32  # our kernel's
+        raise_max_logits(max_logits_H, lse, LOG_2 if is_base_2 else 1.0)
+    return out
+
+
+def returns_lse(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, documents: bool) -> bool:
+    """Whether `attention_core` on this device has a log-sum-exp, with these head sizes and two positions or more.
+    documents: whether it stays within them."""
+    if device.type != "cuda":
+        return True
+    return (_kernel_takes if documents else _cudnn_takes)(device, dtype, d_qk, d_v)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The result, and the log-sum-exp of each row's logits [B, H, S] or [B, H, S, 1], or None."""
+    if mask is not None and mask.dtype is torch.int32:
+        return torch.ops.octet.document_attention(q, k, v, mask, scale)
+    if not q.is_cuda:
+        return _on_cpu(q, k, v, scale, mask)
     if mask is not None:
-        return _within_documents(q, k, v, scale, mask)
-    if q.is_cuda:
-        if _cudnn_takes(q, v):
-            # no bias, keep the log-sum-exp, no dropout, causal, no debug mask
-            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            return cudnn(q, k, v, None, True, 0.0, True, False, scale=scale)[0]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    narrow = q.shape[-1] - v.shape[-1]
-    if narrow > 0:
-        v = F.pad(v, (0, narrow))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :-narrow]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale), None
+    if q.shape[-2] > 1 and _cudnn_takes(q.device, q.dtype, q.shape[-1], v.shape[-1]):
+        # no bias, keep the log-sum-exp, no dropout, causal, no debug mask
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = cudnn(q, k, v, None, True, 0.0, True, False, scale=scale)
+        return out, lse
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale), None
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """PyTorch's fused kernel, by name for its log-sum-exp. It wants one head size: zeros fill the narrower one."""
+    width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (t if t.shape[-1] == wide else F.pad(t, (0, wide - t.shape[-1])) for t in (q, k, v))
+    bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale)
+    return out if width == wide else out[..., :width], lse
 
 
 def latent_attention(
@@ -97,15 +134,6 @@ def _within(bounds_2BS: Tensor) -> Tensor:
     return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]
 
 
-def _within_documents(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    if mask.dtype is torch.int32:
-        return torch.ops.octet.document_attention(q, k, v, mask, scale)[0]
-    narrow = q.shape[-1] - v.shape[-1]
-    if narrow <= 0 or q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return F.scaled_dot_product_attention(q, k, F.pad(v, (0, narrow)), mask, scale=scale)[..., :-narrow]
-
-
 def _kernel_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or ATTENTION in refused:
         return False
@@ -116,13 +144,12 @@ def _kernel_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int)
     return max(d_qk, d_v) <= LARGEST and gpu.shared_memory_per_block_optin >= SHARED_MEMORY
 
 
-def _cudnn_takes(q: Tensor, v: Tensor) -> bool:
-    sizes = q.shape[-1], v.shape[-1]
+def _cudnn_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> bool:
+    """Of two positions or more."""
     return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-2] > 1
-        and max(sizes) <= 256
-        and not any(size % 8 for size in sizes)
+        dtype in (torch.bfloat16, torch.float16)
+        and max(d_qk, d_v) <= 256
+        and not (d_qk % 8 or d_v % 8)
         and not torch.are_deterministic_algorithms_enabled()
-        and torch.cuda.get_device_properties(q.device).major == HOPPER
+        and torch.cuda.get_device_properties(device).major == HOPPER
     )

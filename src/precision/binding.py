@@ -8,13 +8,14 @@ from precision.backends import get_backend
 from precision.fp8_attention import AttentionCore
 from precision.kurtosis import Kurtosis, bind_kurtosis
 from precision.linear import GroupedLinear, Linear, refresh_weights
+from precision.max_logits import MaxLogits, bind_max_logits
 from precision.plan import Plan
 from precision.scaling import ScalingArena
 
 
 def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
-    """Give every slot of the model its rows in a new arena on `device`, every `Kurtosis` its sums, and make the compute
-    weights.
+    """Give every slot of the model its rows in a new arena on `device`, every `MaxLogits` its row, every `Kurtosis` its
+    sums, and make the compute weights.
 
     Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
     modules.
@@ -25,6 +26,7 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
         if isinstance(layer, Linear | GroupedLinear) and layer.te is None:
             get_backend(layer.recipe.backend)  # imported now: compiled code cannot
     arena = ScalingArena(slots, plan.config.scaling, plan.delayed, device)
+    arena.max_logits = bind_max_logits([m for m in model.modules() if isinstance(m, MaxLogits)], device)
     bind_kurtosis([m for m in model.modules() if isinstance(m, Kurtosis)], device)
     refresh_weights(model, force=True)
     return arena

@@ -31,6 +31,7 @@ from precision.attention import attention_core, visible
 from precision.backends import get_backend
 from precision.formats import BY_NAME, read_back, saturating_cast
 from precision.linear import quantize
+from precision.max_logits import raise_max_logits
 from precision.observe import is_observed, is_sampled, tell, tell_rows
 from precision.operators import operator
 from precision.rows import CoreRow, GemmRecipe
@@ -56,14 +57,22 @@ class AttentionCore(nn.Module):
         """Arena rows, in forward order: q and k (watched only, if their scale is static), v, dO, dS."""
         return [self.q_slot, self.k_slot, self.v_slot, self.grad_slot, self.scores_slot]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        mask: Tensor | None = None,
+        max_logits_H: Tensor | None = None,
+    ) -> Tensor:
         """As `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16 -> [B, H, S, V] in BF16."""
         if not self.in_fp8:
-            return attention_core(q, k, v, scale, mask)
+            return attention_core(q, k, v, scale, mask, max_logits_H)
         operands = [*self._cast(q, self.q_slot), *self._cast(k, self.k_slot), *quantize(v, self.v_slot, self.recipe)]
         slots = self.grad_slot, self.scores_slot
         rows = [row for slot in slots for row in (slot.scale, slot.amax, slot.place)]
-        return _Core.apply(q, k, v, *operands, mask, *rows, scale, self.recipe)
+        return _Core.apply(q, k, v, *operands, mask, *rows, max_logits_H, scale, self.recipe)
 
     def _cast(self, x: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
         """FP8 of queries or keys and its inverse scale; records the amax."""
@@ -82,9 +91,11 @@ class _Core(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, q, k, v, q8, q_inv, k8, k_inv, v8, v_inv, mask,
-        dout_scale, dout_amax, dout_place, ds_scale, ds_amax, ds_place, scale: float, recipe: GemmRecipe,
+        dout_scale, dout_amax, dout_place, ds_scale, ds_amax, ds_place, max_logits_H, scale: float, recipe: GemmRecipe,
     ) -> Tensor:  # fmt: skip
         out, lse = _forward(q8, q_inv, k8, k_inv, v8, v_inv, mask, scale)
+        if max_logits_H is not None:
+            raise_max_logits(max_logits_H, lse)
         ctx.save_for_backward(q8, q_inv, k8, k_inv, v8, v_inv, mask, out, lse)
         # arena rows are not saved for backward: other views of the arena are written in between
         ctx.rows, ctx.scale, ctx.recipe = (
@@ -102,7 +113,7 @@ class _Core(torch.autograd.Function):
         dout8, dout_inv = backend.quantize(grads[0], dout_scale, dout_amax, recipe.grad, recipe, dout_place)
         how = recipe.grad.name, recipe.scaling.margin, recipe.scaling.power_of_two, recipe.delayed
         found = _backward(dout8, dout_inv, *ctx.saved_tensors, *of_ds, ctx.scale, *how)
-        return *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), *(None,) * 15
+        return *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True)), *(None,) * 16
 
 
 @operator("fp8_attention")

@@ -90,7 +90,7 @@ class ScalingArena:
     """All scaling state of a model on one device. See the module docstring.
 
     names: N row names, in the order of the forward pass as far as modules tell it. amax [N], scale [N], history [N, H]:
-    FP32.
+    FP32. max_logits [attention cores, H] FP32: see `max_logits`.
     """
 
     def __init__(self, slots: Iterable[Slot], scaling: ScalingConfig, delayed: bool, device: torch.device | str):
@@ -107,6 +107,7 @@ class ScalingArena:
         self.num_scaled = sum(limit > 0 for limit in limits)
         size = len(self.names)
         self.amax = torch.zeros(size, device=device)
+        self.max_logits = torch.zeros(0, 0, device=device)
         self.scale = torch.zeros(size, device=device)
         self.history = torch.zeros(size, scaling.history if delayed else 0, device=device)
         start = 0
@@ -119,8 +120,9 @@ class ScalingArena:
             start = stop
 
     def begin_step(self) -> None:
-        """Forget the amaxes of the step before."""
+        """Forget the amaxes and logits of the step before."""
         self.amax.zero_()
+        self.max_logits.fill_(-torch.inf)
 
     def finite(self) -> Tensor:
         """0-d bool: every amax recorded in this step is finite."""

@@ -9,7 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from precision import attention_core
+from models.documents import bounds_of
+from precision import attention_core, document_mask, returns_lse
 
 SCALE = 192**-0.5
 CUDNN = "_scaled_dot_product_cudnn_attention"
@@ -74,6 +75,20 @@ def test_what_cudnn_does_not_take_goes_elsewhere(length: int, dtype: torch.dtype
         core(*tensors)
     assert CUDNN not in ops.names
     assert_close(core, tensors, 1e-2)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_max_logits_are_the_largest_log_sum_exp_in_nats(documents: bool) -> None:
+    q, k, v = (t.detach().transpose(1, 2) for t in inputs(320, torch.bfloat16))
+    mask, tops = None, torch.full((3,), -torch.inf, device="cuda")
+    seen = torch.ones(320, 320, dtype=torch.bool, device="cuda").tril()
+    if documents:
+        bounds = bounds_of(torch.arange(320, device="cuda").div(100).int().expand(2, -1))
+        mask, seen = document_mask(bounds, torch.bfloat16, 192, 128), document_mask(bounds, torch.float64, 0, 0)
+    attention_core(q, k, v[..., 128:], SCALE, mask, tops)
+    exact = (q.double() @ k.double().mT * SCALE).masked_fill(~seen, -torch.inf).logsumexp(-1).amax((0, 2))
+    torch.testing.assert_close(tops.double(), exact, rtol=0, atol=2e-2)
+    assert returns_lse(q.device, q.dtype, 192, 128, documents)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -22,11 +22,19 @@ def definition(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (q @ k.mT * scale).masked_fill(future, float("-inf")).softmax(-1) @ v
 
 
+def lse(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Log-sum-exp of each row's logits in float64, [B, H, S]."""
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return (q.double() @ k.double().mT * scale).masked_fill(future, float("-inf")).logsumexp(-1)
+
+
 @pytest.mark.parametrize("length", [1, 5, 77])
 @pytest.mark.parametrize(("d_qk", "d_v"), [(24, 16), (16, 16), (16, 24)])
 def test_equals_its_definition_with_gradients(length: int, d_qk: int, d_v: int) -> None:
     q, k, v = inputs(length, d_qk, d_v)
-    out, expected = attention_core(q, k, v, 0.2), definition(q, k, v, 0.2)
+    tops = torch.full((3,), -torch.inf)
+    out, expected = attention_core(q, k, v, 0.2, None, tops), definition(q, k, v, 0.2)
+    torch.testing.assert_close(tops, lse(q, k, 0.2).amax((0, 2)).float(), msg="rows of lse bound each head's logits")
     torch.testing.assert_close(out, expected.float())
     probe = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad((x * probe).sum(), (q, k, v)) for x in (out, expected)), strict=True):

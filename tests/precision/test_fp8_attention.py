@@ -92,6 +92,11 @@ def test_documents_are_kept_apart(recipe: Recipe) -> None:
     mask = document_mask(torch.stack([starts, ends]).int(), torch.bfloat16, D, V)
     found = run(core, q, k, v, dout, 0.2, mask)
     want = exact(q, k, v, dout, 0.2, visible(mask, 40, torch.device("cpu")))
+    tops = torch.full((q.shape[1],), -torch.inf)
+    core(q, k, v, 0.2, mask, tops)
+    scores = (q.double() @ k.double().mT * 0.2).masked_fill(~visible(mask, 40, torch.device("cpu")), -torch.inf)
+    most = 0.2 * (q.double().abs() @ k.double().abs().mT).max() * 2.1 * HALF_STEP[0]  # of a rounded q and a rounded k
+    assert (tops - scores.logsumexp(-1).amax((0, 2))).abs().max() < most, "max logits"
     for error in errors(found, want):
         assert error < 2 * sum(HALF_STEP)
     alone = core(q[:1, :, 13:], k[:1, :, 13:], v[:1, :, 13:], 0.2)

@@ -74,6 +74,8 @@ class AlertsConfig:
     """Temperature of the hottest memory."""
     gpu_memory_errors: int | None
     """Errors in GPU memory that ECC could not correct: more than this."""
+    max_logit: float | None = None
+    """Largest attention logit of a block, in two lines on end: above this."""
 
 
 @dataclass
@@ -124,7 +126,7 @@ def check_alerts(alerts: AlertsConfig) -> None:
         "memory_growth",
         "straggler",
     )
-    above_zero += ("allocator_retries", "gpu_celsius", "gpu_memory_celsius")
+    above_zero += ("max_logit", "allocator_retries", "gpu_celsius", "gpu_memory_celsius")
     for keys, low, high, what in (
         (shares, 0.0, 1.0, "above 0 and up to 1"),
         (above_one, 1.0, math.inf, "above 1"),

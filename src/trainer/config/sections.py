@@ -163,6 +163,9 @@ class OptimConfig:
     """adamw: for everything; muon: for the hidden matrices, AdamW for embedding, head and norms."""
     muon: MuonConfig | None = None
     """Muon's settings (optim=muon_wsd, optim=muon_cosine); null with adamw."""
+    qk_clip: float | None = None
+    """Largest attention logit of a head: where a step's is above, the head's q and k weights are scaled down after it
+    (QK-clip, Kimi K2: 100); null: off."""
 
 
 @dataclass

@@ -17,7 +17,9 @@ def check_optimizer(config: Config) -> None:
     """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
     _check_moments(config)
     _check_loss_scale(config.precision.loss_scale)
-    muon = config.optim.muon
+    tau, muon = config.optim.qk_clip, config.optim.muon
+    if tau is not None and not 0 < tau < math.inf:
+        _refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
     if config.optim.name is not OptimizerName.muon:
         return
     if muon is None:

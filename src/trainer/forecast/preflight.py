@@ -250,6 +250,9 @@ def without_effect(config: Config, world_size: int) -> list[str]:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
     if p.stages is not None and p.pipeline == 1:
         idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
+    if config.optim.qk_clip is not None and config.model.qk_norm:
+        why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
+        idle("optim.qk_clip", config.optim.qk_clip, why, "set null")
     if config.health.shadow_every > config.trainer.max_steps:
         why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")

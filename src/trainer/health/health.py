@@ -14,9 +14,10 @@ What is collected leaves the device in the trainer's one copy. Passes and collec
 tensors.jsonl: a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [blocks with experts]}} when a run starts or
 goes on, then a line for each logged step, lists in the order of those names:
 
-    {"step": N, "fp8": {"scale": [...], "amax": [...]}, "moe": {"load_max_over_mean", "entropy", "bias_max"}}
-    a look adds     "fp8": "saturated", "underflown", "error"; "blocks": {"kurtosis_qkv", "kurtosis_ffn",
-                    "kurtosis_block"}; "load": [[tokens of each expert], ...]
+    {"step": N, "fp8": {"scale": [...], "amax": [...]}, "blocks": {"max_logit"},
+                    "moe": {"load_max_over_mean", "entropy", "bias_max"}}
+    a look adds     "fp8": "saturated", "underflown", "error"; "blocks": "kurtosis_qkv", "kurtosis_ffn",
+                    "kurtosis_block"; "load": [[tokens of each expert], ...]
     shadows add     "shadow": {"cosine": {parameter: number}, "share": {parameter: number}}
 """
 
@@ -72,6 +73,8 @@ class Health:
         }
         self._parameters = shadow.module_names(engine)
         self._casts, self._kurtosis = Casts(self.rows, engine.device), BlockKurtosis(blocks)
+        documents = engine.model.end_of_text is not None
+        self._logits = blocks[0][1].attn.knows_logits(engine.device, documents)
         self._looked = False
         self._seen: dict[str, Tensor] = {}
 
@@ -138,6 +141,8 @@ class Health:
                 found[f"{VECTOR}moe/bias_max"] = torch.stack(e.model.router_bias).abs().amax(1)
             if self._seen:
                 found[f"{VECTOR}load"] = load
+        if self._logits:
+            found[f"{VECTOR}blocks/max_logit"] = arena.max_logits.amax(1)
         found |= self._seen
         self._seen = {}
         return found
@@ -193,6 +198,7 @@ def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
     note("fp8/error_worst", "fp8/error", max)
     for kind in KINDS:
         note(f"act/kurtosis_{kind}", f"blocks/kurtosis_{kind}", max)
+    note("act/max_logit", "blocks/max_logit", max)
     note("shadow/cosine_mean", "shadow/cosine", fmean)
     pairs = zip(vectors.get("shadow/cosine", ()), vectors.get("shadow/share", ()), strict=True)
     if cosines := [cosine for cosine, share in pairs if share >= COUNTS and math.isfinite(cosine)]:

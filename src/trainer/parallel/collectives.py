@@ -16,14 +16,19 @@ from trainer.launch.world import World
 T = TypeVar("T")
 
 
-def all_max(amax: Tensor, world: World) -> None:
-    """Raise amaxes [N] to the largest of all ranks, in place. Not a number counts as infinite."""
-    if not world.many or amax.numel() == 0:
+def all_max(tensors: list[Tensor], world: World) -> None:
+    """Raise FP32 tensors of any shape to the largest of all ranks, in place, in one message. Not a number counts as
+    infinite."""
+    if not world.many:
         return
     import torch.distributed as dist
 
-    amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
-    dist.all_reduce(amax, dist.ReduceOp.MAX)
+    together = torch.cat([t.flatten() for t in tensors])
+    # the maximum of a number and NaN may be the number
+    together.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    for tensor, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:

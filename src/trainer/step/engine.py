@@ -20,6 +20,7 @@ from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
 from trainer.optim.build import build_optimizer
 from trainer.optim.loss_scale import LossScale
+from trainer.optim.qk_clip import QKClip, check_qk_clip
 from trainer.parallel.blocks import parallelize
 from trainer.parallel.mesh import Degrees, build_mesh, resolve
 from trainer.parallel.shard_views import model_state, shard_views
@@ -51,6 +52,8 @@ class Engine:
     """Runs all microbatches of a step where the blocks are divided into stages."""
     loss_scale: LossScale | None = None
     """Where the plan has FP16 in it."""
+    qk_clip: QKClip | None = None
+    """Clips attention logits after the optimizer's update."""
 
     @property
     def data_share(self) -> tuple[int, int]:
@@ -99,6 +102,10 @@ def build_engine(
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
     optimizer = build_optimizer(config, plan, model, device, world, degrees)
+    qk_clip = None
+    if config.optim.qk_clip is not None and not config.model.qk_norm:
+        check_qk_clip(config, model, device)
+        qk_clip = QKClip(model, config.optim.qk_clip, arena.max_logits)
     guard = StepGuard(arena, optimizer.names, config.recovery)
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
@@ -135,6 +142,7 @@ def build_engine(
         degrees,
         pipelined,
         loss_scale,
+        qk_clip,
     )
 
 

@@ -135,8 +135,8 @@ class StepGuard:
         if verdict.loss_scale is None or not bool(verdict.overflow):
             return None
         scale = float(verdict.loss_scale)
-        line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,g}, first at {place}; it falls to "
-        return Reason(f"{line}{scale / 2:,g}, nothing else of the step was kept", {"loss_scale": scale})
+        line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,.12g}, first at {place}; it falls to "
+        return Reason(f"{line}{scale / 2:,.12g}, nothing else of the step was kept", {"loss_scale": scale})
 
     def count(self, verdict: Verdict) -> None:
         """Add the step to the counters, and to what is usual."""

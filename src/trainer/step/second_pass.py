@@ -3,7 +3,7 @@
 Between two steps nothing is on the way: gradients are gone, gathered weights are freed, the data cursor and the random
 numbers are the host's. What a pass leaves behind is known, and is put away here:
 
-    amaxes of the arena       taken down before, put back after; scales and histories are only read
+    maxima in the arena       taken down before, put back after; scales and histories are only read
     compute weights           made anew at the start; the next step does the same from the same masters and scales
     gradients                 dropped, each as soon as whoever wants it has seen it
     weights gathered by FSDP  freed before and after
@@ -39,7 +39,8 @@ OnGradient = Callable[[str, nn.Parameter], None]
 @contextmanager
 def off_record(engine: Engine) -> Iterator[None]:
     """Passes made inside leave no trace. Between two steps only. A collective where there are ranks."""
-    amax = engine.arena.amax.clone()
+    maxima = engine.arena.amax, engine.arena.max_logits
+    before = [each.clone() for each in maxima]
     if engine.injector is not None:
         engine.injector.before(0, 0)  # there is no such step
     engine.microbatch.release()
@@ -49,7 +50,8 @@ def off_record(engine: Engine) -> Iterator[None]:
     finally:
         engine.optimizer.zero_grad()
         engine.microbatch.release()
-        engine.arena.amax.copy_(amax)
+        for each, was in zip(maxima, before, strict=True):
+            each.copy_(was)
 
 
 def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> Losses:

@@ -78,5 +78,7 @@ def test_operator_is_what_it_says() -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(document_attention, (q, k, v, bounds, SCALE), test_utils=checks)
     with torch.no_grad():
-        expected = attention_core(q, k, v, SCALE, document_mask(bounds, torch.float32, 24, 16))
-        torch.testing.assert_close(attention_core(q, k, v, SCALE, bounds), expected)
+        tops, expected_tops = torch.full((2, HEADS), -torch.inf)
+        expected = attention_core(q, k, v, SCALE, document_mask(bounds, torch.float32, 24, 16), expected_tops)
+        torch.testing.assert_close(attention_core(q, k, v, SCALE, bounds, tops), expected)
+        torch.testing.assert_close(tops, expected_tops)

@@ -44,7 +44,7 @@ def everything(engine: Engine) -> dict[str, Tensor]:
     state: dict[str, Tensor] = dict(engine.model.state_dict())
     for name, moments in engine.optimizer.state_dict().items():
         state |= {f"{name}/{key}": value for key, value in moments.items()}
-    for key in ("amax", "scale", "history"):
+    for key in ("amax", "max_logits", "scale", "history"):
         state[key] = getattr(engine.arena, key)
     for i, layer in enumerate(gemm_layers(engine.model)):
         assert layer.operand is not None
@@ -217,7 +217,10 @@ def test_what_a_run_writes(config: Configs) -> None:
         rows, moe = entry["fp8"], entry["moe"]
         assert len(rows["scale"]) == len(rows["amax"]) == len(names["names"]["fp8"])
         assert all(len(values) == len(names["names"]["moe"]) == 2 for values in moe.values())
-        assert ("fp8/error_mean" in line) == ("error" in rows) == ("blocks" in entry) == (step in (3, 6))
+        blocks = entry["blocks"]
+        assert ("fp8/error_mean" in line) == ("error" in rows) == ("kurtosis_qkv" in blocks) == (step in (3, 6))
+        assert len(tops := blocks["max_logit"]) == 3 and min(tops) > 0
+        assert max(tops) == pytest.approx(line["act/max_logit"], rel=1e-3)
         assert ("shadow/loss_gap" in line) == ("shadow" in entry) == (step == 5)
         assert ("load" in entry) == (step in (3, 5, 6))
     look, shadowed = entries[1], entries[3]

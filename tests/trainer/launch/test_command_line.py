@@ -364,25 +364,29 @@ def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "says"),
     [
         (
             ["--help"],
+            0,
             [
                 "python train.py +recipe=fp8_delayed",
                 "bf16, cpu_demo, fp16, fp8_block, fp8_delayed, fp8_full, fp8_jit",
                 "max_steps",
             ],
         ),
-        (["--cfg", "job", "+recipe=fp8_jit"], ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
+        (["--cfg", "job", "+recipe=fp8_jit"], 0, ["name: fp8_jit", "num_experts_per_token", "dry_run: false"]),
+        (["optim.lrr=1"], 2, ["octet: error: optim.lrr=1: there is no such key; did you mean optim.lr?"]),
     ],
 )
-def test_help_and_cfg_are_quick_they_import_no_torch(arguments: list[str], says: list[str], tmp_path: Path):
-    code = "import runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    code += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
-    command = [sys.executable, "-c", code, str(ROOT / "train.py"), *arguments]
+def test_help_cfg_and_a_mistyped_key_are_quick_they_import_no_torch(
+    arguments: list[str], code: int, says: list[str], tmp_path: Path
+):
+    program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
+    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    program += "except SystemExit as stop: print('code', stop.code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, str(ROOT / "train.py"), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("code 0 False\n") and done.stderr == ""
-    assert all(text in done.stdout for text in says)
+    assert done.stdout.endswith(f"code {code} False\n") and (code != 0 or done.stderr == "")
+    assert all(text in done.stdout + done.stderr for text in says)
     assert list(tmp_path.iterdir()) == []

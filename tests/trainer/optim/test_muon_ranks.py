@@ -36,6 +36,7 @@ RUN += ["data.path=.", "optim.warmup_steps=0", "optim=muon_wsd", "optim.muon.ite
 RUN += ["model.vocab_size=64", "model.hidden_size=48", "model.num_layers=2", "model.num_heads=3"]
 RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=8", "model.v_head_dim=16"]
 RUN += ["model.intermediate_size=96", "model.moe_intermediate_size=32", "model.num_experts=4"]
+RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in each step
 FSDP, HSDP, DDP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=hsdp", "parallel.shard=1")
 BF16 = "optim.muon.iteration=bf16"
 CASES: dict[int, dict[str, tuple[str, ...]]] = {

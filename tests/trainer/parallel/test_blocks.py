@@ -32,7 +32,8 @@ def build(config: Config, compiler: CompileCounterWithBackend | None = None) -> 
 
 
 def two_steps(model: DeepSeek, arena: ScalingArena) -> tuple[Tensor, list[Tensor]]:
-    """Amaxes and gradients of the second of two steps of two microbatches; it scales by the history of the first."""
+    """Amaxes with max logits, and gradients, of the second of two steps of two microbatches; it scales by the history
+    of the first."""
     generator = torch.Generator().manual_seed(0)
     amax = arena.amax
     for _ in range(2):
@@ -40,7 +41,7 @@ def two_steps(model: DeepSeek, arena: ScalingArena) -> tuple[Tensor, list[Tensor
         begin_step(model, arena)
         for _ in range(2):
             model(torch.randint(320, (2, 25), generator=generator)).total.backward()
-        amax = arena.amax.clone()
+        amax = torch.cat([arena.amax, arena.max_logits.flatten()])
         arena.commit(arena.finite())
     return amax, [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -48,6 +48,9 @@ const SECTIONS = [
     { title: "Kurtosis by block", type: MapPanel, group: "blocks", size: "wide", quantities: [
       { id: "qkv", key: "blocks/kurtosis_qkv", label: "QKV output", mode: "log" }, { id: "ffn", key: "blocks/kurtosis_ffn", label: "FFN's second linear", mode: "log" },
       { id: "block", key: "blocks/kurtosis_block", label: "block output", mode: "log" }] },
+    line("Largest attention logit", "bound from the log-sum-exp", [["act/max_logit", "all blocks"]], { exact: true, low: 0 }),
+    line("Heads clipped", "QK-clip, in the step", [["optim/qk_clipped_heads", "heads"]], { exact: true, low: 0, unlessZero: true }),
+    { title: "Largest logit by block", type: MapPanel, group: "blocks", size: "wide", quantities: [{ id: "logit", key: "blocks/max_logit", label: "logit", mode: "linear" }] },
   ]],
   ["Experts", [
     line("Load, largest over mean", "", [["moe/load_max_over_mean", "mean of blocks"], ["moe/load_max_over_mean_worst", "worst block"]], { log: true }),

@@ -38,7 +38,7 @@ BUDGET = 48 * 2**20
 """Bytes of tensors.jsonl that are read of it at most when a run is opened: about two seconds."""
 OVERLAP = 64
 """Bytes before the end of what was read, by which a file is known again."""
-LOOK = b'"saturated"', b'"blocks"', b'"cosine"'
+LOOK = b'"saturated"', b'"kurtosis_qkv"', b'"cosine"'
 """Only lines of a look inside or of a shadow have them."""
 RARE = 8
 """Where so many plain lines come for one of these, fewer of these are left out, by this factor."""

@@ -7,6 +7,7 @@
     scale_rise        ... rises: its amax collapses, and what is left of it underflows when it comes back
     saturated         share of a tensor's elements that a cast clips
     underflown        share of its elements, zeros apart, that a cast makes zero
+    max_logit         the largest attention logit of a block, in two lines on end
     kurtosis_power    p in kurtosis ~ step^p, where it grows: above 1 is faster than linear (`Kurtosis`)
     shadow_loss_gap   loss in the run's precision against BF16, as a share of the loss
     shadow_cosine     the gradient's angle to BF16's
@@ -36,6 +37,7 @@ from trainer.health.rules.tensors import (
     ExpertEntropy,
     ExpertLoad,
     Kurtosis,
+    MaxLogit,
     Saturated,
     ScaleDrop,
     ScaleRise,
@@ -53,6 +55,7 @@ def training_rules(config: AlertsConfig, card_gib: float | None) -> list[Rule]:
         "scale_rise": ScaleRise,
         "saturated": Saturated,
         "underflown": Underflown,
+        "max_logit": MaxLogit,
         "kurtosis_power": Kurtosis,
         "shadow_loss_gap": ShadowLossGap,
         "shadow_cosine": ShadowCosine,

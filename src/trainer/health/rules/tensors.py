@@ -1,4 +1,4 @@
-"""Rules about the inside: scales and casts of tensors in FP8, kurtosis of blocks, load of experts."""
+"""Rules about the inside: scales and casts of tensors in FP8, logits and kurtosis of blocks, load of experts."""
 
 import math
 from collections.abc import Iterator
@@ -122,6 +122,36 @@ class Underflown(_CastShare):
     name = key = "underflown"
     does = "becomes zero in its cast to FP8"
     advice = "a few large values hold its scale down: finer scales (+recipe=fp8_block) leave the others alone"
+
+
+class MaxLogit(Rule):
+    """Attention logits grow: queries and keys, which no norm holds. In two logged lines on end."""
+
+    name = "max_logit"
+
+    def __init__(self, threshold: float):
+        self._threshold = threshold
+        self._before: set[str] = set()
+
+    def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
+        names, tops = _rows(tensors, "blocks", "max_logit")
+        if not names:
+            worst = number(metrics, "act/max_logit")
+            if worst is None:
+                return None
+            names, tops = [""], [worst]
+        found = {name: top for name, top in zip(names, tops, strict=True) if top > self._threshold}
+        again = self._before & found.keys()
+        self._before = set(found)
+        return [self._alert(step, name, found[name]) for name in sorted(again, key=lambda name: -found[name])]
+
+    def _alert(self, step: int, name: str, top: float) -> Alert:
+        message = (
+            f"the largest attention logit of {name or 'a block'} is {top:.4g} "
+            f"(health.alerts.max_logit={self._threshold:g}): q and k grow without bound, and attention collapses onto "
+            "single tokens; set optim.qk_clip=100, or lower optim.lr"
+        )
+        return Alert(self.name, step, message, top, self._threshold, block=name or None)
 
 
 class Kurtosis(Rule):
