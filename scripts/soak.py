@@ -1,6 +1,6 @@
 """The soak test: whatever happens to a run from outside, it ends with the bits of one that nothing happened to.
 
-    python scripts/soak.py                            50 rounds, some minutes on two cores; make soak does the same
+    python scripts/soak.py                            50 rounds, 50 damaged files, some minutes; make soak does the same
     python scripts/soak.py --rounds 200 --seed 3 --ranks 2
 
 It trains a tiny model on the CPU again and again, each time under another name: a *course*. A course has a reference,
@@ -15,6 +15,8 @@ In some courses steps go bad: a NaN or Inf in one step, which is dropped, or in 
 so that the run goes back to a checkpoint and leaves these data out. The reference has the same faults. When the run is
 done, its weights, moments, scales, counters, data cursor and random numbers, and its metrics loss/ optim/ moe/ fp8/ of
 every step, must be the reference's, bit for bit.
+
+Before that, files of a run and of its data are damaged, one at a time (`soak_faults.py`): none may be trained on.
 
 Processes are forked from this one, which has imported everything: what is tested is what comes after that. Exit code 0:
 all the same; 1: something was not, and the folder is kept.
@@ -44,6 +46,7 @@ from typing import Any, NoReturn
 
 import torch
 from soak_bits import Wrong, compare
+from soak_faults import faults, table
 
 import trainer.launch.agreement
 import trainer.parallel.fsdp
@@ -149,6 +152,12 @@ def fork(words: list[str], environment: dict[str, Any], output: Path) -> int:
         train(sys.argv[0])
     finally:
         os._exit(128 + signal.SIGINT)  # interrupted before it had begun
+
+
+def train_alone(words: list[str], output: Path) -> tuple[int, str]:
+    """As `soak_faults.Train`."""
+    process = fork(words, {}, output)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), output.read_text()
 
 
 def train(path: str) -> NoReturn:
@@ -324,7 +333,6 @@ def courses(folder: Path, chance: random.Random, steps: int, ranks: int) -> Cour
 def soak(folder: Path, rounds: int, seed: int, steps: int, ranks: int) -> None:
     """All rounds. Wrong, if something is."""
     chance, done = random.Random(seed), 0
-    write_corpus(folder / "corpus")
     while done < rounds:
         course = courses(folder, chance, steps, ranks)
         course.start("reference")
@@ -358,13 +366,22 @@ def main() -> int:
         "--seed", type=int, default=1, help="of what happens when (default 1); moments also vary by themselves"
     )
     parser.add_argument("--steps", type=int, default=48, help="of each run (default 48, at least 16)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of every third run (default 1)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="processes of every third run, started without torchrun (default 2)"
+    )
+    parser.add_argument("--faults", type=int, default=50, help="files that are damaged (default 50)")
     options = parser.parse_args()
-    if options.steps < 16 or options.rounds < 1 or options.ranks < 1:
-        parser.error("--steps is 16 or more, --rounds and --ranks 1 or more")
+    if options.steps < 16 or min(options.rounds, options.faults) < 0 or options.ranks < 1:
+        parser.error("--steps is 16 or more, --ranks 1 or more, --rounds and --faults 0 or more")
     torch.set_num_threads(1)
     folder, began = Path(tempfile.mkdtemp(prefix="octet-soak-")), time.monotonic()
     try:
+        write_corpus(folder / "corpus")
+        words = [*COMMON, "+recipe=fp8_delayed", f"data.path={folder / 'corpus'}"]
+        tally = faults(folder, options.faults, options.seed, words, train_alone) if options.faults else {}
+        print(table(tally), flush=True)
+        if any(found["lost"] for found in tally.values()):
+            raise Wrong("files were damaged, and it was not noticed")
         soak(folder, options.rounds, options.seed, options.steps, options.ranks)
     except Wrong as wrong:
         print(f"soak: WRONG (--seed {options.seed}): {wrong}\nsee {folder}", flush=True)

@@ -249,7 +249,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             alerts,
         )
         if folder.resumed_from is not None:
-            run.restore(folder.resumed_from)
+            with world.rank_group.phase("reading a checkpoint"):
+                run.restore(folder.resumed_from)
         if config.checkpoint.every:
             checkpointer.reserve(run.state())
         on_error.pop_all()

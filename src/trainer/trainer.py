@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from models.flops import flops_per_token
+from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
 from trainer.data import bigram_loss, validation_batches
@@ -77,7 +78,7 @@ class Trainer:
                     run.profiler.begin(self.step)
                     with run.stragglers.waits_for_data():
                         tokens = run.loader.next(*run.engine.data_share)
-                    self._step(tokens)
+                    self._step_on(tokens)
                     stop.agree()
                     self._throughput.step(self._tokens_per_step)
                     run.sinks.progress(self.step)
@@ -95,18 +96,28 @@ class Trainer:
                         if self.step < max_steps and _due(self.step, config.eval.every):
                             self.evaluate(at_end=False)
                         if last or (saves and not run.ladder.streak):  # in a row nothing has changed
-                            run.save(self.step)
+                            with run.world.rank_group.phase("copying a checkpoint"):
+                                run.save(self.step)
                         if self.step == max_steps and not stop.received:  # long: what was trained is safe by then
                             validation_loss = self.evaluate(at_end=True, stop=stop)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
             error = self._out_of_memory()
+            run.world.rank_group.announce(error)
             raise error from raised
         except BaseException as raised:
             error = raised
+            run.world.rank_group.announce(raised)
             raise
         finally:
             run.close(error)
+
+    def _step_on(self, tokens: Tensor) -> None:
+        if self._latest is not None:
+            self._step(tokens)
+        else:
+            with self.run.world.rank_group.phase("in its first step, which compiles"):
+                self._step(tokens)
 
     def _step(self, tokens: Tensor) -> None:
         engine = self.run.engine
@@ -197,13 +208,13 @@ class Trainer:
         for alert in r.alerts.see(line):
             r.sinks.event("alert", self.step, alert.message, **alert.what())
 
-    def _out_of_memory(self) -> TrainingStopped:
+    def _out_of_memory(self) -> RunError:
         """What to say when a GPU is full: what fills it, against the forecast."""
         e = self.run.engine
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
         expected, _ = forecast(self.config, e.plan, degrees, float(total))
-        return TrainingStopped(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
+        return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
         """Wait for what is still being written; say what came of the run."""

@@ -25,9 +25,10 @@ def soak_bits() -> ModuleType:
 
 
 def test_a_few_rounds_end_with_the_same_bits(run_python: Callable[..., Any]) -> None:
-    done = run_python(ROOT / "scripts" / "soak.py", "--rounds", "2", "--steps", "16")
+    done = run_python(ROOT / "scripts" / "soak.py", "--rounds", "2", "--steps", "16", "--ranks", "1", "--faults", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("round ") == 2 and "ended with the bits of the undisturbed one" in done.stdout
+    assert "| all | 3 | 3 | 0 | 0 |" in done.stdout  # renamed, and two files of the newest checkpoint
 
 
 def test_one_bit_is_seen(soak_bits: ModuleType) -> None:

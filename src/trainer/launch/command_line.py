@@ -180,6 +180,12 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
     rank_group: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
     """
     rank_group = rank_group or RankGroup()
+
+    def judge(error: BaseException) -> tuple[str | None, int] | None:
+        end = _judge(error, rank_group.stop_signal)
+        return None if end.orderly or end.by_signal else (end.message, end.code)
+
+    rank_group.judge = judge
     try:
         with _own_warnings_in_one_line():
             main()

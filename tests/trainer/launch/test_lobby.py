@@ -10,14 +10,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from precision.errors import UserError
 from trainer.launch.command_line import guarded
+from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
+from trainer.launch.liveness.exit_report import this_process
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import init
 
@@ -28,7 +31,8 @@ def main() -> int:
     """Exit code, as of train.py."""
     rank_group = RankGroup()
     fault, who = sys.argv[1], int(sys.argv[2])
-    heartbeat.PULSE_SECONDS, heartbeat.PATIENCE, lobby.RANK_0_SECONDS = 0.2, 2.0, 4.0
+    heartbeat.PULSE_SECONDS, heartbeat.PATIENCE, lobby.RANK_0_SECONDS = 0.5, 2.0, 4.0
+    heartbeat.SILENCES = 4 if fault == "SIGSTOP" else 9
 
     def run() -> None:
         launch = rank_group.board(os.environ)
@@ -43,9 +47,17 @@ def main() -> int:
             if fault in ("SIGKILL", "SIGSTOP"):
                 os.kill(os.getpid(), signal.Signals[fault])
             if fault == "slow":
-                time.sleep(2.5)  # longer than a silence
+                time.sleep(2.5)
         world = init(torch.device("cpu"), rank_group, 60)
         assert world.gather(launch.rank) == [0, 1]
+        if fault == "slow end" and launch.rank == who:
+            try:
+                raise KeyError("x")
+            except KeyError as error:
+                rank_group.announce(error)
+                time.sleep(5)  # as W&B may
+                raise
+        world.barrier()
         rank_group.leave()
 
     return guarded(run, rank_group)
@@ -134,6 +146,57 @@ def test_rank_0_that_never_comes_is_named_and_the_wait_hears_a_signal(pair: Pair
     pair.ranks[1].send_signal(signal.SIGINT)
     assert pair.end(1)[0] == 128 + signal.SIGINT
     assert time.monotonic() - began < 30  # it had waited for 300 s
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_others_do_not_wait_for_what_a_failed_rank_puts_away(pair: Pair, who: int) -> None:
+    pair.start("slow end", who)
+    line = f"octet: error: rank {who} (HOST, process N) failed before its first step: KeyError: 'x'\n"
+    code, err = pair.end(1 - who)
+    assert pair.ranks[who].poll() is None  # it still puts things away
+    assert code == 1 and pair.end(who)[0] == 1
+    said = [err, pair.end(who)[1]]
+    assert (
+        said[1 - who].count(line) == 1 and "Traceback" in said[1 - who] and line not in said[who]
+    )  # rank 0 has the screen
+
+
+def watch_of(monkeypatch: pytest.MonkeyPatch, gone: list[Any], **store: Any) -> heartbeat.Watch:
+    """Of rank 0, over rank 1; whom it takes for dead comes into `gone`."""
+    launch = Launch(size=2, local_size=2)
+    crew = SimpleNamespace(
+        launch=launch, name=lambda *key: "/".join(map(str, key)), phase_of=lambda rank: store["phase"]
+    )
+    reads = SimpleNamespace(check=lambda keys: keys[0] in store, get=lambda key: store[key].encode())
+    watch = heartbeat.Watch(cast(Any, crew), cast(Any, reads))
+    monkeypatch.setattr(watch, "_gone", lambda rank, process, descriptor: gone.append(rank))
+    monkeypatch.setattr(watch, "_end", lambda rank, how: gone.append(how))
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("phase", "looks", "why"), [("", 9, " 45 s (is its node"), ("compiling", 120, " 600 s, while c")]
+)
+def test_silence_is_no_death_in_a_phase_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, phase: str, looks: int, why: str
+) -> None:
+    gone: list[Any] = []
+    watch = watch_of(monkeypatch, gone, phase=phase, **{"pulse/1": "7|3|here"})
+    for _ in range(looks):
+        watch._listen()
+    assert gone == []
+    watch._listen()
+    assert len(gone) == 1 and f"has given no sign of life for{why}" in gone[0]
+
+
+def test_a_number_of_a_process_means_nothing_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A neighbour in another container whose number is nobody's here is not gone."""
+    host, _, namespace = this_process()
+    gone: list[Any] = []
+    watch_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 pid:[1]"})._meet()
+    assert gone == []
+    watch_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 {namespace}"})._meet()
+    assert gone == [1]
 
 
 if __name__ == "__main__":

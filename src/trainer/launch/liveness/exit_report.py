@@ -1,18 +1,29 @@
 """What can be learnt of a process that has ended, of an error that others have caused, and of what one waits for."""
 
+import contextlib
 import fcntl
 import json
 import os
+import platform
 import signal
 import struct
 import time
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from trainer.files import SOURCE
 
 _OWN_FILES = ("rank_group.py", "exit_report.py")
+
+
+def this_process() -> list[Any]:
+    """Host, process, and the namespace in which that number means something."""
+    namespace = "-"
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [platform.node(), os.getpid(), namespace]
 
 
 def how_it_ended(process: int, descriptor: int | None) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from trainer.launch.launcher import Launch
-from trainer.launch.liveness.exit_report import how_it_ended
+from trainer.launch.liveness.exit_report import how_it_ended, this_process
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
@@ -22,6 +22,8 @@ LOOK_SECONDS = 0.5
 PULSE_SECONDS = 5.0
 SILENCES = 9
 """Pulses that may fail to come before a rank counts as lost."""
+LONG_SILENCES = 120
+"""The same for a rank in a phase that may keep it silent (`RankGroup.phase`)."""
 PATIENCE = 5.0
 """Seconds that those who fail together wait for each other, so that the right one is named."""
 
@@ -55,6 +57,9 @@ class Watched(Protocol):
     def pulse(self) -> str: ...
     def pulse_of(self, rank: int) -> tuple[int, str]: ...
     def describe(self, rank: int) -> str: ...
+    def phase_of(self, rank: int) -> str: ...
+    @property
+    def has_announced(self) -> bool: ...
 
 
 class Watch(threading.Thread):
@@ -114,7 +119,7 @@ class Watch(threading.Thread):
                     return
                 if self._told is not None and not self._crew.met and time.monotonic() > self._told[1]:
                     self._crew.deaf(self._told[0])
-                if self._store.check([self._crew.name("news")]):
+                if not self._crew.has_announced and self._store.check([self._crew.name("news")]):
                     self._crew.end(News(**json.loads(self._store.get(self._crew.name("news")))))
                 if self._crew.overdue():
                     self._crew.end(self._crew.waited_in_vain())
@@ -142,7 +147,11 @@ class Watch(threading.Thread):
         for rank in list(self._strangers):
             if self._store.check([self._crew.name("who", rank)]):
                 self._strangers.discard(rank)
-                process = int(self._store.get(self._crew.name("who", rank)).decode().split()[1])
+                host, process, namespace = self._store.get(self._crew.name("who", rank)).decode().split()
+                here = this_process()
+                if [host, namespace] != [here[0], here[2]]:  # its number is another process here: see `_listen`
+                    continue
+                process = int(process)
                 try:
                     descriptor = os.pidfd_open(process)
                 except ProcessLookupError:
@@ -173,9 +182,13 @@ class Watch(threading.Thread):
             pulse = self._store.get(key).decode()
             before, times = self._pulses.get(rank, ("", 0))
             self._pulses[rank] = pulse, times + 1 if pulse == before else 0
-            if self._pulses[rank][1] >= SILENCES:
-                seconds = round(SILENCES * PULSE_SECONDS)
-                self._end(rank, f"has given no sign of life for {seconds} s (is its node lost?)")
+            silences = self._pulses[rank][1]
+            if silences >= SILENCES:
+                phase = self._crew.phase_of(rank)
+                if phase and silences < LONG_SILENCES:
+                    continue
+                why = f", while {phase}" if phase else " (is its node lost?)"
+                self._end(rank, f"has given no sign of life for {round(silences * PULSE_SECONDS)} s{why}")
 
     def _end(self, rank: int, how: str) -> None:
         step = max(self._crew.step, self._crew.pulse_of(rank)[0])  # its pulse is up to half a second old

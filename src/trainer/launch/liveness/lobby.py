@@ -20,8 +20,6 @@ import atexit
 import contextlib
 import errno
 import json
-import os
-import platform
 import selectors
 import socket
 import threading
@@ -30,7 +28,7 @@ from typing import Any, Protocol
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat
-from trainer.launch.liveness.exit_report import how_it_ended
+from trainer.launch.liveness.exit_report import how_it_ended, this_process
 
 RANK_0_SECONDS = 60.0
 """How long a rank waits for rank 0 to listen."""
@@ -54,14 +52,6 @@ def enter(launch: Launch, on_end: OnEnd) -> "Host | Guest":
     lobby = Host(launch, on_end) if launch.is_first else Guest(launch, on_end)
     lobby.start()
     return lobby
-
-
-def this_process() -> list[Any]:
-    """Host, process, and the namespace in which that number means something."""
-    namespace = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return [platform.node(), os.getpid(), namespace]
 
 
 class _Line:

@@ -2,8 +2,9 @@
 
 Each process runs a thread, the watch, that shares the job's store (torchrun's own, on the first node) with all others:
 
-    who/R     host and process of rank R                 set at the start
+    who/R     host, process, its namespace               set at the start
     pulse/R   a count, its last step, where it is        set every 5 seconds, by the watch
+    phase/R   what may keep rank R silent for long       set by main, see `phase`
     left/R    rank R has done its work                   so that its end is no news
     gone/R    rank R has stopped its watch               rank 0 waits for it, if it serves the store itself
     late/R    what rank R waited in, in vain             see `failed`
@@ -12,9 +13,9 @@ Each process runs a thread, the watch, that shares the job's store (torchrun's o
 
 A process dies in one of three ways. **It fails**: it writes the news itself. **It is killed** (by the kernel for want
 of memory, say): its neighbours on the node hold a file descriptor of each other (pidfd) that becomes ready at that
-moment, and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds rank 0
-says so; where rank 0 itself or the store is lost, all others notice. Whoever reads the news ends its process, whatever
-its main thread waits for.
+moment, and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds (600 in a
+`phase` that says that it may) rank 0 says so; where rank 0 itself or the store is lost, all others notice. Whoever
+reads the news ends its process, whatever its main thread waits for.
 
 A process that hangs keeps its pulse. The others wait for it in a collective operation until that runs out of time
 (`parallel.timeout`); those who did are not to blame, so that the one who did not is named, with the line it is at
@@ -28,13 +29,12 @@ With one process there is no watch, and nothing here imports torch.
 import contextlib
 import json
 import os
-import platform
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from types import FrameType
@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
-from trainer.launch.liveness.exit_report import of_a_collective, pending_operation, place, waited_in
+from trainer.launch.liveness.exit_report import of_a_collective, pending_operation, place, this_process, waited_in
 from trainer.launch.liveness.heartbeat import LOOK_SECONDS, News, Watch, when
 from trainer.launch.liveness.lobby import Guest, Host
 
@@ -67,7 +67,8 @@ class RankGroup:
     step: the last one it has begun; 0: none yet. stop_signal: number of the signal that asked it to stop before it
     trained; 0: none. met: whether all have come together. on_end: called with the news, in the process that tells them.
     on_leave: called when all have done their work. overdue: says whether the others should have come to where this rank
-    has been; it is asked while main waits for the GPU, say, and can tell nobody.
+    has been; it is asked while main waits for the GPU, say, and can tell nobody. judge: the message (None: a bug) and
+    exit code of an error that ends this rank, None for one with which all ranks end alike.
     """
 
     def __init__(self) -> None:
@@ -76,12 +77,15 @@ class RankGroup:
         self.stop_signal = 0
         self.met = False
         self.overdue: Callable[[], bool] = lambda: False
+        self.judge: Callable[[BaseException], tuple[str | None, int] | None] = lambda error: (None, 1)
         self.on_end: list[Callable[[News], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._store: TCPStore | None = None
         self._watch: Watch | None = None
         self._ending = threading.Lock()
         self._lobby: Host | Guest | None = None
+        self._announced: News | None = None
+        self._phases: list[str] = []
 
     def board(self, environment: Mapping[str, str]) -> Launch:
         """Read which process this is. UserError if the launcher's variables do not go together.
@@ -122,7 +126,7 @@ class RankGroup:
             if self._lobby is not None:
                 self._lobby.wait_until_open()
             self._store = _connect(self.launch)
-        self._key("who", self.launch.rank, f"{platform.node()} {os.getpid()}")
+        self._key("who", self.launch.rank, " ".join(map(str, this_process())))
         self._watch = Watch(self, _connect(self.launch))
         self._watch.start()
         if isinstance(self._lobby, Guest):  # rank 0 leaves when all others have
@@ -211,18 +215,65 @@ class RankGroup:
         message: what to say, instead of a traceback. of_all: it stands for all ranks, as a mistake of the user's does,
         else it is one of this rank.
         """
-        rank, step = self.launch.rank, self.step
+        if self._announced is not None:
+            self.end(self._announced)
         if message is not None and of_all:
-            self.end(News(message, code, rank, rank, step))
+            self.end(News(message, code, self.launch.rank, self.launch.rank, self.step))
         try:
-            news = self._of_others(error)
-            if news is None:
-                says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
-                trace = "".join(traceback.format_exception(error)) if message is None else ""
-                news = News(f"error: {self.describe(rank)} failed {when(step)}: {says}", code, rank, rank, step, trace)
+            news = self._of_others(error) or self._own(error, code, message)
         except RuntimeError:
             news = self.lost()
         self.end(news)
+
+    def _own(self, error: BaseException, code: int, message: str | None) -> News:
+        """Of an error of this rank."""
+        rank, step = self.launch.rank, self.step
+        says = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
+        trace = "".join(traceback.format_exception(error)) if message is None else ""
+        return News(f"error: {self.describe(rank)} failed {when(step)}: {says}", code, rank, rank, step, trace)
+
+    def announce(self, error: BaseException) -> None:
+        """Main will be over because of `error`, and has to put things away before: the others do not wait for that."""
+        judged = self.judge(error)
+        if self._watch is None or self._store is None or judged is None or of_a_collective(error)[0]:
+            return
+        with contextlib.suppress(RuntimeError):  # the store may be gone: `failed` deals with that
+            self._announced = news = self._own(error, judged[1], judged[0])  # from here on the watch lets main be
+            if self._post(news) != news:
+                self._announced = None
+                return
+            self._key("seen", self.launch.rank, "1")
+            for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun sends some when the others have ended
+                signal.signal(number, signal.SIG_IGN)
+            if self.launch.is_first:
+                self._say(news)
+
+    @property
+    def has_announced(self) -> bool:
+        """Whether main puts things away after an error that all know."""
+        return self._announced is not None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the work that may keep this process from giving signs of life (compiling, a slow disk): until it is
+        over, or for ten minutes, its silence is not taken for its death. Phases may be nested."""
+        if self._watch is None:
+            yield
+            return
+        self._phases.append(name)
+        with contextlib.suppress(RuntimeError):
+            self._key("phase", self.launch.rank, name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            with contextlib.suppress(RuntimeError):
+                self._key("phase", self.launch.rank, self._phases[-1] if self._phases else "")
+
+    def phase_of(self, rank: int) -> str:
+        """The phase that a rank is in; empty: none."""
+        assert self._store is not None
+        return self._store.get(self.name("phase", rank)).decode() if self.has("phase", rank) else ""
 
     def stopped(self, message: str, code: int) -> NoReturn:
         """A signal has ended main. Mostly the others have got it too, and leave; one whose main waits for this one, or
@@ -260,8 +311,7 @@ class RankGroup:
             threading.Event().wait()
         assert self._store is not None
         with contextlib.suppress(RuntimeError):
-            text = json.dumps(asdict(news))
-            news = News(**json.loads(self._store.compare_set(self.name("news"), "", text)))
+            news = self._post(news)
         self.launch.leave_word(news.message)
         try:
             self._see_it_told(news)
@@ -270,12 +320,17 @@ class RankGroup:
         finally:
             _exit(news.code)
 
+    def _post(self, news: News) -> News:
+        """Write the news, unless there are some. Returns those that count."""
+        assert self._store is not None
+        return News(**json.loads(self._store.compare_set(self.name("news"), "", json.dumps(asdict(news)))))
+
     def describe(self, rank: int) -> str:
         """`rank 1 (host, process 123)`."""
         assert self._store is not None
         host, process = "?", "?"
         if self._store.check([self.name("who", rank)]):
-            host, process = self._store.get(self.name("who", rank)).decode().split()
+            host, process = self._store.get(self.name("who", rank)).decode().split()[:2]
         return f"rank {rank} ({host}, process {process})"
 
     def has(self, kind: str, which: object = None) -> bool:
@@ -303,7 +358,9 @@ class RankGroup:
         rank = self.launch.rank
         self._key("seen", rank, "1")
         teller = news.finder if news.rank == 0 and news.finder != 0 else 0
-        if rank == teller and not self._store.check([self.name("reported")]):
+        if self._announced is not None and self.launch.is_first:
+            self._listen(news)
+        elif rank == teller and not self._store.check([self.name("reported")]):
             self._tell(news)
         deadline = time.monotonic() + heartbeat.PATIENCE
         while not self._store.check([self.name("reported")]):
@@ -321,11 +378,17 @@ class RankGroup:
             self._watch.kill_unresponsive(news.rank)
 
     def _tell(self, news: News) -> None:
+        self._listen(news)
+        self._say(news)
+
+    def _listen(self, news: News) -> None:
         for listener in self.on_end:
             try:
                 listener(news)
             except Exception as error:  # what it has to say matters less than the news
                 print(f"octet: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def _say(self, news: News) -> None:
         if news.traceback:
             print(news.traceback, file=sys.stderr, end="")
         print(f"octet: {news.message}", file=sys.stderr, flush=True)
@@ -362,6 +425,7 @@ class RankGroup:
         before = {rank: self._pulse(rank) for rank in ranks}
         news = self._await_news(2.5 * heartbeat.PULSE_SECONDS)
         gone = [rank for rank in ranks if self._pulse(rank) == before[rank]]
+        gone = [rank for rank in gone if not self.phase_of(rank)] or gone
         if news is not None or not gone:
             return news
         named = ", ".join(self.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
