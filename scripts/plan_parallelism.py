@@ -29,7 +29,7 @@ from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice, load
-from trainer.forecast.cost import Cost, Machine, fewest, layouts, ranked
+from trainer.forecast.cost import RATES, Cost, Machine, fewest, layouts, ranked
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
@@ -40,7 +40,6 @@ from trainer.parallel.mesh import Degrees
 AXES = [field.name for field in fields(Degrees)]
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in AXES), "parallel.stages")
 LENGTH, UNSAID = 4096, 128  # tokens: of a sequence where configs/train.yaml alone says it, and what it says
-RATES = {False: 469.0, True: 611.0}  # BF16, FP8: docs/benchmarks.md, a training step on one H200
 
 
 def main() -> int:

@@ -54,6 +54,10 @@ HOST = 1.9964 / (
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
+RATES = {False: 469.0, True: 611.0}
+"""TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """gpus: in all; per_node: in a node; memory: bytes of one GPU; flops: a second, in a training step, of one GPU;
