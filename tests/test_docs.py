@@ -23,6 +23,7 @@ PAGES = [
     "docs/health.md",
     "docs/export.md",
     "docs/data.md",
+    "docs/scale.md",
     "docs/fully_fp8.md",
     "docs/optimizers.md",
     "docs/lab.md",
@@ -115,6 +116,11 @@ def on_text(words: list[str]) -> list[str]:
     return smaller([*words, *TEXT] if "train.py" in words and not given else words)
 
 
+def simulated(words: list[str]) -> list[str]:
+    """A command of docs/scale.md, of small sizes."""
+    return on_text(words) if words[0] == "train.py" else [*words, "--shards", "20", "--ranks", "8"]
+
+
 def exported(words: list[str]) -> list[str]:
     """A command of docs/export.md, on a little text, in widths that FP8 can be exported in."""
     if words[0] != "train.py" or "model=imported" in words:
@@ -174,7 +180,7 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
             cuts = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}
-            cut = (cuts | {"docs/lab.md": in_lab}).get(page, on_text)
+            cut = (cuts | {"docs/lab.md": in_lab, "docs/scale.md": simulated}).get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]
