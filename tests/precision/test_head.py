@@ -63,6 +63,22 @@ def test_equals_pytorch_with_its_gradients(name: str, chunk: int, recipe: Recipe
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
+def test_gradients_in_fp16_are_made_under_the_loss_scale(recipe: Recipe) -> None:
+    """Autograd tells the factor of the loss too late: they are rounded by then. Too small a scale loses them, too large
+    a one makes them infinite, and what is between leaves no trace."""
+    layer = head(recipe("fp16"))
+    found = {}
+    for power in (-20, 0, 10, 30):
+        h, target = batch(torch.float16)
+        loss = linear_cross_entropy(h, layer, target, torch.tensor(2.0**power))
+        found[power] = float(loss.detach()), *torch.autograd.grad(loss, (h, layer.weight))
+    (small, lost, _), (one, dh, dw), (same, *scaled), (large, infinite, _) = found.values()
+    assert small == one == same == large, "powers of two"
+    assert (lost == 0).float().mean() > 0.9 and not infinite.isfinite().any(-1).all()
+    for ours, theirs in zip(scaled, (dh, dw), strict=True):
+        assert (ours - theirs).norm() < 2.0**-8 * theirs.norm()
+
+
 def test_bf16_head_on_an_fp32_stream(chunk: int, recipe: Recipe) -> None:
     layer = head(recipe("bf16", table__residual="fp32"))
     h, target = batch(torch.float32)

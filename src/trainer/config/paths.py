@@ -1,4 +1,4 @@
-"""Paths of a config, as a run keeps them: absolute, so that its folder can be used from anywhere.
+"""A config as a run keeps it: its paths are absolute, so that its folder can be used from anywhere.
 
 On the command line a path is relative to where the command is given. `config.yaml` outlives that: whoever evaluates,
 samples or replays a run later reads from it where the text and the cache are. What is no path stays as it is: names on
@@ -7,9 +7,10 @@ the hub, `run.resume=auto`, a program that is found by its name. Links are not f
 
 import os
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.data import Source
 
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 
 NO_PATHS = "never", "auto"
 """What `run.resume` says besides a path."""
+
+
+def kept_tree(config: "Config") -> dict[str, Any]:
+    """`anchored(config)` as plain values, enums by name: what config.yaml says."""
+    return _plain(asdict(anchored(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def anchored(config: "Config") -> "Config":

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from omegaconf import OmegaConf
 
 from models import DeepSeek
 from precision import Plan
@@ -24,7 +22,7 @@ from trainer.checkpoint import (
     verifying_together,
 )
 from trainer.config import Config, OptimConfig, OptimizerName
-from trainer.config.paths import anchored
+from trainer.config.paths import kept_tree
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.optim.orthogonalise import polynomials
@@ -58,8 +56,7 @@ def _optimizer(o: OptimConfig) -> dict:
 def made_by(config: Config, tokenizer_hash: str) -> dict:
     """What made a checkpoint, for its meta, which its manifest covers: the whole config, without secrets, and the
     SHA-256 of tokenizer.json. Evaluation, export and replay believe it, and not the run folder."""
-    tree = yaml.safe_load(OmegaConf.to_yaml(OmegaConf.structured(anchored(config))))
-    return {**identity(config), "config": without_secrets(tree, None), "tokenizer": tokenizer_hash}
+    return {**identity(config), "config": without_secrets(kept_tree(config), None), "tokenizer": tokenizer_hash}
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:

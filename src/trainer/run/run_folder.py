@@ -46,7 +46,7 @@ from trainer.checkpoint import (
     verify_checkpoint,
     verifying_together,
 )
-from trainer.config.paths import anchored
+from trainer.config.paths import kept_tree
 from trainer.config_diff import changes
 from trainer.digests import read_signed, signed
 from trainer.files import delete_temporary, replace_file, trim
@@ -151,7 +151,7 @@ class RunFolder:
 
             def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
-                    CONFIG: OmegaConf.to_yaml(OmegaConf.structured(anchored(config))),
+                    CONFIG: OmegaConf.to_yaml(OmegaConf.create(kept_tree(config))),
                     "overrides.txt": "".join(f"{override}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,

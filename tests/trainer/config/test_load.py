@@ -151,7 +151,7 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("optim.schedule", "WSD", "optim.schedule=WSD: must be one of wsd, cosine"),
         ("optim.schedule", {}, "must be one of wsd, cosine"),
         ("optim", 3, "optim=3: must be a section with the keys lr,"),
-        ("run.resume", False, "run.resume=false: must be text; quote it"),
+        ("run.resume", False, "run.resume=false: must be never, auto, or the path of a run"),
         ("run.name", 1.5, "run.name=1.5: must be text or null; quote it"),
         ("dry_run", "maybe", "dry_run=maybe: must be true or false"),
         ("model.rope_scaling", 4, "must be a section with the keys factor,"),

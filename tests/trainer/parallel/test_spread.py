@@ -49,7 +49,7 @@ def two_steps(
     return seen
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.exhaustive), "fp8_delayed"])
 def test_compiled_or_recomputed(config: Configs, recipe: str, group: dist.ProcessGroup) -> None:
     kinds = "model.num_layers=2", "model.num_dense_layers=0", "model.num_mtp_layers=0"  # only those that are spread
     made = config(f"+recipe={recipe}", *kinds, "precision.backend=reference")
