@@ -39,7 +39,8 @@ def run(rank_group: "RankGroup") -> None:
         for config in configs:
             if not config.dry_run:
                 check_place(config.run)
-    for job, config, plan in zip(jobs, configs, plans, strict=True):
+    done = []
+    for number, (job, config, plan) in enumerate(zip(jobs, configs, plans, strict=True), 1):
         if config.dry_run:
             if launch.is_first:
                 check_origin(config)
@@ -48,11 +49,21 @@ def run(rank_group: "RankGroup") -> None:
         from trainer.launch.agreement import agree
         from trainer.launch.device import pick_device
         from trainer.launch.world import init
+        from trainer.offline.ending import ending, say, shown
         from trainer.trainer import Trainer
 
         world = init(pick_device(config.trainer.device), rank_group, config.parallel.timeout)
         agree(world, config, plan.to_text())
-        Trainer(config, job.overrides, world).train()
+        if len(jobs) > 1:
+            say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
+        summary = Trainer(config, job.overrides, world).train()
+        done.append((summary, job.overrides))
+        if launch.is_first and config.logging.console.enabled:
+            say(ending(summary, job.overrides, config.eval.sample, launch.size == 1))
+    if len(done) > 1:
+        from trainer.offline.ending import say, sweep_table
+
+        say(f"\n{sweep_table(done)}")
     rank_group.leave()
 
 

@@ -30,6 +30,7 @@ from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
 from trainer.data.progress_bars import find_or_build_with_bars
+from trainer.forecast.header import header
 from trainer.forecast.preflight import without_effect
 from trainer.forecast.stages import idle_share
 from trainer.health.alerts import Alerts
@@ -248,6 +249,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             health,
             alerts,
         )
+        if world.is_first:
+            sinks.header(header(config, engine.plan, overrides, folder.path, world.size, data))
         if folder.resumed_from is not None:
             with world.rank_group.phase("reading a checkpoint"):
                 run.restore(folder.resumed_from)

@@ -178,6 +178,8 @@ class EvalConfig:
     """Microbatches of validation windows in one evaluation, spread over all files; null: every window."""
     at_end: int | None = 2000
     """Validation windows in the evaluation at the end of the run, spread over all files; null: every window."""
+    sample: int = 48
+    """Tokens of text that the model writes at the end of a run of one process, drawn by trainer.seed; 0: none."""
 
 
 @dataclass

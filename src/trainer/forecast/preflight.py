@@ -30,6 +30,8 @@ from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_load, muon_size
 from trainer.forecast.stages import check_stages, stages_line
+from trainer.forecast.unusual import unusual
+from trainer.forecast.words import ranks, short
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 from trainer.sinks.trackers import check_wandb
@@ -115,6 +117,7 @@ def check_sizes(config: Config) -> None:
     for key, value in {
         "trainer.seed": t.seed,
         "eval.every": config.eval.every,
+        "eval.sample": config.eval.sample,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "optim.weight_decay": o.weight_decay,
@@ -327,11 +330,12 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
         [
             plan.to_text(),
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
-            f"parameters   {_short(count.total)} total, {_short(count.active)} active (head counted, embedding not)",
-            f"flops        {_short(flops)} a token, {_short(flops * tokens)} a step of {tokens} tokens",
+            f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
+            f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
+            *(f"unusual      {line}" for line in unusual(config)),
             *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
-            f"memory of {_ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
+            f"memory of {ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
             + (f", on {machine.name}" if machine.gpu is not None else ""),
             *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
@@ -353,9 +357,9 @@ def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: 
 
 def _muon_line(config: Config, plan: Plan, degrees: Degrees, total: float) -> str:
     its = muon_size(config, plan)
-    rest = _short(total - its.elements)
+    rest = short(total - its.elements)
     return (
-        f"optimizer    muon: {_short(its.elements)} in {its.matrices} matrices, {_short(its.flops)} FLOPs a step; "
+        f"optimizer    muon: {short(its.elements)} in {its.matrices} matrices, {short(its.flops)} FLOPs a step; "
         f"adamw: {rest}{_owners(config, plan, degrees)}"
     )
 
@@ -364,10 +368,8 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
     if degrees.world == 1:
         return ""
     busiest, sent = muon_load(config, plan, degrees)
-    mean = _short(muon_size(config, plan, degrees).flops)
-    return (
-        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {_short(sent)}B a step"
-    )
+    mean = short(muon_size(config, plan, degrees).flops)
+    return f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step"
 
 
 def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
@@ -386,19 +388,3 @@ def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
     reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
     several = t.global_batch_size > t.microbatch_size * degrees.data
     return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
-
-
-def _ranks(d: Degrees) -> str:
-    if d.world == 1:
-        return "one process"
-    axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
-    more = "".join(f", {axis} {n}" for axis, n in (("context", d.context), ("pipeline", d.pipeline)) if n > 1)
-    return f"each of {d.world} ranks ({axes}{more})"
-
-
-def _short(number: float) -> str:
-    """671026419200 -> '671.0 G'."""
-    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
-            return f"{number / 10**power:.2f} {letter}"
-    return f"{number:.0f}"

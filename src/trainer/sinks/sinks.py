@@ -14,7 +14,7 @@ screen but that something failed on it.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -183,6 +183,15 @@ class Sinks:
         """What goes on between two steps, in a few words, until the next metrics."""
         self._screen.doing(what)
 
+    def header(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Say what the run will do: labels and values, in the log, and on the screen if it shows progress."""
+        self._rows(rows, self._screen.line if self._show_events else lambda line: None)
+
+    def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[Text], None]) -> None:
+        for label, value in rows:
+            self._log.write(f"{label}: {value}")
+            show(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
+
     def summary(self, summary: RunSummary) -> None:
         """Say what came of the run, and where it is."""
         lines = {
@@ -194,9 +203,7 @@ class Sinks:
         }
         self._screen.close()
         self._screen.line(Text())
-        for label, value in lines.items():
-            self._log.write(f"{label}: {value}")
-            self._screen.line(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
+        self._rows(lines.items(), self._screen.line)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: the W&B run id, so that a resumed run goes on in the same one, and the last step in

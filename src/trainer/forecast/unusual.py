@@ -1,0 +1,67 @@
+"""Settings that are allowed and seldom meant: a line each, with the usual range and its source.
+
+Learning rate. Two laws, fitted on AdamW runs, with C the training FLOPs without vocabulary:
+
+    DeepSeek LLM (arXiv 2401.02954)       0.3118 C^-0.125     dense models
+    Ling's MoE law (arXiv 2507.17702)     1.1576 C^-0.1529    64 experts, top-4
+
+C is that of at least 20 tokens an active parameter (Chinchilla, arXiv 2203.15556): a trial of a few steps is judged as
+the run that it stands for. The usual range is ours: from a quarter of the lower law to twice the higher one, which
+holds the published rates of DeepSeek-V3, V2-Lite and Moonlight.
+"""
+
+from models.flops import count_parameters
+from trainer.config import Config
+
+TOKENS_A_PARAMETER = 20.0
+EPOCHS = 4.0
+"""Repeated data up to here is nearly as good as new (arXiv 2305.16264)."""
+OCCURRENCES = 100
+"""Of an entry of the vocabulary in the text, on average; ours."""
+
+
+def unusual(config: Config, tokens: int | None = None, documents: int | None = None) -> list[str]:
+    """A line for each setting outside its usual range. tokens, documents: of the training text, if known."""
+    t, o, m = config.trainer, config.optim, config.model
+    trained = t.max_steps * t.global_batch_size * t.sequence_length
+    count = count_parameters(m)
+    active = max(count.active - m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers), 1)
+    low, high = usual_rates(active, trained)
+    lines = []
+
+    def note(key: str, value: object, what: str) -> None:
+        lines.append(f"{key}={value}: {what}")
+
+    if not low <= o.lr <= high:
+        laws = "laws of arXiv 2401.02954 and 2507.17702"
+        note("optim.lr", f"{o.lr:g}", f"{low:.1e} to {high:.1e} is usual for this size ({laws})")
+    if o.warmup_steps >= t.max_steps > 1:
+        about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(t.max_steps // 100, 1)}"
+        note(
+            "optim.warmup_steps",
+            o.warmup_steps,
+            f"the run ends before the warm-up, trainer.max_steps={t.max_steps}; {about}",
+        )
+    if trained < count.total:
+        what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
+        note("trainer.max_steps", t.max_steps, what)
+    if tokens is None:
+        return lines
+    if trained > EPOCHS * tokens:
+        what = f"{trained / tokens:.1f} epochs of the text; up to 4 are nearly as good as new text (arXiv 2305.16264)"
+        note("trainer.max_steps", t.max_steps, what)
+    if tokens < OCCURRENCES * m.vocab_size:
+        what = f"the text has {tokens / m.vocab_size:.0f} tokens an entry; {OCCURRENCES} or more are usual (ours)"
+        note("model.vocab_size", m.vocab_size, what)
+    if documents and t.sequence_length * 2 < tokens / documents:
+        length = f"a document has {tokens / documents:,.0f} tokens on average, and is cut"
+        what = f"{length}; 4,096 are usual in pretraining (DeepSeek-V3, arXiv 2412.19437)"
+        note("trainer.sequence_length", t.sequence_length, what)
+    return lines
+
+
+def usual_rates(active: float, tokens: float) -> tuple[float, float]:
+    """The usual range of the peak learning rate. active: parameters that a token meets, without vocabulary."""
+    flops = 6.0 * active * max(tokens, TOKENS_A_PARAMETER * active)
+    laws = 0.3118 * flops**-0.125, 1.1576 * flops**-0.1529
+    return min(laws) / 4, max(laws) * 2

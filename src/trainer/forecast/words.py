@@ -1,0 +1,20 @@
+"""Numbers and layouts as reports print them."""
+
+from trainer.parallel.mesh import Degrees
+
+
+def short(number: float) -> str:
+    """671026419200 -> '671.03 G'."""
+    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {letter}"
+    return f"{number:.0f}"
+
+
+def ranks(d: Degrees) -> str:
+    """`one process`, or `each of 8 ranks (replicate 1, shard 8, expert 1)`."""
+    if d.world == 1:
+        return "one process"
+    axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
+    more = "".join(f", {axis} {n}" for axis, n in (("context", d.context), ("pipeline", d.pipeline)) if n > 1)
+    return f"each of {d.world} ranks ({axes}{more})"

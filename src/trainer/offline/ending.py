@@ -1,0 +1,101 @@
+"""What a finished run leaves the user with: some text that the model wrote, and the commands that come next.
+
+The text comes from the run's last checkpoint, opened as scripts/sample.py opens it, in a process by itself only. What
+shows a run cannot make it fail.
+"""
+
+import gc
+import shlex
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from models.generate import Sampling, generate
+from precision.errors import UserError
+from trainer.forecast.header import shown
+from trainer.offline.saved_model import open_run
+from trainer.sinks.console import BestEffortStream
+
+if TYPE_CHECKING:
+    from trainer.trainer import Summary
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+def say(text: str) -> None:
+    """Print, if anybody still reads, in the characters that the terminal has."""
+    encoding, screen = sys.stdout.encoding or "utf-8", BestEffortStream(sys.stdout)
+    screen.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    screen.flush()
+
+
+def sample(run: Path, tokens: int) -> str:
+    """`tokens` tokens of a new document that the newest checkpoint of a run writes; the run's seed draws them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        saved = open_run(run)
+        tokenizer, end = saved.tokenizer()
+        count = min(tokens, saved.config.model.max_position_embeddings - 1)
+        sampling = Sampling(TEMPERATURE, TOP_P, saved.config.trainer.seed)
+        ids = list(generate(saved.model, [end], count, end=end, sampling=sampling))
+    except (UserError, OSError, torch.OutOfMemoryError) as error:
+        return f"none: {str(error).splitlines()[0]}"
+    text: str = tokenizer.decode(ids)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def what_next(run: Path, overrides: Sequence[str], steps: int) -> list[tuple[str, str]]:
+    """Commands, with what each is for. steps: that the run had."""
+    own = ("run.name=", "run.resume=", "run.init_from=", "trainer.max_steps=")
+    settings = shown([override for override in overrides if not override.lstrip("+").startswith(own)])
+    place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
+    return [
+        ("see its curves", f"python scripts/dashboard.py {place}"),
+        ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
+        (
+            "train on",
+            " ".join(
+                filter(None, ("python train.py", settings, f"run.resume={place}", f"trainer.max_steps={2 * steps}"))
+            ),
+        ),
+        ("export it", f"python scripts/export_hf.py {place} {export}"),
+    ]
+
+
+def ending(summary: "Summary", overrides: Sequence[str], tokens: int, alone: bool) -> str:
+    """The last lines of a run, or nothing where none are wanted. tokens: of text, 0 for none; alone: no other ranks."""
+    lines = [""]
+    if tokens and alone:
+        lines += [
+            "It writes (eval.sample):",
+            *(f"    {line}" for line in sample(summary.folder, tokens).splitlines()),
+            "",
+        ]
+    lines += [f"{what:<18} {command}" for what, command in what_next(summary.folder, overrides, summary.step)]
+    return "\n".join(lines)
+
+
+def sweep_table(done: Sequence[tuple["Summary", Sequence[str]]]) -> str:
+    """The runs of a sweep, a line each: what sets it apart, and what came of it."""
+    common = set.intersection(*(set(overrides) for _, overrides in done))
+    rows = [("run", "differs in", "validation loss", "tokens/s", "peak GiB", "skipped steps")]
+    for s, overrides in done:
+        own = shown([override for override in overrides if override not in common])
+        numbers = (
+            f"{s.validation_loss:.4f}",
+            f"{s.tokens_per_second:,.0f}",
+            f"{s.peak_memory_gib:.2f}",
+            str(s.skipped_steps),
+        )
+        rows.append((s.folder.name, own, *numbers))
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    cells = [
+        [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in cells)

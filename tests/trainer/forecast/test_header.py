@@ -1,0 +1,83 @@
+"""What a run says before its first step, and which settings it calls unusual."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from composed import config_of
+
+from trainer.config import Config
+from trainer.data import Prepared
+from trainer.forecast.header import header, shown
+from trainer.forecast.preflight import check
+from trainer.forecast.unusual import unusual, usual_rates
+
+
+def sensible(*more: str) -> Config:
+    """A run with nothing unusual about it: 20 tokens a parameter, of a text that has them."""
+    return config_of(["+recipe=300m_h100", "trainer.device=cpu", *more])
+
+
+def text(tokens: int, documents: int) -> Prepared:
+    facts = SimpleNamespace(num_tokens=tokens, num_documents=documents)
+    return cast(Prepared, SimpleNamespace(train=SimpleNamespace(sidecar=facts)))
+
+
+def test_the_header_names_what_the_run_will_do() -> None:
+    config = config_of(["+recipe=fp8_block", "trainer.max_steps=100", "trainer.device=cpu"])
+    words = ["+recipe=fp8_block", "health.alerts.webhook=https://PRIVATE", "trainer.max_steps=100"]
+    rows = header(config, check(config), words, Path("runs/mine"), 1, text(409_600, 100))
+    said = dict(rows)
+    assert said["run folder"] == "runs/mine"
+    assert said["recipe"].startswith("fp8_block; +recipe=fp8_block") and "PRIVATE" not in said["recipe"]
+    assert "parameters" in said["model"] and "active" in said["model"]
+    assert "one process; reference backend" in said["device"] and "% of the GEMM FLOPs in FP8" in said["device"]
+    assert said["tokens"] == "2,048 a step, 204,800 in 100 steps: 0.5 epochs"
+    assert "GiB a process by forecast" in said["memory"]
+    assert "time" not in said  # of an H200 alone
+    assert rows.index(("", "")) == len(rows) - 1
+
+
+def test_what_is_typed_again_is_quoted() -> None:
+    assert shown(["data.glob=**/*.md", "run.name=a"]) == "'data.glob=**/*.md' run.name=a"
+
+
+def test_nothing_is_unusual_about_a_sensible_run() -> None:
+    assert unusual(sensible(), tokens=6_000_000_000, documents=1_500_000) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "tokens", "documents", "says"),
+    [
+        ("optim.lr=1e-2", None, None, "optim.lr=0.01: "),
+        ("optim.lr=1e-6", None, None, "optim.lr=1e-06: "),
+        ("trainer.max_steps=400", None, None, "optim.warmup_steps=500: the run ends before the warm-up"),
+        ("trainer.max_steps=501", None, None, "trainer.max_steps=501: 262,668,288 tokens for"),
+        ("model.num_mtp_layers=1", 1_000_000_000, 250_000, "trainer.max_steps=11445: 6.0 epochs of the text"),
+        ("trainer.max_steps=1000", 1_000_000, 500, "model.vocab_size=32768: the text has 31 tokens an entry"),
+        ("trainer.sequence_length=512", 6_000_000_000, 1_500_000, "trainer.sequence_length=512: a document has 4,000"),
+    ],
+)
+def test_what_is_unusual_is_said_with_its_source(
+    changed: str, tokens: int | None, documents: int | None, says: str
+) -> None:
+    lines = [line for line in unusual(sensible(changed), tokens, documents) if line.startswith(says)]
+    (line,) = lines
+    assert "usual" in line or "nearly as good" in line
+    assert "arXiv" in line or "(ours)" in line
+
+
+def test_published_learning_rates_are_usual() -> None:
+    """DeepSeek-V3, V2-Lite and Moonlight, by their active parameters without vocabulary and their tokens."""
+    for active, tokens, rate in ((35e9, 14.8e12, 2.2e-4), (2.2e9, 5.7e12, 4.2e-4), (2.24e9, 5.7e12, 4.2e-4)):
+        low, high = usual_rates(active, tokens)
+        assert low < rate < high
+
+
+def test_the_default_rate_is_unusual_for_a_large_model_however_short_the_run() -> None:
+    config = config_of(["model=moonlight_16b"])
+    assert any(line.startswith("optim.lr=0.002: ") for line in unusual(config))
+    short = replace(config, trainer=replace(config.trainer, max_steps=1))
+    assert any(line.startswith("optim.lr=0.002: ") for line in unusual(short))

@@ -1,0 +1,84 @@
+"""The last lines of a run: what the model wrote, the commands that come next, the table of a sweep."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.checkpoint import list_checkpoints
+from trainer.config import Config
+from trainer.offline.ending import ending, sample, sweep_table, what_next
+from trainer.trainer import Summary, Trainer
+
+ROOT = Path(__file__).parents[3]
+Configs = Callable[..., Config]
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def summary(name: str, loss: float) -> Summary:
+    return Summary(Path("runs") / name, 6, loss, 3.7, 1234.0, 0.5, 0)
+
+
+def test_the_commands_name_the_run_and_keep_its_settings_without_secrets() -> None:
+    words = [
+        "+recipe=fp8_jit",
+        "run.name=a",
+        "trainer.max_steps=6",
+        "data.glob=**/*.md",
+        "health.alerts.webhook=PRIVATE",
+    ]
+    commands = dict(what_next(Path("runs/a"), [*words, "health.alerts.webhook=PRIVATE"], 6))
+    assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
+    assert shlex.split(commands["train on"])[2:4] == ["+recipe=fp8_jit", "data.glob=**/*.md"]
+    assert commands["train on"].endswith("run.resume=runs/a trainer.max_steps=12")
+    assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
+    assert "PRIVATE" not in str(commands)
+
+
+def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
+    done = [
+        (summary("x", 3.5), ["trainer.seed=1", "optim.lr=1e-3"]),
+        (summary("y", 3.25), ["trainer.seed=2", "optim.lr=1e-3"]),
+    ]
+    head, *rows = sweep_table(done).splitlines()
+    assert head.split("  ")[0] == "run" and "validation loss" in head
+    assert [row.split()[:3] for row in rows] == [["x", "trainer.seed=1", "3.5000"], ["y", "trainer.seed=2", "3.2500"]]
+    assert "optim.lr" not in "".join(rows)
+
+
+def test_a_run_ends_with_text_and_commands_that_work(
+    config: Configs, overrides: Callable[..., list[str]], run_python: RunPython
+) -> None:
+    words = overrides("trainer.max_steps=2")
+    done = Trainer(config("trainer.max_steps=2")).train()
+    text = sample(done.folder, 24)
+    assert text == sample(done.folder, 24) and not text.startswith("none: ")
+    said = ending(done, words, 24, alone=True)
+    assert all(f"    {line}" in said for line in text.splitlines())
+    assert "It writes" not in ending(done, words, 0, alone=True) and "It writes" not in ending(
+        done, words, 24, alone=False
+    )
+    (command,) = re.findall(r"^train on +python (train\.py .*)$", said, re.MULTILINE)
+    program, *arguments = shlex.split(command)
+    again = run_python(ROOT / program, *arguments)
+    assert again.returncode == 0, again.stderr
+    assert [path.name for path in list_checkpoints(done.folder / "checkpoints")][-1] == "step_00000004"
+
+
+def test_a_terminal_of_few_characters_or_without_a_reader_costs_no_finished_run() -> None:
+    code = "from trainer.offline.ending import say; say('\\ufffd\\u00e9'); print('end')"
+    command = [sys.executable, "-c", code]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    poor = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
+    assert (poor.returncode, poor.stdout) == (0, "??\nend\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run(command, stdout=writer, check=False).returncode == 0
+    os.close(writer)
+
+
+def test_a_run_without_a_checkpoint_has_no_text_and_no_error(tmp_path: Path) -> None:
+    assert sample(tmp_path, 8).startswith(f"none: RUN={tmp_path}: no checkpoint there")
