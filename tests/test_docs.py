@@ -29,6 +29,7 @@ PAGES = [
     "docs/lab.md",
 ]
 SMALL = {
+    "eval.sample": "0",
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
