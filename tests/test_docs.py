@@ -135,6 +135,18 @@ def brief(words: list[str]) -> list[str]:
     return [*kept, *TEXT[:3], *(f"{key}={value}" for key, value in few.items()), "logging.every=1"]
 
 
+def planned(words: list[str]) -> list[str]:
+    """A command of docs/parallelism.md: what is searched is searched for a small model, on the first two machines."""
+    if not words[0].endswith("plan_parallelism.py") or any(word.startswith("parallel.") for word in words):
+        return on_text(words)
+    several = "--gpus", "--node-link", "--network"
+    words = [
+        ",".join(word.split(",")[:2]) if before in several else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    return ["model=deepseek_tiny" if word.startswith("model=") else word for word in words]
+
+
 def in_lab(words: list[str]) -> list[str]:
     """A command of docs/lab.md: its long runs are cut to two steps, and all are of a small model."""
     if words[0] != "train.py" or "dry_run=true" in words:
@@ -174,7 +186,8 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
             cuts = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}
-            cut = (cuts | {"docs/lab.md": in_lab}).get(page, on_text)
+            cuts |= {"docs/parallelism.md": planned, "docs/lab.md": in_lab}
+            cut = cuts.get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says
             two = ["--standalone", "--nproc_per_node=2"]

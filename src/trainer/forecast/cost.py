@@ -32,7 +32,7 @@ answer, to be replaced by a measurement: rates and bandwidths are given, see `sc
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from models.flops import arriving, flops_per_token
@@ -104,8 +104,16 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds."""
-        exposed = max(self.hidden - self.compute, 0.0) + DRAG * min(self.compute, self.hidden)
-        return (self.compute + self.waiting) / (1 - self.bubble) + exposed
+        return (self.compute + self.waiting) / (1 - self.bubble) + self._beyond
+
+    @property
+    def exposed(self) -> float:
+        """Share of a step that messages take beyond the arithmetic."""
+        return (self._beyond + self.waiting) / self.step
+
+    @property
+    def _beyond(self) -> float:
+        return max(self.hidden - self.compute, 0.0) + DRAG * min(self.compute, self.hidden)
 
     @property
     def tokens_per_second(self) -> float:
@@ -188,11 +196,15 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     return sizes[0], sizes[1]
 
 
-def layouts(config: Config, plan: Plan, machine: Machine, sequences: int) -> Iterator[Cost]:
-    """Layouts of `sequences` sequences a GPU and step that fit. Of a context group's microbatches those that no smaller
-    group computes the same pieces of, with fewer messages."""
+def layouts(
+    config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
+) -> Iterator[Cost]:
+    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes that are `given`. Of a context
+    group's microbatches those that no smaller group computes the same pieces of, with fewer messages."""
     t = replace(config.trainer, global_batch_size=sequences * machine.gpus)
     for degrees in _degrees(machine.gpus, config):
+        if any(getattr(degrees, axis) != size for axis, size in (given or {}).items()):
+            continue
         share = t.global_batch_size // degrees.data  # of a context group
         if _states(config, plan, degrees) > SPARE * machine.memory:
             continue

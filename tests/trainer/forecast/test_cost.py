@@ -205,6 +205,18 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
     assert "dry_run" not in command
 
 
+def test_of_several_machines_the_fastest_layout_of_each(plan_parallelism: Run) -> None:
+    """With the degrees that are given; a slower network is no faster."""
+    words = "--gpus", "8,16", "--network", "12.5,45", "model=moonlight_16b", "--sequences", "4"
+    head, *rows = plan_parallelism(*words, "parallel.expert=8", "parallel.replicate=1").stdout.splitlines()
+    columns = head.replace("node GB/s", "node").replace("network GB/s", "network").replace("compute ms", "ms").split()
+    read = [dict(zip(columns, row.split(), strict=True)) for row in rows]
+    assert [(row["GPUs"], row["network"]) for row in read] == [("8", "12.5"), ("8", "45"), ("16", "12.5"), ("16", "45")]
+    assert all(row["expert"] == "8" and row["replicate"] == "1" for row in read)
+    speeds = [float(row["tokens/s/GPU"].replace(",", "")) for row in read]
+    assert speeds[0] == speeds[1] and speeds[2] < speeds[3]
+
+
 def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None:
     """Messages cost what they cost, however many tokens a step has: the largest that fits."""
     words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "trainer.sequence_length=4096", "--sequences"
@@ -227,10 +239,10 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
             "gpu=a100: a step was measured on an H200 only; measure it with",
         ),
         (["--gpus", "12"], "as many on each node, and --per-node=8; set 8 or 16, or --per-node=6"),
-        (["--gpus", "0"], "--gpus=0: set more than 0"),
+        (["--gpus", "0"], "--gpus: 0: want a number above 0"),
         (
-            ["--gpus", "8", "parallel.shard=4"],
-            "parallel.shard=4: the degrees are what is worked out here",
+            ["--gpus", "8", "parallel=fsdp"],
+            "parallel=fsdp: the degrees are what is worked out here",
         ),
         (["--gpus", "8", "--tflops", "nan"], "--tflops=nan: set more than 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),

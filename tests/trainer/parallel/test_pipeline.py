@@ -21,8 +21,10 @@ from trainer.forecast.memory import forecast_memory
 from trainer.forecast.preflight import check
 from trainer.forecast.stages import blocks_of_stages, idle_share
 from trainer.launch.world import World
+from trainer.parallel.collectives import all_sum
 from trainer.parallel.mesh import Degrees
-from trainer.step.engine import build_engine
+from trainer.parallel.shard_views import local
+from trainer.step.engine import Engine, build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
@@ -69,6 +71,22 @@ CASES = {
 LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
 
 
+def gradients(engine: Engine, world: World) -> dict[str, list[float]]:
+    """Sum and norm of each parameter's first moment, which after one step is a tenth of its gradient, of all parts."""
+    degrees, names, sums = engine.degrees, [], []
+    for name, state in engine.optimizer.state_dict().items():
+        moment = local(state["exp_avg"]).double()
+        own = (
+            torch.zeros(2, dtype=torch.float64)
+            if moment.is_meta
+            else torch.stack([moment.sum(), moment.square().sum()])
+        )
+        names.append(name)
+        sums.append(own.cpu() / degrees.replicate)
+    total, squares = all_sum([torch.stack(sums)], world)[0].unbind(1)
+    return dict(zip(names, torch.stack([total, squares.sqrt()], 1).tolist(), strict=True))
+
+
 def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
     """What each step says; the same on all ranks."""
     config = composed.config_of([*RUN, *case.keys])
@@ -81,6 +99,7 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
         state, _ = read(folder / case.reads / checkpoint_name(SAVED), engine.restorable_tensors())
         engine.load_state(state)
         begin = SAVED + 1
+    first: dict[str, list[float]] = {}
     for step in range(begin, STEPS + 1):
         handles = []
         if case.spoil == world.rank and step == 2:
@@ -95,12 +114,13 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         line["scale"] = float(engine.arena.scale.double().sum())
         lines.append(line)
+        first = first or gradients(engine, world)
         if case.saves and step == SAVED:
             checkpointer = Checkpointer(folder / name, 0, lambda *_, **__: None, world)
             checkpointer.save(step, engine.state(), {})
             checkpointer.close()
     held_out = mean_loss(engine.model, [batch[:1] for batch in batches[:3]], 1, world)
-    found = {"lines": lines, "validation": held_out}
+    found = {"lines": lines, "validation": held_out, "gradients": first}
     if engine.pipelined is not None:
         found["idle"] = [share for (share,) in world.gather_numbers([engine.pipelined.clock.idle_share])]
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
