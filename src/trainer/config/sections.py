@@ -254,7 +254,7 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard x context x pipeline of them."""
+    """How the processes of a run share its work: replicate x shard x context x tensor x pipeline of them."""
 
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
@@ -264,6 +264,9 @@ class ParallelConfig:
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
     context: int
     """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
+    tensor: int
+    """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; it divides
+    model.num_heads, model.vocab_size and trainer.sequence_length."""
     pipeline: int
     """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
     stages: list[int] | None
