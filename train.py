@@ -59,7 +59,7 @@ def run(rank_group: "RankGroup") -> None:
         summary = Trainer(config, job.overrides, world).train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            say(ending(summary, job.overrides, config.eval.sample, launch.size == 1))
+            say(ending(summary, job.overrides, config.eval.sample, launch))
     if len(done) > 1:
         from trainer.offline.ending import say, sweep_table
 

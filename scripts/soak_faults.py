@@ -139,6 +139,7 @@ def faults(folder: Path, count: int, seed: int, words: list[str], train: Train) 
         kind, found = resume(number)
         what, why = judge(found, expected)
         tally.setdefault(kind, Counter())[what] += 1
+        print(f"fault {number + 1}/{count}  {kind}  {what}", flush=True)
         if what == "lost":
             print(f"soak: LOST (--seed {seed}, fault {number}): {kind}: {why}", flush=True)
             shutil.copytree(folder / "fault", folder / f"lost{number}")

@@ -79,7 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, or a worker has one of them left when the others are done."""
-    items.sort(key=lambda item: item.path.name != "test_docs.py")
+    long = "test_docs.py", "test_launched_ranks.py", "test_hopper.py", "test_operators.py", "test_blocks.py"
+    items.sort(key=lambda item: item.path.name not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -23,11 +23,13 @@ PAGES = [
     "docs/health.md",
     "docs/export.md",
     "docs/data.md",
+    "docs/scale.md",
     "docs/fully_fp8.md",
     "docs/optimizers.md",
     "docs/lab.md",
 ]
 SMALL = {
+    "eval.sample": "0",
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
@@ -115,6 +117,11 @@ def on_text(words: list[str]) -> list[str]:
     return smaller([*words, *TEXT] if "train.py" in words and not given else words)
 
 
+def simulated(words: list[str]) -> list[str]:
+    """A command of docs/scale.md, of small sizes."""
+    return on_text(words) if words[0] == "train.py" else [*words, "--shards", "20", "--ranks", "8"]
+
+
 def exported(words: list[str]) -> list[str]:
     """A command of docs/export.md, on a little text, in widths that FP8 can be exported in."""
     if words[0] != "train.py" or "model=imported" in words:
@@ -186,7 +193,7 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
         environment = {"PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES": "2"}
         if program == "python":
             cuts = {"docs/benchmarks.md": benched, "docs/export.md": exported, "docs/fully_fp8.md": brief}
-            cuts |= {"docs/parallelism.md": planned, "docs/lab.md": in_lab}
+            cuts |= {"docs/parallelism.md": planned, "docs/lab.md": in_lab, "docs/scale.md": simulated}
             cut = cuts.get(page, on_text)
             done = run_python(*cut(words), cwd=checkout, environment=environment)
         elif program == "torchrun":  # two processes, whatever the page says

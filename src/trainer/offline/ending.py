@@ -17,6 +17,7 @@ import torch
 from models.generate import Sampling, generate
 from precision.errors import UserError
 from trainer.forecast.header import shown
+from trainer.launch.launcher import Launch
 from trainer.offline.saved_model import open_run
 from trainer.sinks.console import BestEffortStream
 
@@ -49,34 +50,30 @@ def sample(run: Path, tokens: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def what_next(run: Path, overrides: Sequence[str], steps: int) -> list[tuple[str, str]]:
-    """Commands, with what each is for. steps: that the run had."""
+def what_next(run: Path, overrides: Sequence[str], steps: int, launch: Launch) -> list[tuple[str, str]]:
+    """Commands, with what each is for. steps: that the run had. launch: of its processes; how several nodes were
+    started is not known here."""
     own = ("run.name=", "run.resume=", "run.init_from=", "trainer.max_steps=")
     settings = shown([override for override in overrides if not override.lstrip("+").startswith(own)])
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
+    nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"
+    start = "python train.py" if launch.size == 1 else nodes if launch.size == launch.local_size else None
+    further = f"run.resume={place} trainer.max_steps={2 * steps}"
     return [
         ("see its curves", f"python scripts/dashboard.py {place}"),
         ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
-        (
-            "train on",
-            " ".join(
-                filter(None, ("python train.py", settings, f"run.resume={place}", f"trainer.max_steps={2 * steps}"))
-            ),
-        ),
+        *([("train on", " ".join(filter(None, (start, settings, further))))] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),
     ]
 
 
-def ending(summary: "Summary", overrides: Sequence[str], tokens: int, alone: bool) -> str:
-    """The last lines of a run, or nothing where none are wanted. tokens: of text, 0 for none; alone: no other ranks."""
+def ending(summary: "Summary", overrides: Sequence[str], tokens: int, launch: Launch) -> str:
+    """The last lines of a run. tokens: of the text, 0 for none; several ranks write none."""
     lines = [""]
-    if tokens and alone:
-        lines += [
-            "It writes (eval.sample):",
-            *(f"    {line}" for line in sample(summary.folder, tokens).splitlines()),
-            "",
-        ]
-    lines += [f"{what:<18} {command}" for what, command in what_next(summary.folder, overrides, summary.step)]
+    if tokens and launch.size == 1:
+        text = sample(summary.folder, tokens).splitlines()
+        lines += ["It writes (eval.sample):", *(f"    {line}" for line in text), ""]
+    lines += [f"{what:<18} {command}" for what, command in what_next(summary.folder, overrides, summary.step, launch)]
     return "\n".join(lines)
 
 

@@ -50,6 +50,17 @@ def test_windows_overlap_by_one_token(tmp_path: Path) -> None:
     assert bins.gather(np.array([2, 0]), 4).tolist() == [[8, 9, 10, 11, 0], [0, 1, 2, 3, 4]]
 
 
+def test_shards_are_read_as_the_one_stream_that_they_are(tmp_path: Path) -> None:
+    documents = [[[5, 6]], [[8]], [[9, 10, 11]]]
+    whole = write(tmp_path / "x.bin", documents)
+    parts = [write(tmp_path / f"x-{i}.bin", [document]) for i, document in enumerate(documents)]
+    bins = Bins.join(parts)
+    assert bins.num_tokens == whole.num_tokens
+    for start in range(whole.num_tokens):
+        count = whole.num_tokens - start
+        assert [bins.read(start, n).tolist() for n in (1, count)] == [whole.read(start, n).tolist() for n in (1, count)]
+
+
 def truncate(folder: Path) -> None:
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[:-2])

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
+from trainer.launch.launcher import Launch
 from trainer.offline.ending import ending, sample, sweep_table, what_next
 from trainer.trainer import Summary, Trainer
 
 ROOT = Path(__file__).parents[3]
 Configs = Callable[..., Config]
+ALONE = Launch()
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -30,12 +32,15 @@ def test_the_commands_name_the_run_and_keep_its_settings_without_secrets() -> No
         "data.glob=**/*.md",
         "health.alerts.webhook=PRIVATE",
     ]
-    commands = dict(what_next(Path("runs/a"), [*words, "health.alerts.webhook=PRIVATE"], 6))
+    commands = dict(what_next(Path("runs/a"), [*words, "health.alerts.webhook=PRIVATE"], 6, ALONE))
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
     assert shlex.split(commands["train on"])[2:4] == ["+recipe=fp8_jit", "data.glob=**/*.md"]
     assert commands["train on"].endswith("run.resume=runs/a trainer.max_steps=12")
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
     assert "PRIVATE" not in str(commands)
+    on_a_node = dict(what_next(Path("runs/a"), words, 6, Launch(size=2, local_size=2)))
+    assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh +recipe=fp8_jit")
+    assert "train on" not in dict(what_next(Path("runs/a"), words, 6, Launch(size=4, local_size=2)))
 
 
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
@@ -56,11 +61,10 @@ def test_a_run_ends_with_text_and_commands_that_work(
     done = Trainer(config("trainer.max_steps=2")).train()
     text = sample(done.folder, 24)
     assert text == sample(done.folder, 24) and not text.startswith("none: ")
-    said = ending(done, words, 24, alone=True)
+    said = ending(done, words, 24, ALONE)
     assert all(f"    {line}" in said for line in text.splitlines())
-    assert "It writes" not in ending(done, words, 0, alone=True) and "It writes" not in ending(
-        done, words, 24, alone=False
-    )
+    for no_text in ((0, ALONE), (24, Launch(size=2, local_size=2))):
+        assert "It writes" not in ending(done, words, *no_text)
     (command,) = re.findall(r"^train on +python (train\.py .*)$", said, re.MULTILINE)
     program, *arguments = shlex.split(command)
     again = run_python(ROOT / program, *arguments)

@@ -286,7 +286,8 @@ class Run:
 
     def _column(self, key: str, step: int, places: list[int] | None, values: list[float | None]) -> None:
         group = key.partition("/")[0]
-        column = np.array(values, dtype=np.float32)  # None becomes NaN
+        with np.errstate(over="ignore"):  # damaged digits: inf
+            column = np.array(values, dtype=np.float32)  # None becomes NaN
         if places is not None:
             spread = np.full(len(self.rows[group]), np.nan, dtype=np.float32)
             spread[places] = column
