@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,14 @@ def test_a_nan_of_the_forward_pass_is_no_overflow(config: Configs) -> None:
     verdict = trained(engine, 2)[1].verdict
     assert not bool(verdict.ok) and not bool(verdict.overflow) and int(engine.guard.overflowed) == 0
     assert engine.loss_scale is not None and float(engine.loss_scale.scale) == 2**15, "as GradScaler: a bad step"
+
+
+def test_a_spike_drops_the_step_and_leaves_the_scale(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(config(FP16), CPU)
+    judge, yes = engine.guard.judge, torch.tensor(True)
+    monkeypatch.setattr(engine.guard, "judge", lambda *args: replace(judge(*args), ok=~yes, spike=yes))
+    trained(engine, 1)
+    assert engine.loss_scale is not None and float(engine.loss_scale.scale) == 2**16, "nothing overflowed"
 
 
 def test_a_run_that_is_resumed_has_the_scales_of_one_that_was_not(config: Configs) -> None:
