@@ -51,9 +51,7 @@ from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
-HOST = 1.9964 / (
-    4 * 27
-)  # seconds of Python a block and microbatch, forward and backward: docs/benchmarks.md, 27 blocks
+HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
