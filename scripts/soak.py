@@ -379,7 +379,8 @@ def main() -> int:
         write_corpus(folder / "corpus")
         words = [*COMMON, "+recipe=fp8_delayed", f"data.path={folder / 'corpus'}"]
         tally = faults(folder, options.faults, options.seed, words, train_alone) if options.faults else {}
-        print(table(tally), flush=True)
+        if tally:
+            print(table(tally), flush=True)
         if any(found["lost"] for found in tally.values()):
             raise Wrong("files were damaged, and it was not noticed")
         soak(folder, options.rounds, options.seed, options.steps, options.ranks)

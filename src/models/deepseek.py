@@ -23,6 +23,7 @@ from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
 from models.stage import Stage
+from models.tensor import TensorSplit
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
 
@@ -65,6 +66,10 @@ class DeepSeek(nn.Module):
         over whole sequences."""
         self.context: ContextSplit | None = None
         """The ranks that sequences are cut over (`split_sequences`); None: they are whole."""
+        self.scores: ContextSplit | None = None
+        """Of these, those that compute losses of different positions: all, but for `tensor`."""
+        self.tensor: TensorSplit | None = None
+        """The ranks that heads and vocabulary are cut over (`split_weights`); None: this process has all."""
         self.stage: Stage | None = None
         """The part of the blocks that this process computes (`take_stage`); None: all."""
         self.loss_scale: Tensor | None = None
@@ -114,7 +119,7 @@ class DeepSeek(nn.Module):
         h_BSD, balance, loads = self._main(h_BSD, rope_2SP, masked)
         mtp = lm = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         if self.is_last_stage:
-            lm = self.loss(h_BSD, self.own(targets_ahead(tokens, 1)))
+            lm = self.loss(h_BSD, self.scored(targets_ahead(tokens, 1)))
         for k, block in enumerate(self.mtp, start=1):
             if not self.is_last_stage:
                 loads.append(self._no_load(h_BSD.device))
@@ -125,9 +130,9 @@ class DeepSeek(nn.Module):
             mean = None  # number of targets of a microbatch whose loss has weight 1
             if documents is not None and self._mtp_targets is not None:
                 mean = self._mtp_targets[k - 1]
-            elif self.context is not None:
-                mean = (targets != IGNORED).sum().clamp(min=1) / self.context.size
-            targets = self.own(targets)
+            elif self.scores is not None:
+                mean = (targets != IGNORED).sum().clamp(min=1) / self.scores.size
+            targets = self.scored(targets)
             h_BSD, loss, load_E = block(h_BSD, rope_2SP, ahead, *masked)
             balance = balance + loss
             loads.append(load_E)
@@ -167,7 +172,7 @@ class DeepSeek(nn.Module):
 
     def hidden(self, tokens: Tensor, carried: Tensor | None = None) -> Tensor:
         """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype; with `context`
-        at this rank's positions, as `own` takes them of targets. carried: the stream of the stage before, if there is
+        at this rank's positions (`own`). carried: the stream of the stage before, if there is
         one; then, and of stages before the last, the stream behind this stage's blocks."""
         refresh_weights(self)
         masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
@@ -178,20 +183,36 @@ class DeepSeek(nn.Module):
         """x [B, S, ...] at this rank's positions: all, without `context`."""
         return x if self.context is None else self.context.own(x).contiguous()
 
-    def split_sequences(self, context: ContextSplit) -> None:
-        """Context parallelism: from now on each rank of the group computes its part of every sequence. UserError if
-        heads do not go round."""
-        if self.config.num_heads % context.size:
+    def scored(self, x: Tensor) -> Tensor:
+        """x [B, S, ...] at the positions that `loss` is of: `own`, with `tensor` those of its group."""
+        return x if self.scores is None else self.scores.own(x).contiguous()
+
+    def split_sequences(self, positions: ContextSplit, context: ContextSplit | None) -> None:
+        """From now on each rank of `positions` computes its part of every sequence. context: those of them that
+        exchange heads; all, but for `split_weights`. UserError if heads do not go round."""
+        if self.config.num_heads % positions.size:
             raise UserError(
-                f"parallel.context={context.size}: it does not divide model.num_heads={self.config.num_heads}; "
-                "set a divisor"
+                f"parallel.context * parallel.tensor={positions.size}: it does not divide "
+                f"model.num_heads={self.config.num_heads}; set a divisor"
             )
-        self.context = context
+        self.context, self.scores = positions, context
         for _, block in self._blocks:
             block.attn.context = context
-            block.attn.max_logits.heads = context.own_heads(self.config.num_heads)
+            if context is not None:
+                block.attn.max_logits.heads = context.own_heads(self.config.num_heads)
             if isinstance(block, MoEBlock):
-                block.moe.gate.context = context
+                block.moe.gate.context = positions
+
+    def split_weights(self, part: nn.Module, tensor: TensorSplit) -> None:
+        """Tensor parallelism: from now on this process has its heads, or its words, of one of the `parts`. After its
+        weights are drawn, before the arena is made; with `split_sequences`."""
+        self.tensor = tensor
+        if isinstance(part, Block):
+            part.attn.split(tensor)
+        elif isinstance(part, Embedding):
+            part.split(tensor)
+        elif part is self.lm_head:
+            tensor.keep(part, 0)
 
     def take_stage(self, stage: Stage) -> None:
         """Pipeline parallelism: from now on this process computes the blocks of `stage`, and others the rest."""
@@ -216,8 +237,9 @@ class DeepSeek(nn.Module):
         return self.lm_head(h_BSD)
 
     def loss(self, h_BSD: Tensor, target_BS: Tensor) -> Tensor:
-        """Mean cross entropy of `logits(h)`, nats, 0-d FP32; target [B, S] int64. Never makes all logits at once."""
-        return linear_cross_entropy(h_BSD, self.lm_head, target_BS, self.loss_scale)
+        """Mean cross entropy of `logits(h)`, nats, 0-d FP32; target [B, S] int64, as `scored`. Never makes all of
+        the logits."""
+        return linear_cross_entropy(h_BSD, self.lm_head, target_BS, self.loss_scale, self.tensor)
 
     def iter_blocks(self) -> list[tuple[str, Block]]:
         """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""

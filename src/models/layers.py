@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import YarnConfig
+from models.tensor import SplitLookup, TensorSplit
 from precision import Feed, Kurtosis, Linear, Operand, Plan, gated_ffn, rms_norm
 
 
@@ -68,6 +69,12 @@ class Embedding(nn.Module):
         self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
         self.table: Tensor | None = None  # the whole table in the plan's format, where ranks share it
         self.is_sharded = False
+        self.tensor: TensorSplit | None = None  # the ranks that the vocabulary is cut over
+
+    def split(self, tensor: TensorSplit) -> None:
+        """Tensor parallelism: from now on this process has its own words' rows. After they are drawn."""
+        self.tensor = tensor
+        tensor.keep(self, 0)
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -81,7 +88,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [...] -> [..., D]. Cast after the lookup: the same numbers as looking up in a cast table."""
-        if self.table is not None:
+        if self.tensor is not None:
+            table = self.weight if self.table is None else self.table
+            found = SplitLookup.apply(tokens, self.weight, table, self.tensor).to(self.dtype)
+        elif self.table is not None:
             found = _Lookup.apply(tokens, self.weight, self.table)
         else:
             found = F.embedding(tokens, self.weight).to(self.dtype)

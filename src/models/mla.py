@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from models.context import ContextSplit
 from models.layers import RMSNorm, apply_rope, normed
+from models.tensor import TensorSplit
 from precision import (
     AttentionCore,
     Feed,
@@ -47,6 +48,7 @@ from precision import (
     Operand,
     Plan,
     attention_core,
+    deliver,
     latent_attention,
     returns_lse,
 )
@@ -108,19 +110,34 @@ class MLA(nn.Module):
         self.kurtosis = Kurtosis("qkv")
         self.max_logits = MaxLogits(num_heads)
         self.context: ContextSplit | None = None  # the ranks that sequences are cut over
+        self.tensor: TensorSplit | None = None  # those that the heads' weights are cut over
         self.num_heads, self.softmax_scale = num_heads, softmax_scale
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
 
+    def split(self, tensor: TensorSplit) -> None:
+        """Tensor parallelism: from now on this process has the weights of its own heads. After they are drawn."""
+        first = tensor.own_heads(self.num_heads).start
+        self.tensor, self.num_heads = tensor, self.num_heads // tensor.size
+        own = range(self.num_heads) if self.context is None else self.context.own_heads(self.num_heads)
+        self.max_logits.heads = range(first + own.start, first + own.stop)
+        q = self.q if self.q_a is None else self.q_b
+        for layer, dim in ((q, 0), (self.kv_b, 0), (self.o, 1)):
+            tensor.keep(layer, dim)
+        self.q_feed = Feed(q)
+        if self.q_a is None:  # the queries read x of all the group's positions
+            self.feed = Feed(self.kv_a, tensor=True)
+
     def forward(self, x: Operand | Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table`; mask as from `document_mask`, or
-        None: every position sees all before it -> [B, S, D]. With `context` x and the result are this rank's positions,
-        rope and mask those of whole sequences."""
-        own_2SP = rope_2SP if self.context is None else self.context.own(rope_2SP)
+        None: every position sees all before it -> [B, S, D]. With `context` or `tensor` x and the result are this
+        rank's positions, rope and mask those of whole sequences."""
+        group_2SP = rope_2SP if self.context is None else self.context.own(rope_2SP)
+        own_2SP = group_2SP if self.tensor is None else self.tensor.own(group_2SP)
         q_BSx, latent, k_rope = self._queries(x), *self._latent(x, own_2SP)
         kv_BSx = self.kv_b(latent)
         self.kurtosis(q_BSx, kv_BSx)
-        return self._expanded(self._by_head(q_BSx, own_2SP), kv_BSx, k_rope, rope_2SP, mask)
+        return self._expanded(self._by_head(q_BSx, group_2SP), kv_BSx, k_rope, rope_2SP, mask)
 
     def knows_logits(self, device: torch.device, documents: bool) -> bool:
         """Whether `max_logits` is raised on this device. documents: whether attention stays within them."""
@@ -156,11 +173,16 @@ class MLA(nn.Module):
         return torch.cat([nope, apply_rope(rope, rope_2SP)], -1)
 
     def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
-        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before."""
+        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before. With
+        `tensor` of all positions of the group."""
         c_kv_BSC, k_rope_BSR = self.kv_a(x).split(self.kv_a_widths, -1)
         k_rope = k_rope_BSR[:, :, None]
         if self.k_head_norm is None:
             k_rope = apply_rope(k_rope, rope_2SP)
+        if self.tensor is not None:
+            both = torch.cat([normed(c_kv_BSC, self.kv_norm), k_rope[:, :, 0]], -1)
+            c_kv_BSC, k_rope_BSR = self.tensor.gather(both).split(self.kv_a_widths, -1)
+            return deliver(c_kv_BSC.contiguous(), self.kv_feed), k_rope_BSR[:, :, None]
         return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
 
     def _expanded(
@@ -183,13 +205,19 @@ class MLA(nn.Module):
         out_BSHV = out_BHSV.transpose(1, 2)
         if self.context is not None:
             out_BSHV = self.context.to_positions(out_BSHV)
-        return self.o(out_BSHV.flatten(2))
+        y_BSD = self.o(out_BSHV.flatten(2))
+        return y_BSD if self.tensor is None else self.tensor.scatter(y_BSD)
 
     def _queries(self, x: Operand | Tensor) -> Tensor:
         """[B, S, H (N + R)]."""
         if self.q_a is None or self.q_norm is None:
-            return self.q(x)
-        return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
+            if self.tensor is None:
+                return self.q(x)
+            plain = x.tensor if isinstance(x, Operand) else x
+            return self.q(deliver(self.tensor.gather(plain), self.q_feed))
+        if self.tensor is None:
+            return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
+        return self.q_b(deliver(self.tensor.gather(normed(self.q_a(x), self.q_norm)), self.q_feed))
 
 
 class LatentCache:

@@ -12,6 +12,8 @@ buffer that stays in a CPU's cache.
 Legend: B batch, S sequence, T tokens, V vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,50 @@ def plain_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -
             z.scatter_add_(1, chosen_column, (-weight).expand(len(z), 1))
             logits[part] = z.index_fill_(0, ignored.squeeze(1).nonzero().squeeze(1), 0.0)
     return loss_T1.squeeze(1)
+
+
+class VocabularySplit(Protocol):
+    """The ranks that the words are cut over, evenly and in order; this one has part `rank` of them."""
+
+    @property
+    def rank(self) -> int:
+        """Which part."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Largest of all ranks."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over all ranks."""
+        ...
+
+    def gather(self, x_BsD: Tensor) -> Tensor:
+        """Own positions -> all; the gradient is summed in FP32."""
+        ...
+
+
+def split_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool, split: VocabularySplit) -> Tensor:
+    """`cross_entropy_rows` of logits [T, V / ranks] of this rank's words; target: of all words. Losses [T] are those of
+    the whole vocabulary, on every rank. 12 bytes a row travel: the largest logit, the sum of exponentials, the target's
+    logit."""
+    z, ignored_T = logits.float(), target == IGNORED
+    z -= split.max(z.amax(1))[:, None]
+    own = target - split.rank * z.shape[1]
+    here_T = (own >= 0) & (own < z.shape[1]) & ~ignored_T
+    column_T1 = own.where(here_T, 0)[:, None]
+    chosen_T = z.gather(1, column_T1).squeeze(1) * here_T
+    total_T, chosen_T = split.sum(torch.stack([z.exp_().sum(1), chosen_T]))
+    if gradient:
+        z *= (weight / total_T)[:, None]
+        z.scatter_add_(1, column_T1, (-weight * here_T)[:, None])
+        logits.copy_(z.masked_fill_(ignored_T[:, None], 0.0))
+    return (weight * (total_T.log() - chosen_T)).masked_fill_(ignored_T, 0.0)
 
 
 cross_entropy_rows = torch.library.custom_op("octet::cross_entropy_rows", plain_rows, mutates_args={"logits"})

@@ -18,6 +18,10 @@ In FP8 x is cast once, and dz chunk by chunk: under the history's scale, or wher
 chunk's. It is the gradient of a loss of weight 1, whatever weight multiplies it later. But in FP16 that would be 0: dz
 and dx are gradients of `loss_scale` times the loss then, which backward takes out of the factor that it is given.
 
+With the words cut over ranks (tensor parallelism) each one computes the logits of its words at all positions of the
+group. Maxima, sums and targets' logits are shared (`split_rows`), dx is summed over the ranks in FP32, dw is that of
+own words.
+
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
 
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor
 
 from precision.backends import Backend, GradOperand, WeightOperand, get_backend
-from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
+from precision.cross_entropy import VocabularySplit, cross_entropy, cross_entropy_rows, mean_weight, split_rows
 from precision.linear import Linear
 from precision.rows import TE, GemmRecipe
 
@@ -34,12 +38,23 @@ _MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it 
 _ROUND = 128  # chunks of tokens are multiples of what a GEMM's tile holds
 
 
-def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor, loss_scale: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(
+    h_BSD: Tensor,
+    lm_head: Linear,
+    target_BS: Tensor,
+    loss_scale: Tensor | None = None,
+    split: VocabularySplit | None = None,
+) -> Tensor:
     """Mean cross entropy, in nats, of lm_head(h) over the targets that are not IGNORED; 0-d FP32. Backward works once.
 
     h [B, S, D]. target [B, S]: int64. loss_scale: 0-d FP32, what the loss will be multiplied by before its backward
     pass; None: not much. Without gradients, or under no_grad, only the loss is computed.
+
+    split: lm_head has this rank's words, h is at its part of the S positions. Every rank returns the mean of all
+    positions; its gradient is to be the same on each, and counts on each.
     """
+    if split is not None:
+        h_BSD = split.gather(h_BSD)
     recipe, operand = lm_head.recipe, lm_head.operand
     if not is_chunked(recipe):
         return cross_entropy(lm_head(h_BSD), target_BS)
@@ -48,8 +63,8 @@ def linear_cross_entropy(h_BSD: Tensor, lm_head: Linear, target_BS: Tensor, loss
     slots = lm_head.input_slot, lm_head.grad_slot
     rows = [None if slot is None else getattr(slot, key) for slot in slots for key in ("scale", "amax", "place")]
     if torch.is_grad_enabled() and (h_BSD.requires_grad or lm_head.weight.requires_grad):
-        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe, loss_scale)
-    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False, None)[0]
+        return _LinearCrossEntropy.apply(h_TD, lm_head.weight, operand, target_T, *rows, recipe, loss_scale, split)
+    return _in_chunks(h_TD, operand, target_T, rows, recipe, None, False, None, split)[0]
 
 
 def is_chunked(recipe: GemmRecipe) -> bool:
@@ -75,24 +90,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dz_place: Tensor | None,
         recipe: GemmRecipe,
         loss_scale: Tensor | None,
+        split: VocabularySplit | None,
     ) -> Tensor:
         dh_TD = torch.empty_like(h_TD) if ctx.needs_input_grad[0] else None
         rows = [x_scale, x_amax, x_place, dz_scale, dz_amax, dz_place]
-        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, ctx.needs_input_grad[1], loss_scale)
+        wants_dw = ctx.needs_input_grad[1]
+        loss, dw_VD = _in_chunks(h_TD, operand, target_T, rows, recipe, dh_TD, wants_dw, loss_scale, split)
         ctx.save_for_backward(dh_TD, dw_VD, loss_scale)
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.weight_dtype, ctx.ranks = weight_VD.dtype, 1 if split is None else split.size
         return loss
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         dh_TD, dw_VD, loss_scale = ctx.saved_tensors
-        factor = grads[0] if loss_scale is None else grads[0] / loss_scale
+        factor = ctx.ranks * (grads[0] if loss_scale is None else grads[0] / loss_scale)
         if dh_TD is not None:  # in FP32: as a factor of BF16 the gradient would be rounded first
             dh_TD = dh_TD.float().mul_(factor).to(dh_TD.dtype)
         if dw_VD is not None:
             into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
             dw_VD = torch.mul(dw_VD, factor, out=into)
-        return dh_TD, dw_VD, *(None,) * 10
+        return dh_TD, dw_VD, *(None,) * 11
 
 
 def _in_chunks(
@@ -104,6 +121,7 @@ def _in_chunks(
     dh_TD: Tensor | None,
     wants_dw: bool,
     loss_scale: Tensor | None,
+    split: VocabularySplit | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss, and dw [V, D] FP32 if wanted, for a gradient of 1, or of loss_scale; dh is written into dh_TD if given.
     arena_rows: scale, amax and place of x and of dz, if they are cast."""
@@ -124,7 +142,10 @@ def _in_chunks(
         x_cD = x_TD[part].to(recipe.input.dtype)
         inv = x_inv if x_inv is None or not x_inv.dim() else x_inv[part]
         z_cV = backend.forward(x_cD, inv, operand, None, recipe)
-        losses.append(cross_entropy_rows(z_cV, target_T[part], weight, gradient))
+        if split is None:
+            losses.append(cross_entropy_rows(z_cV, target_T[part], weight, gradient))
+        else:
+            losses.append(split_rows(z_cV, target_T[part], weight, gradient, split))
         if gradient:
             if dz_scale is None or dz_amax is None:
                 dz_cV = z_cV.to(recipe.grad.dtype)

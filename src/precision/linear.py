@@ -151,8 +151,9 @@ class _GemmLayer(nn.Module):
         return torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype
 
     @torch.no_grad()
-    def receive(self, weight: Tensor) -> list[Tensor]:
-        """Make the operand from the whole compute weight [(G,) N, K] in `gather_dtype`, and record its amax.
+    def receive(self, weight: Tensor, given: Tensor | None = None) -> list[Tensor]:
+        """Make the operand from the whole compute weight [(G,) N, K] in `gather_dtype`, and record its amax. given: the
+        scale, 0-d, where it is not to follow from this amax.
 
         Returns what was made beside `weight`, whose memory may be freed until the next call: that one fills it again.
         Empty if the operand is `weight` itself.
@@ -163,12 +164,14 @@ class _GemmLayer(nn.Module):
             return []
         scale, amax = self.weight_slot.scale, self.weight_slot.amax
         assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
-        backend = get_backend(self.recipe.backend)
+        backend, recipe = get_backend(self.recipe.backend), self.recipe
+        if given is not None:
+            scale, recipe = given, recipe.under_given_scale
         kept = tuple(t for t in self.operand or () if t is not None)
         # a backward pass that waits for these numbers gets them again: the same ones, so this is no change to it
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with same(kept):
-            self.operand = backend.quantize_weight(weight, scale, amax, self.recipe.input, self.recipe, self.operand)
+            self.operand = backend.quantize_weight(weight, scale, amax, recipe.input, recipe, self.operand)
         self._tell(weight, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 

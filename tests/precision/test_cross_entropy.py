@@ -1,11 +1,14 @@
 """Cross entropy in slices equals PyTorch's, with its gradient; what is ignored leaves nothing behind."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from precision import IGNORED
-from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight
+from precision.cross_entropy import cross_entropy, cross_entropy_rows, mean_weight, plain_rows, split_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,3 +77,48 @@ def test_rows_are_an_operator_that_graphs_can_hold() -> None:
         return cross_entropy_rows(z * 1, target, mean_weight(target), False)
 
     torch.testing.assert_close(compiled(logits), expected)
+
+
+class Threads:
+    """The place of a thread among others that stand for ranks with a part of the words each."""
+
+    def __init__(self, rank: int, size: int, board: list[torch.Tensor | None], barrier: threading.Barrier):
+        self.rank, self.size, self._board, self._barrier = rank, size, board, barrier
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        self._board[self.rank] = x.clone()
+        self._barrier.wait(60)
+        together = torch.stack([each for each in self._board if each is not None])
+        self._barrier.wait(60)
+        return together
+
+    def max(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x).amax(0)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x).sum(0)
+
+    def gather(self, x_BsD: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e4])
+def test_words_that_are_cut_over_ranks_give_the_same_losses_and_gradients(largest: float) -> None:
+    T, V, size = 37, 24, 3
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, V, generator=generator) * largest
+    target = torch.randint(0, V, (T,), generator=generator)
+    target[::5] = IGNORED
+    weight, whole = mean_weight(target), logits.clone()
+    want = plain_rows(whole, target, weight, True)
+    board: list[torch.Tensor | None] = [None] * size
+    barrier, parts = threading.Barrier(size), [part.contiguous() for part in logits.chunk(size, 1)]
+
+    def rank(i: int) -> torch.Tensor:
+        return split_rows(parts[i], target, weight, True, Threads(i, size, board, barrier))
+
+    with ThreadPoolExecutor(size) as pool:
+        losses = list(pool.map(rank, range(size)))
+    for loss in losses:
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-7)

@@ -57,9 +57,6 @@ class AlertsConfig:
     """Entropy of the experts' load over that of an even one: below this, for a hundred steps on end."""
     throughput_drop: float | None
     """Tokens per second: below this share of their median, for three lines on end and half a minute."""
-    straggler: float | None
-    """Share by which a rank's GPU is slower than the others' median, or of a step for which it waits longer for data,
-    for five lines on end."""
     memory_growth: float | None
     """Share by which the memory held between steps has crept up."""
     memory_full: float | None
@@ -76,6 +73,9 @@ class AlertsConfig:
     """Errors in GPU memory that ECC could not correct: more than this."""
     max_logit: float | None = None
     """Largest attention logit of a block, in two lines on end: above this."""
+    straggler: float | None = None
+    """Share by which a rank's GPU is slower than the others' median, or of a step for which it waits longer for data,
+    for five lines on end."""
 
 
 @dataclass

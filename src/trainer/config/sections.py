@@ -254,7 +254,7 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard x context x pipeline of them."""
+    """How the processes of a run share its work: replicate x shard x context x tensor x pipeline of them."""
 
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
@@ -262,13 +262,6 @@ class ParallelConfig:
     """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
     expert: int
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
-    context: int
-    """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
-    pipeline: int
-    """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
-    stages: list[int] | None
-    """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
-    head and multi-token prediction besides."""
     timeout: float
     """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
     come. The first step compiles, within this time."""
@@ -282,6 +275,16 @@ class ParallelConfig:
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
+    context: int = 1
+    """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
+    tensor: int = 1
+    """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; it divides
+    model.num_heads, model.vocab_size and trainer.sequence_length."""
+    pipeline: int = 1
+    """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
+    stages: list[int] | None = None
+    """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
+    head and multi-token prediction besides."""
 
 
 @dataclass

@@ -14,6 +14,8 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
                rotated key once), forward and backward, and forward again where attention is computed again
+    tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
+               gradients of latents in FP32
 
 Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
 Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
@@ -43,14 +45,13 @@ from trainer.forecast.memory import forecast, forecast_memory, parameters, trave
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
 from trainer.forecast.stages import check_stages, idle_share, stage_models
+from trainer.forecast.tensor import tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
-HOST = 1.9964 / (
-    4 * 27
-)  # seconds of Python a block and microbatch, forward and backward: docs/benchmarks.md, 27 blocks
+HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
@@ -125,7 +126,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
-    passed = t.microbatch_size * t.sequence_length * microbatches // d.context  # tokens through a rank's stage
+    passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
     tokens = passed / d.pipeline
     per_token = flops_per_token(m, t.sequence_length)
     head = 6.0 * m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers)
@@ -143,7 +144,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
-    waiting += machine.seconds(sent, d.context)
+    waiting += machine.seconds(sent, d.context, d.tensor) + machine.seconds(
+        tokens * tensor_bytes(plan, d, times - 1), d.tensor
+    )
     if d.pipeline > 1:
         streams = 2 if m.num_mtp_layers else 1
         sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes

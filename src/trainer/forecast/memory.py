@@ -11,7 +11,7 @@
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
     communication     buffers that weights and gradients pass through, tokens on their way to experts, and keys and
-                      values between the heads of a context group
+                      values between the heads of a context group; latents, and what o makes, of a tensor group
     BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
                       as it runs
 
@@ -37,6 +37,7 @@ from trainer.config import Config, Recompute, Switch
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
 from trainer.forecast.stages import stage_models
+from trainer.forecast.tensor import cut_parameters, gathered_bytes, kept_bytes, parts
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
@@ -83,9 +84,10 @@ def _of_a_rank(
 ) -> dict[str, float]:
     """microbatches: whose activations it keeps."""
     model, t = config.model, config.trainer
-    tokens = t.microbatch_size * t.sequence_length // degrees.context
+    tokens = t.microbatch_size * t.sequence_length // degrees.sequence
     shared, experts = parameters(plan, config=config.model)
-    owned = shared / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
+    cut = cut_parameters(plan) + model.vocab_size * model.hidden_size if degrees.tensor > 1 else 0.0
+    owned = (shared - cut + cut / degrees.tensor) / degrees.cut + experts / (degrees.expert * degrees.expert_shard)
     masters, moment = 4.0 * owned, plan.tensors["optim.moments"].format.bytes
     memory = {
         "parameters": masters,
@@ -93,7 +95,7 @@ def _of_a_rank(
         "optimizer": moment * (2 * owned - muon_size(config, plan, degrees).elements),
         "compute weights": sum(_copies(plan, degrees).values()),
         "activations": _activations(config, plan, degrees) * tokens * microbatches,
-        "head": head_gradient_bytes(plan),
+        "head": head_gradient_bytes(plan) / degrees.tensor,
     }
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
@@ -119,6 +121,8 @@ def _of_a_rank(
         memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
     if degrees.context > 1:
         memory["communication"] += 2 * tokens * _exchanged(plan)
+    if degrees.tensor > 1:  # gathered, and its gradient in FP32
+        memory["communication"] += tokens * gathered_bytes(plan, degrees, model.hidden_size)
     return memory
 
 
@@ -190,6 +194,13 @@ def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     return others + head.in_features * head.out_features, experts
 
 
+def _ranks(row: GemmRow, degrees: Degrees) -> int:
+    """That hold a weight between them."""
+    if row.op == "moe.experts":
+        return degrees.expert * degrees.expert_shard
+    return degrees.cut * parts(row, degrees)
+
+
 @cache
 def _block_of(name: str) -> str:
     """layers.3.attn.q -> layers.3; the empty text for what stands beside the blocks."""
@@ -202,7 +213,7 @@ def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: fl
     which both are there, or when all gradients are made. Blocks are taken to keep alike."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.cut
+        ranks = _ranks(row, degrees)
         sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / ranks
     sizes.pop("", None)  # beside the blocks: the head's is counted apart, the embedding's comes last
     kept, made, peak = activations, 0.0, (0.0, gradients)
@@ -224,7 +235,7 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
     """Bytes of compute weights by the block that they come with ("": they stay); of the experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
-        groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups
+        groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups / parts(row, degrees)
         sizes[_comes_with(name, row, degrees)] += (
             row.in_features * row.out_features * groups * _weight_bytes(row.recipe)
         )
@@ -235,9 +246,9 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
 def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
     """FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
-    sizes[""] = 4.0 * config.vocab_size * config.hidden_size  # the embedding
+    sizes[""] = 4.0 * config.vocab_size * config.hidden_size / degrees.tensor  # the embedding
     for name, row in plan.gemms.items():
-        kept = degrees.expert if row.op == "moe.experts" else 1
+        kept = degrees.expert if row.op == "moe.experts" else parts(row, degrees)
         if row.op != "moe.experts" or degrees.shares_experts:
             sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / kept
     return sizes
@@ -252,7 +263,7 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
         if not _block_of(name) or (row.op == "moe.experts" and not degrees.shares_experts):
             continue
         kept, ranks = (degrees.expert, degrees.expert_shard) if row.op == "moe.experts" else (1, degrees.cut)
-        shape = [row.groups // kept, row.out_features, row.in_features]
+        shape = [row.groups // kept, row.out_features // parts(row, degrees), row.in_features]
         travels = travels_in_fp8(in_fp8, row, degrees)
         stays = travels or not row.recipe.is_fp8
         if not (stays and is_large(shape if row.groups > 1 else shape[1:], ranks)):
@@ -267,16 +278,16 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     if row.op == "moe.experts":
         ranks, rest, rows = degrees.expert_shard, row.groups // degrees.expert % degrees.expert_shard, None
     else:
-        ranks, rest, rows = degrees.cut, row.out_features % degrees.cut, row.out_features // degrees.cut
+        out = row.out_features if row.op == "attn.o" else row.out_features // parts(row, degrees)
+        ranks, rest, rows = degrees.cut, out % degrees.cut, out // degrees.cut
     return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
 
 
 @once
 def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
     """Bytes of this rank's parts of the blocks' weights that travel in FP8, by name."""
-    experts = degrees.expert * degrees.expert_shard
     return {
-        name: row.in_features * row.out_features * row.groups / (experts if row.op == "moe.experts" else degrees.cut)
+        name: row.in_features * row.out_features * row.groups / _ranks(row, degrees)
         for name, row in plan.gemms.items()
         if _block_of(name) and travels_in_fp8(in_fp8, row, degrees)
     }
@@ -286,7 +297,8 @@ def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> floa
     """Compute weights that are there at a time: embedding, head and what else stays always; of the blocks all, or the
     last one, the one that computes, and the next one, and what is sent of the others."""
     copies = _copies(plan, degrees)
-    embedding = config.model.vocab_size * config.model.hidden_size * plan.tensors["embed"].format.bytes
+    words = config.model.vocab_size // degrees.tensor
+    embedding = words * config.model.hidden_size * plan.tensors["embed"].format.bytes
     beside = copies.pop("", 0.0) + embedding
     if keeps:
         return beside + sum(copies.values())
@@ -314,7 +326,7 @@ def _kept(plan: Plan, selective: bool, spread: int, tokens: int, config: ModelCo
 
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.context
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
     kept = _kept(plan, False, degrees.expert, tokens, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())
@@ -325,7 +337,7 @@ def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     if config.recompute is Recompute.full:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes
         blocks = blocks / num_blocks + num_blocks * inputs
-    return blocks + head
+    return blocks + head + kept_bytes(config, plan, degrees)
 
 
 def _weight_bytes(recipe: GemmRecipe) -> int:

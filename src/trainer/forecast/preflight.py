@@ -30,6 +30,7 @@ from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_load, muon_size
 from trainer.forecast.stages import check_stages, stages_line
+from trainer.forecast.tensor import check_context, check_tensor
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
@@ -63,7 +64,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         raise UserError(f"trainer.device={config.trainer.device.value}: {problem}")
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // max(config.parallel.context, 1)
+    sharing = max(config.parallel.context, 1) * max(config.parallel.tensor, 1)
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // sharing
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
@@ -176,25 +178,21 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
     together = degrees.data if t.global_batch_size % degrees.data else t.microbatch_size * degrees.data
     if t.global_batch_size % together:
         doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
-        who = "ranks" if degrees.context == 1 else f"groups of parallel.context={degrees.context} ranks"
+        axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
+        who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
         why = f"{degrees.data} {who}{doing} do a multiple of {together} sequences"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
-    lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": t.sequence_length}
-    for key, value in lengths.items():
-        if value % degrees.context:
-            fits = math.gcd(*lengths.values())
-            fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
-            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+    check_context(config, degrees)
+    check_tensor(config, degrees)
     check_stages(config, degrees)
     if config.cuda_graph is Switch.true:
         _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
         _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
-    if config.optim.name is OptimizerName.muon and degrees.context > 1:
-        why = "optim.name=muon does not know ranks that share sequences"
-        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
     if config.model.num_experts % degrees.expert:
-        smaller = (n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut, degrees.stage))
+        smaller = (
+            n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut * degrees.tensor, degrees.stage)
+        )
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
         _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
@@ -377,7 +375,9 @@ def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
     if left and processes > 1:
         return resolve(parallel, processes)
     given = math.prod(
-        size for size in (parallel.replicate, parallel.shard, parallel.context, parallel.pipeline) if size > 0
+        size
+        for size in (parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.pipeline)
+        if size > 0
     )
     return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
 

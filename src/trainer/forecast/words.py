@@ -16,5 +16,6 @@ def ranks(d: Degrees) -> str:
     if d.world == 1:
         return "one process"
     axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"
-    more = "".join(f", {axis} {n}" for axis, n in (("context", d.context), ("pipeline", d.pipeline)) if n > 1)
+    others = {"context": d.context, "tensor": d.tensor, "pipeline": d.pipeline}
+    more = "".join(f", {axis} {n}" for axis, n in others.items() if n > 1)
     return f"each of {d.world} ranks ({axes}{more})"

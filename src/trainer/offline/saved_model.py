@@ -41,7 +41,7 @@ from trainer.offline.row_reader import SavedTensors
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
-ONE_PROCESS = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "pipeline": 1, "stages": None}
+ONE_PROCESS = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1, "pipeline": 1, "stages": None}
 
 
 @dataclass

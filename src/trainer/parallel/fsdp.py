@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek
 from models.block import Block, MoEBlock
 from models.context import ContextSplit
+from models.tensor import TensorSplit
 from precision import GroupedLinear, Linear
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
 from trainer.parallel.gather import Fp8GatherFormat, Receiver, WeightAmaxSync, gather_format
@@ -53,9 +54,12 @@ def materialise(
     keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
     needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
     """
-    if mesh.context is not None:
-        model.split_sequences(ContextSplit(mesh.context.get_group()))
-    sync, sending = WeightAmaxSync() if fp8 else None, Sending()
+    tensor = None if mesh.tensor is None else TensorSplit(mesh.tensor.get_group())
+    if mesh.sequence is not None:
+        context = None if mesh.context is None else ContextSplit(mesh.context.get_group())
+        model.split_sequences(ContextSplit(mesh.sequence.get_group()), context)
+    ranks = None if mesh.stage is None else mesh.stage.get_group()
+    sync, sending = WeightAmaxSync(fp8, ranks) if fp8 or tensor is not None else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = [block for _, block in model.iter_blocks() if model.here(block)]
@@ -64,7 +68,11 @@ def materialise(
         model.init_part(part, generator)
         if not model.here(part):
             _leave_to_others(part)
-        elif part in blocks:
+        elif tensor is not None:
+            model.split_weights(part, tensor)
+            if sync is not None:
+                sync.split.update(layer for layer, _ in tensor.cut)
+        if model.here(part) and part in blocks:
             frees = not keeps and part is not blocks[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
@@ -74,9 +82,20 @@ def materialise(
                     parameter.spread = mesh.expert  # type: ignore[attr-defined]
             _shard(part, mesh.weights, frees, sync, sending)
     _shard(model, mesh.weights, False, sync, sending)
+    if tensor is not None and mesh.tensor is not None:
+        _mark(model, tensor, mesh.tensor)
     _prefetch(blocks)
     for method in ("hidden", "logits", "forward_stage"):
         register_fsdp_forward_method(model, method)
+
+
+def _mark(model: DeepSeek, tensor: TensorSplit, mesh: DeviceMesh) -> None:
+    """Note of each parameter whether ranks of the tensor group have parts of it, or the same (`shard_views`)."""
+    for layer, dim in tensor.cut:
+        layer.weight.spread, layer.weight.spread_dim = mesh, dim  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        if not (hasattr(parameter, "spread") or parameter.is_meta):
+            parameter.alike = mesh  # type: ignore[attr-defined]
 
 
 def _leave_to_others(part: nn.Module) -> None:

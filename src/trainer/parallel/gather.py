@@ -5,6 +5,7 @@ it has the master's shape and dtype, so that FP32 gradients flow into it, and ow
 layer's operand (`precision.linear`).
 
     GatherFormat         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
+    SplitGatherFormat    the same of a weight whose other parts a tensor group has: under the scale of all of it
     Fp8GatherFormat      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the
     operand. Where a weight is gathered for each pass, its quantised part stays until the masters change
 
@@ -103,12 +104,15 @@ class GatherFormat:
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Arrived:
         numbers, freed = self._numbers(gathered)
-        made = self._layer.receive(numbers)
+        made = self._receive(numbers)
         if made:
             numbers.untyped_storage().resize_(0)
         else:
             made = freed
         return (_Edge.of(self._shape, dtype, numbers.device), made) if out is None else None
+
+    def _receive(self, numbers: Tensor) -> list[Tensor]:
+        return self._layer.receive(numbers)
 
     def _numbers(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
         """The whole weight, and what FSDP does not know yet that it has to free with its own memory."""
@@ -116,6 +120,23 @@ class GatherFormat:
             return gathered[0][: self._shape[0]], []
         assert self.whole is not None
         return self.whole.numbers, [self.whole.numbers]
+
+
+class SplitGatherFormat(GatherFormat):
+    """The same for a part of a weight (its heads, its words) with one scale."""
+
+    def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, sync: WeightAmaxSync):
+        super().__init__(layer, mesh.size(mesh.ndim - 1))
+        self._fp8_layer, self._agreed, self._row = layer, sync, sync.add(layer, mesh)
+
+    def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
+        if self._fp8_layer.recipe.is_fp8:
+            self._agreed.settle()
+        return super()._part(shape)
+
+    def _receive(self, numbers: Tensor) -> list[Tensor]:
+        given = self._agreed.of_part(self._row).scale if self._fp8_layer.recipe.is_fp8 else None
+        return self._fp8_layer.receive(numbers, given)
 
 
 class Fp8GatherFormat(GatherFormat):
@@ -170,15 +191,17 @@ class Fp8GatherFormat(GatherFormat):
 
 
 def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None, freed: bool) -> GatherFormat:
-    """How the weight of a layer travels, which `mesh` (its last axis) has cut. sync: None keeps FP8 off the wire.
-    freed: whether it is gathered anew for the backward pass."""
+    """How the weight of a layer travels, which `mesh` (its last axis) has cut. sync: None where no weight agrees with
+    others. freed: whether it is gathered anew for the backward pass."""
     ranks = mesh.size(mesh.ndim - 1)
     if sync is not None and isinstance(layer, Linear | GroupedLinear):
         count = layer.weight.shape[0]
         # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
-        if ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
+        if sync.fp8 and ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
             return Fp8GatherFormat(layer, mesh, sync, freed)
+        if layer in sync.split and layer.recipe.is_fp8 and layer.recipe.scales_tensors:
+            return SplitGatherFormat(layer, mesh, sync)
     return GatherFormat(layer, ranks)
 
 
@@ -206,10 +229,14 @@ class WeightAmaxSync:
     They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one
     place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
 
-    sent: quantised parts of weights that are gathered again before the masters change, by their rows' start.
+    fp8: whether weights may travel in FP8. ranks: all that have parts of these weights; None: all there are. split:
+    layers that have a part of their weight only. sent: quantised parts of weights that are gathered again before the
+    masters change, by their rows' start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fp8: bool, ranks: dist.ProcessGroup | None = None) -> None:
+        self.fp8, self._ranks = fp8, ranks
+        self.split: set[nn.Module] = set()
         self.sent: dict[int, tuple[Tensor, ...]] = {}
         self._rows: list[_Row] = []
         self._size, self._known, self._bound = 0, False, False
@@ -255,7 +282,7 @@ class WeightAmaxSync:
                 torch.linalg.vector_norm(shard, torch.inf, dim=(-2, -1), out=self._own[row.start].amax)
         self._amax.copy_(self._amax.bfloat16())  # rounding keeps order: the amax of what is rounded
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
-        dist.all_reduce(self._amax, dist.ReduceOp.MAX)
+        dist.all_reduce(self._amax, dist.ReduceOp.MAX, group=self._ranks)
         slots = [row.layer.weight_slot for row in self._rows]
         scales = [slot.scale for slot in slots if slot is not None and slot.scale is not None]
         amaxes = [slot.amax for slot in slots if slot is not None and slot.amax is not None]

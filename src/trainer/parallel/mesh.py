@@ -1,13 +1,14 @@
 """The mesh: which rank does what.
 
     blocks                              pipeline; the axes below are within a stage
-    sequences                           (replicate x shard) x context
-    weights of all kinds but experts    replicate x (shard x context)
+    sequences                           (replicate x shard) x (context x tensor)
+    weights of all kinds but experts    replicate x (shard x context) x tensor
     experts' weights                    expert_replicate x expert_shard x expert
 
 Ranks are counted row by row, so that the last axis is made of neighbours: a context group, a shard group and an expert
 group lie in one node where they fit. The ranks of a context group have the same sequences and a piece of each
-(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. The ranks of a
+(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. So do those of
+a tensor group (`models.tensor`), which have parts of heads and vocabulary, and all other weights alike. The ranks of a
 stage (`models.stage`) are neighbours, and rank i of each stage has the same sequences. `expert` subdivides all ranks of
 a stage: an expert group is some of the ranks that weights are cut over, or some whole groups of these. Each of its
 ranks owns E / expert whole experts, and shares each of them with the `expert_shard x expert_replicate` ranks that own
@@ -40,6 +41,7 @@ class Degrees:
     expert: int = 1
     context: int = 1
     pipeline: int = 1
+    tensor: int = 1
 
     @property
     def world(self) -> int:
@@ -49,12 +51,17 @@ class Degrees:
     @property
     def stage(self) -> int:
         """Ranks of a stage, which have all tokens between them."""
-        return self.data * self.context
+        return self.data * self.sequence
 
     @property
     def data(self) -> int:
-        """Number of context groups: of different sequences at a time."""
+        """Number of groups that share sequences: of different ones at a time."""
         return self.replicate * self.shard
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share sequences."""
+        return self.context * self.tensor
 
     @property
     def cut(self) -> int:
@@ -64,7 +71,7 @@ class Degrees:
     @property
     def expert_shard(self) -> int:
         """Ranks that share each expert's weights."""
-        return max(self.cut // self.expert, 1)
+        return self.cut if self.expert == 1 else max(self.cut * self.tensor // self.expert, 1)
 
     @property
     def expert_replicate(self) -> int:
@@ -97,15 +104,17 @@ class FsdpPolicy:
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:
     """The degrees for `world` processes. UserError, naming key, value and fix, for what does not go together."""
-    context, pipeline = config.context, config.pipeline
-    for axis, size in {"context": context, "pipeline": pipeline}.items():
+    context, tensor, pipeline = config.context, config.tensor, config.pipeline
+    for axis, size in {"context": context, "tensor": tensor, "pipeline": pipeline}.items():
         if size < 1:
             _refuse(axis, size, "out of range", "set 1 or more")
     stage, least = world // pipeline, 1
-    for axis, size, ranks in (("pipeline", pipeline, world), ("context", context, stage)):
+    axes = ("pipeline", pipeline, world), ("context", context, stage), ("tensor", tensor, stage // context)
+    for axis, size, ranks in axes:
         least *= size
         if ranks % size:
-            why = f"it does not divide the {ranks} processes{'' if ranks == world else ' of a stage'}"
+            of = "" if ranks == world else " of a stage" if ranks == stage else " that parallel.context leaves"
+            why = f"it does not divide the {ranks} processes{of}"
             _refuse(axis, size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
@@ -116,8 +125,9 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     if len(left) == 2:
         why = "parallel.shard=-1 takes what is left already"
         _refuse("replicate", -1, why, "set the number of groups, or of ranks in a group")
-    groups = stage // context
-    of = " * ".join(f"parallel.{k}={v}" for k, v in {"context": context, "pipeline": pipeline}.items() if v > 1)
+    groups = stage // (context * tensor)
+    others = {"context": context, "tensor": tensor, "pipeline": pipeline}
+    of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
     these = f"the {groups} groups of {of} processes" if of else f"the {world} processes"
     if left:
         if groups % known:
@@ -130,18 +140,19 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
             why = f"parallel.replicate * parallel.shard are all {world} processes"
             _refuse("shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
-        others = {"replicate": config.replicate, "shard": config.shard, "context": context, "pipeline": pipeline}
+        others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
         start = known * least
         why = f"with {beside} it makes {start} ranks, and there are {world} processes"
         _refuse(axis, sizes[axis], why, f"start {start}, or set parallel.{axis}=-1 to take what is left")
     expert = stage if config.expert == -1 else config.expert
-    cut = sizes["shard"] * context
+    cut = sizes["shard"] * context * tensor
     if not fits_expert(expert, cut, stage):
-        ranks = f"parallel.shard={cut}" if context == 1 else f"parallel.shard * parallel.context={cut}"
+        beside = "".join(f" * parallel.{k}" for k, v in (("context", context), ("tensor", tensor)) if v > 1)
+        ranks = f"parallel.shard{beside}={cut}"
         why = f"an expert group is a part of the {ranks} ranks of {stage}, or several whole ones"
         _refuse("expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
-    return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline)
+    return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline, tensor)
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
@@ -167,8 +178,10 @@ class Mesh:
 
     weights: `shard x context` as one axis, or `replicate x` that. experts: the same of the experts' weights
     (`expert_shard`, or `expert_replicate x expert_shard`). expert: the ranks that together own all experts; None
-    without expert parallelism. context: the ranks that share sequences; None where they are whole. pipeline: a rank of
-    each stage; None with one stage.
+    without expert parallelism. context: the ranks that share sequences and exchange heads; None where they have all.
+    tensor: the ranks that heads and vocabulary are cut over; None without them. sequence: context x tensor as one axis;
+    None where sequences are whole. pipeline: a rank of each stage; None with one stage. stage: the ranks of a
+    stage, where those of a tensor group agree; None with one stage, and without them.
     """
 
     degrees: Degrees
@@ -177,6 +190,9 @@ class Mesh:
     expert: DeviceMesh | None
     context: DeviceMesh | None
     pipeline: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    sequence: DeviceMesh | None = None
+    stage: DeviceMesh | None = None
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
@@ -190,12 +206,19 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
         sizes = ({"pipeline": d.pipeline} if d.pipeline > 1 else {}) | axes
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    mesh = mesh_of(replicate=d.replicate, cut=d.cut)
+    mesh = mesh_of(replicate=d.replicate, cut=d.cut, **({"tensor": d.tensor} if d.tensor > 1 else {}))
     weights = mesh["replicate", "cut"] if d.replicate > 1 else mesh["cut"]
     pipeline = mesh["pipeline"] if d.pipeline > 1 else None
-    context = mesh_of(data=d.data, context=d.context)["context"] if d.context > 1 else None
+    context = tensor = sequence = stage = None
+    if d.tensor > 1:
+        tensor = mesh["tensor"]
+        stage = mesh_of(stage=d.stage)["stage"] if d.pipeline > 1 else None
+        context = mesh_of(data=d.data, context=d.context, tensor=d.tensor)["context"] if d.context > 1 else None
+    if d.sequence > 1:
+        sequence = mesh_of(data=d.data, sequence=d.sequence)["sequence"]
+        context = sequence if d.tensor == 1 else context
     if d.expert == 1:
-        return Mesh(degrees, weights, weights, None, context, pipeline)
+        return Mesh(degrees, weights, weights, None, context, pipeline, tensor, sequence, stage)
     mesh = mesh_of(expert_replicate=d.expert_replicate, expert_shard=d.expert_shard, expert=d.expert)
     experts = mesh["expert_replicate", "expert_shard"] if d.expert_replicate > 1 else mesh["expert_shard"]
-    return Mesh(degrees, weights, experts, mesh["expert"], context, pipeline)
+    return Mesh(degrees, weights, experts, mesh["expert"], context, pipeline, tensor, sequence, stage)

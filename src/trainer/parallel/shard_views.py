@@ -5,7 +5,8 @@ What works element by element, as the optimizer does, works on the parts.
 
 With expert parallelism a stack of experts is spread first, whole experts to each rank of a group: such a tensor has an
 attribute `spread`, the group's mesh. It is a DTensor of the rank's own experts where other ranks have the same ones,
-else these experts as they are.
+else these experts as they are. With tensor parallelism weights of heads and vocabulary are spread so, too, along the
+dimension `spread_dim`; all others have an attribute `alike`, the mesh of the ranks that hold the same.
 """
 
 import math
@@ -29,10 +30,12 @@ def is_shared(tensor: Tensor) -> bool:
 
 def copies(tensor: Tensor) -> int:
     """How many ranks hold the same part of a shared tensor."""
+    alike = getattr(tensor, "alike", None)
+    more = 1 if alike is None else alike.size()
     if not is_shared(tensor):
-        return 1
+        return more
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
-    return math.prod(size for placement, size in sizes if placement.is_replicate())
+    return more * math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def shared_like(part: Tensor, like: Tensor) -> Tensor:
@@ -43,7 +46,9 @@ def shared_like(part: Tensor, like: Tensor) -> Tensor:
 
         mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
         shared = DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    shared.spread = getattr(like, "spread", None)  # type: ignore[attr-defined]
+    for name in ("spread", "spread_dim", "alike"):
+        if hasattr(like, name):
+            setattr(shared, name, getattr(like, name))
     return shared
 
 
@@ -70,7 +75,8 @@ def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
     if tensor.is_meta:  # of another pipeline stage
         nothing = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
         return ShardView(nothing, tensor.shape, (0,) * tensor.dim(), writes=False)
-    if not is_shared(tensor) and spread is None:
+    alike = getattr(tensor, "alike", None)
+    if not is_shared(tensor) and spread is None and alike is None:
         return tensor.detach()
     offsets, copy = [0] * tensor.dim(), 0
     if is_shared(tensor):
@@ -80,8 +86,11 @@ def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
             if placement.is_replicate():
                 mesh = tensor.device_mesh  # type: ignore[attr-defined]
                 copy = copy * mesh.size(axis) + mesh.get_local_rank(axis)
+    if alike is not None:
+        copy = copy * alike.size() + alike.get_local_rank()
     if spread is not None:
-        offsets[0] += spread.get_local_rank() * tensor.shape[0]
+        dim = getattr(tensor, "spread_dim", 0)
+        offsets[dim] += spread.get_local_rank() * tensor.shape[dim]
     writes = copy == turn % copies(tensor)
     return ShardView(local(tensor).detach(), whole_shape(tensor), tuple(offsets), writes)
 
@@ -94,4 +103,15 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def whole_shape(tensor: Tensor) -> torch.Size:
     """Shape of the whole of a shared or spread tensor; of another one: its own."""
     spread = getattr(tensor, "spread", None)
-    return tensor.shape if spread is None else torch.Size([tensor.shape[0] * spread.size(), *tensor.shape[1:]])
+    shape = list(tensor.shape)
+    if spread is not None:
+        shape[getattr(tensor, "spread_dim", 0)] *= spread.size()
+    return torch.Size(shape)
+
+
+def add_up(model: nn.Module) -> None:
+    """Sum the gradients of weights that ranks of a tensor group have alike: each has seen its own positions. Once they
+    are reduced, in FP32. A collective."""
+    grads = [(local(p.grad), p) for p in model.parameters() if p.grad is not None and hasattr(p, "alike")]
+    for gradient, parameter in grads:
+        torch.distributed.all_reduce(gradient, group=parameter.alike.get_group())  # type: ignore[attr-defined]

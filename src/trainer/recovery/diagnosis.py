@@ -211,7 +211,7 @@ class Diagnosis:
     def _rows_of(self, origin: Origin, batch: int) -> slice:
         """The sequences of a microbatch among the `batch` of a step."""
         degrees = self._engine.degrees
-        group = origin.rank % degrees.stage // degrees.context
+        group = origin.rank % degrees.stage // degrees.sequence
         start = group * (batch // degrees.data) + origin.microbatch * self._size
         return slice(start, start + self._size)
 

@@ -57,8 +57,8 @@ class Engine:
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """Which part of each batch this rank computes, and of how many; ranks of a context group have the same."""
-        return self.world.rank % self.degrees.stage // self.degrees.context, self.degrees.data
+        """Which part of each batch this rank computes, and of how many; ranks that share sequences have the same."""
+        return self.world.rank % self.degrees.stage // self.degrees.sequence, self.degrees.data
 
     def share_of(self, batch: Tensor) -> Tensor:
         """This rank's sequences of a whole batch [B, ...], where nobody has read them alone."""
@@ -159,7 +159,7 @@ def build_model(
     share its weights. total: memory of the smallest of their GPUs, bytes.
     """
     degrees = degrees or Degrees()
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.context
+    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)

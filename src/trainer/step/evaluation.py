@@ -33,12 +33,11 @@ def mean_loss(
         tokens = tokens[torch.arange(size) % len(tokens)].to(world.device)
         targets = tokens[:, 1:].clone()
         targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
-        targets = model.own(targets)
-        shape = *targets.shape, model.config.hidden_size
+        shape = *model.own(targets).shape, model.config.hidden_size
         carried = None if stage is None else stage.receive(shape, tokens, model.embed.residual)
         h = model.hidden(tokens[:, :-1], carried)
         if stage is None or stage.is_last:
-            loss = model.loss(h, targets)
+            loss = model.loss(h, model.scored(targets))
             sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
         else:
             stage.send(h)

@@ -62,7 +62,7 @@ def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> 
     scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. With a loss
     scale the backward pass is the one that a step would make, and what `on_gradient` sees is divided by it.
     """
-    share = len(tokens) / batch / engine.degrees.context
+    share = len(tokens) / batch / engine.degrees.sequence
     scale = None if engine.loss_scale is None else engine.loss_scale.scale
     refresh_weights(engine.model, force=True)
     with ExitStack() as after:

@@ -10,6 +10,7 @@ from models import DeepSeek, Losses
 from trainer.parallel.gather import WeightAmaxSync
 from trainer.parallel.large import LargeGradients
 from trainer.parallel.mesh import FsdpPolicy
+from trainer.parallel.shard_views import add_up
 from trainer.step.microbatch import Microbatch
 
 
@@ -47,6 +48,8 @@ class ShardedMicrobatch:
     def after(self, index: int, count: int, device: torch.device) -> None:
         """After its backward pass."""
         self._large.finish(device)
+        if self._model.tensor is not None and index == count - 1:
+            add_up(self._model)
         if self._agreed is not None and index == count - 1:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
 

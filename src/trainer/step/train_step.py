@@ -32,7 +32,8 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     tokens = tokens.to(e.device)
     microbatches = tokens.split(microbatch_size)
     if (targets := e.model.mtp_targets(tokens)) is not None:
-        copies = e.degrees.context * e.degrees.pipeline  # ranks that count the same sequences
+        # ranks that count the same sequences; those of a tensor group have a loss of the same targets, too
+        copies = e.degrees.context * e.degrees.pipeline
         everyones = all_sum([targets], e.world)[0] // copies
         e.model.expect(everyones, len(microbatches) * e.world.size // e.degrees.pipeline)
     seen: list[Losses] = [] if e.pipelined is None else e.pipelined(microbatches)

@@ -129,7 +129,7 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("trainer.lr", 1, "did you mean optim.lr?"),
         ("optim.learning_rate", 1, "did you mean optim.lr?"),
         ("optim.max_steps", 5, "did you mean trainer.max_steps?"),
-        ("parallel.tensor", 1, "there is no such key; parallel has replicate, shard,"),
+        ("parallel.nodes", 1, "there is no such key; parallel has replicate, shard,"),
         ("trainer.max_step", 1, "did you mean trainer.max_steps?"),
         ("modle.hidden_size", 3, "modle.hidden_size=3: there is no such key; did you mean model.hidden_size?"),
         ("recpe", "fp8_jit", "did you mean +recipe=fp8_jit?"),

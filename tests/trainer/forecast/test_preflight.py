@@ -332,6 +332,17 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
             r"parallel\.expert=6: it does not divide .*num_experts=4; set 2",  # 4 would not go with six ranks
         ),
         (("precision.backend=transformer_engine",), r"backend=transformer_engine: its modules hold whole weights"),
+        (("parallel.tensor=2", "model.num_heads=3"), r"parallel\.tensor=2: it does not divide model\.num_heads=3; set"),
+        (
+            ("parallel.tensor=2", "model.vocab_size=501"),
+            r"tensor=2: it does not divide model\.vocab_size=501",
+        ),
+        (
+            ("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"),
+            r"tensor=2: a rank's 1 heads of",
+        ),
+        (("parallel.tensor=2", "optim=muon_wsd"), r"parallel\.tensor=2: optim\.name=muon updates whole matrices; set"),
+        (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: its passes know no parallel\.tensor=2; set"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,5 @@
-"""Ranks that each hold a piece of every sequence train as one process does: losses, gradients, verdicts, evaluation.
+"""Ranks that each hold a piece of every sequence (context), and parts of heads and vocabulary, too (tensor), train as
+one process does: losses, gradients, verdicts, evaluation.
 
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
@@ -16,7 +17,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from precision import Linear
+from trainer.forecast.memory import forecast_memory
 from trainer.launch.world import World
+from trainer.parallel.shard_views import local
 from trainer.step.engine import Engine, build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
@@ -43,26 +47,39 @@ def context(size: int) -> str:
     return f"parallel.context={size}"
 
 
+def tensor(size: int) -> str:
+    return f"parallel.tensor={size}"
+
+
 FP32, FULL, EP = "precision=fp32", "recompute=full", "parallel.expert=2"
-Q_LATENT = "model.q_lora_rank=32"
+Q_LATENT, CLIP = "model.q_lora_rank=32", "optim.qk_clip=1"
 RECIPES = ("fp8_delayed", "fp8_jit", "fp8_block")
 
 
 CASES = {
-    1: {"plain": Case((FP32,), STEPS), "documents": Case((FP32,), documents=True), "q latent": Case((FP32, Q_LATENT))}
+    1: {"plain": Case((FP32,), STEPS), "documents": Case((FP32,), documents=True)}
+    | {"q latent": Case((FP32, Q_LATENT, CLIP))}
     | {name: Case((f"precision={name}",), 1) for name in ("bf16", *RECIPES)},
     2: {
         "plain": Case((FP32, context(2)), STEPS),
         "plain expert": Case((FP32, context(2), EP), STEPS),
         "plain full": Case((FP32, context(2), FULL)),
         "documents": Case((FP32, context(2), "recompute=selective"), documents=True),
-        "q latent": Case((FP32, context(2), Q_LATENT)),
+        "q latent": Case((FP32, context(2), Q_LATENT, CLIP)),
         "spoilt": Case((FP32, context(2)), 4, spoil=1),
+        "plain tensor": Case((FP32, tensor(2)), STEPS),
+        "plain tensor expert": Case((FP32, tensor(2), EP, FULL)),
+        "documents tensor": Case((FP32, tensor(2), "recompute=selective"), documents=True),
+        "q latent tensor": Case((FP32, tensor(2), Q_LATENT, CLIP)),
+        "spoilt tensor": Case((FP32, tensor(2)), 4, spoil=1),
     }
-    | {name: Case((f"precision={name}", context(2)), 1) for name in RECIPES},
+    | {name: Case((f"precision={name}", context(2)), 1) for name in RECIPES}
+    | {f"{name} tensor": Case((f"precision={name}", tensor(2)), 1) for name in RECIPES},
     4: {
         "plain shard": Case((FP32, context(2), "parallel.shard=2"), STEPS),
         "plain four": Case((FP32, context(4))),
+        "plain tensor shard": Case((FP32, tensor(2), "parallel.shard=2")),
+        "documents tensor context": Case((FP32, tensor(2), context(2)), documents=True),
         "plain replicate expert": Case((FP32, context(2), "parallel.replicate=2", EP)),
     },
 }
@@ -70,6 +87,13 @@ CASES = {
 
 def batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 64, (BATCH, LENGTH + 1), generator=generator)
+
+
+def scales(model: torch.nn.Module) -> dict[str, float]:
+    """Inverse scales of weights that have one each."""
+    weights = {name: layer.operand for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    inverse = {name: weight.scale_inv for name, weight in weights.items() if weight is not None}
+    return {name: float(inv) for name, inv in inverse.items() if inv is not None and not inv.dim()}
 
 
 def gradients(engine: Engine) -> dict[str, list[float]]:
@@ -80,6 +104,11 @@ def gradients(engine: Engine) -> dict[str, list[float]]:
         assert gradient is not None
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
+        if (dim := getattr(parameter, "spread_dim", None)) is not None:  # a tensor group's
+            pieces = [torch.empty_like(gradient) for _ in range(engine.degrees.tensor)]
+            group = parameter.spread.get_group()  # type: ignore[attr-defined]
+            torch.distributed.all_gather(pieces, gradient.contiguous(), group=group)
+            gradient = torch.cat(pieces, dim)
         probe = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(i))
         found[name] = [float(gradient.norm()), float((gradient * probe).sum())]
     return found
@@ -91,12 +120,15 @@ def train(case: Case, world: World) -> dict[str, Any]:
     engine = build_engine(config, world.device, world=world)
     engine.model.end_of_text = END if case.documents else None
     generator = torch.Generator().manual_seed(3)
-    lines, first = [], {}
+    lines, first, amaxes = [], {}, {}
     norms = engine.optimizer.grad_norms
 
     def seen() -> torch.Tensor:
         if not first and engine.degrees.expert == 1:
             first.update(gradients(engine))
+            rows = zip(engine.arena.names, engine.arena.amax.tolist(), strict=True)
+            amaxes.update({name: amax for name, amax in rows if ":weight" in name})
+            amaxes.update(scales(engine.model))
         return norms()
 
     engine.optimizer.grad_norms = seen  # type: ignore[method-assign]
@@ -113,7 +145,9 @@ def train(case: Case, world: World) -> dict[str, Any]:
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         lines.append(line)
     held_out = mean_loss(engine.model, [batch(generator)[:1] for _ in range(3)], 1, world)
-    found = {"lines": lines, "gradients": first, "validation": held_out}
+    held = 4.0 * sum(local(parameter).numel() for parameter in engine.model.parameters())
+    forecast = forecast_memory(config, engine.plan, engine.degrees)["parameters"]
+    found = {"lines": lines, "gradients": first, "validation": held_out, "amaxes": amaxes, "held": [held, forecast]}
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
     return found
 
@@ -170,7 +204,8 @@ def test_so_is_each_gradient_of_the_first_step(runs: dict[int, Any], size: int, 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_fp8_context_differs_less_than_fp8_from_bf16(runs: dict[int, Any], recipe: str) -> None:
+@pytest.mark.parametrize("axis", ["", " tensor"])
+def test_in_fp8_ranks_differ_less_than_fp8_from_bf16(runs: dict[int, Any], recipe: str, axis: str) -> None:
     """By gradients: a loss is one number, in which errors of rounding meet by chance. In a delayed recipe's first step
     each rank takes the scale of its own piece, any number: both gradients then are roundings of one, each its error
     away."""
@@ -180,11 +215,23 @@ def test_in_fp8_context_differs_less_than_fp8_from_bf16(runs: dict[int, Any], re
         return math.sqrt(sum(((a[1] - b[1]) / b[0]) ** 2 for a, b in pairs) / len(pairs))
 
     roundings = 2 if recipe == "fp8_delayed" else 1
-    assert distance(runs[2][recipe], runs[1][recipe]) < roundings * distance(runs[1]["bf16"], runs[1][recipe])
+    assert distance(runs[2][recipe + axis], runs[1][recipe]) < roundings * distance(runs[1]["bf16"], runs[1][recipe])
 
 
-def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int, Any]) -> None:
-    lines = runs[2]["spoilt"]["lines"]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_amax_and_scale_of_a_weight_are_those_of_all_its_parts(runs: dict[int, Any], recipe: str) -> None:
+    assert runs[2][f"{recipe} tensor"]["amaxes"] == runs[1][recipe]["amaxes"] != {}
+
+
+@pytest.mark.parametrize("name", ["plain tensor", "plain tensor expert", "q latent tensor"])
+def test_a_rank_of_a_tensor_group_holds_what_the_forecast_says(runs: dict[int, Any], name: str) -> None:
+    held, forecast = runs[2][name]["held"]
+    assert held == forecast < runs[1]["plain"]["held"][0]
+
+
+@pytest.mark.parametrize("name", ["spoilt", "spoilt tensor"])
+def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int, Any], name: str) -> None:
+    lines = runs[2][name]["lines"]
     assert [line["ok"] for line in lines] == [1, 1, 0, 1]
     assert all(lines[2][key] == lines[1][key] for key in ("norm", "bias"))
     assert lines[3]["norm"] != lines[2]["norm"]

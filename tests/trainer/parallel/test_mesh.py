@@ -7,7 +7,7 @@ from trainer.parallel.mesh import Degrees, resolve
 
 
 def parallel(**sizes: int) -> ParallelConfig:
-    axes = dict.fromkeys(("replicate", "shard", "expert", "context", "pipeline"), 1) | sizes
+    axes = dict.fromkeys(("replicate", "shard", "expert", "context", "tensor", "pipeline"), 1) | sizes
     auto = Switch.auto
     return ParallelConfig(
         **axes, stages=None, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
@@ -30,6 +30,8 @@ def parallel(**sizes: int) -> ParallelConfig:
         ({"replicate": 2, "shard": -1, "context": 2, "expert": 8}, 8, Degrees(2, 2, 8, 2)),
         ({"replicate": -1, "context": 8, "expert": 8}, 16, Degrees(2, 1, 8, 8)),
         ({"replicate": 2, "shard": -1, "pipeline": 4}, 32, Degrees(2, 4, 1, 1, 4)),
+        ({"shard": -1, "context": 2, "tensor": 4, "expert": 8}, 16, Degrees(1, 2, 8, 2, 1, 4)),
+        ({"shard": -1, "tensor": 2, "pipeline": 2}, 8, Degrees(1, 2, 1, 1, 2, 2)),
     ],
 )
 def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
@@ -54,6 +56,12 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
         ({"shard": 2, "replicate": -1, "expert": -2}, 8, r"parallel\.expert=-2: out of range"),
         ({"context": 0}, 1, r"parallel\.context=0: out of range; set 1 or more"),
         ({"shard": -1, "context": 3}, 8, r"parallel\.context=3: it does not divide the 8 processes; set 2, or start a"),
+        ({"shard": -1, "tensor": 0}, 8, r"parallel\.tensor=0: out of range; set 1 or more"),
+        (
+            {"shard": -1, "context": 2, "tensor": 3},
+            8,
+            r"parallel\.tensor=3: it does not divide the 4 .*; set 2",
+        ),
         ({"context": 2}, 8, r"parallel\.shard=1: .*parallel\.context=2 it makes 2 ranks, .*; start 2, or set"),
         ({"shard": 2, "replicate": 1, "context": 2, "expert": 8}, 4, r"parallel\.expert=8: .*context=4 ranks.*; set 4"),
     ],

@@ -58,6 +58,8 @@ CASES = {
         "plain shard": Case((FP32, TWO, "parallel.shard=2", "parallel.stages=[1,4]", "recompute=full")),
         "plain expert": Case((FP32, TWO, "parallel.shard=2", "parallel.expert=2")),
         "plain context": Case((FP32, TWO, "parallel.context=2")),
+        "plain tensor": Case((FP32, TWO, "parallel.tensor=2"), saves=True),
+        "tensor resumed": Case((FP32, "parallel.tensor=2", "parallel.shard=2"), reads="plain"),
         "documents replicate": Case((FP32, TWO, "parallel.replicate=2", ONE_DEPTH), documents=True),
     },
     1: {
@@ -66,6 +68,7 @@ CASES = {
         "fp16": Case(("precision=fp16",)),
         "documents": Case((FP32, ONE_DEPTH), documents=True),
         "resumed": Case((FP32,), reads="plain"),
+        "resumed tensor": Case((FP32,), reads="plain tensor"),
     },
 }
 LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
@@ -164,7 +167,10 @@ def test_stages_alone_change_no_bit(runs: dict[int, Any], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "one"),
-    [(name, name.split()[0]) for name in ("plain shard", "plain expert", "plain context", "documents replicate")],
+    [
+        (name, name.split()[0])
+        for name in ("plain shard", "plain expert", "plain context", "plain tensor", "documents replicate")
+    ],
 )
 def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, Any], name: str, one: str) -> None:
     ours, theirs = runs[4][name], runs[1][one]
@@ -185,6 +191,17 @@ def test_one_process_resumes_what_four_stages_saved(runs: dict[int, Any]) -> Non
     ours, theirs = runs[1]["resumed"]["lines"], runs[4]["plain"]["lines"][SAVED:]
     for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "saved"), [(1, "resumed tensor", "plain tensor"), (4, "tensor resumed", "plain")]
+)
+def test_with_and_without_tensor_groups_runs_resume_each_other(
+    runs: dict[int, Any], size: int, name: str, saved: str
+) -> None:
+    ours, theirs = runs[size][name]["lines"], runs[4][saved]["lines"][SAVED:]
+    for key in (*LOSSES, "optim/grad_norm", "norm"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-5), key
 
 
 def test_every_rank_measures_how_long_it_waits(runs: dict[int, Any]) -> None:

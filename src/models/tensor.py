@@ -1,0 +1,133 @@
+"""Tensor parallelism: heads of MLA and vocabulary over t neighbouring ranks (Megatron-LM, arXiv 1909.08053), with
+sequence parallelism for what lies between (arXiv 2205.05198).
+
+The t ranks of a tensor group read the same sequences. Outside attention, embedding and head rank j has a piece of the
+positions, as in a context group. Inside it has a part of the weights:
+
+    q or q_b, kv_b    rows of the heads j H/t to (j + 1) H/t        columns in the paper's words
+    o                 columns of the same heads                     rows in the paper's words
+    embedding, head   the words j V/t to (j + 1) V/t
+
+    gather    own positions -> all positions of the group           backward: sum at own positions, in FP32
+    scatter   partial sums of all positions -> sum at own ones      backward: gather
+
+The latents are gathered, not x, and the rotated key in the same message. Without a latent of queries q reads the
+gathered x. Gradients of what is gathered are sums over own heads: they are added over the ranks in FP32, and rounded
+once. The head reads the state at all positions of the group; its loss is one number on all t ranks (`precision.head`).
+
+All other weights are the same on the t ranks. Each rank sees own positions only, so that their gradients are partial
+sums, which are added up once a step (`trainer.parallel.shard_views.add_up`). With context parallelism too, a tensor
+group has a piece of the sequence, and its heads are exchanged among the ranks of the context group.
+
+Legend: B batch, S positions of the tensor group, D width, H heads, V vocabulary, t ranks of the group.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from models.context import ContextSplit
+from precision import Linear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class TensorSplit(ContextSplit):
+    """This process's place in a tensor group: `rank` of `size`. Its methods that send are collectives of the group."""
+
+    def __init__(self, group: "ProcessGroup"):
+        super().__init__(group)
+        self.cut: list[tuple[nn.Module, int]] = []
+        """Modules whose `weight` is this rank's part, and the dimension that is cut."""
+
+    def keep(self, layer: nn.Module, dim: int) -> None:
+        """Hold this rank's part of the layer's weight only. Before the arena is made."""
+        part = layer.weight.detach().chunk(self.size, dim)[self.rank]  # type: ignore[operator]
+        layer.weight = nn.Parameter(part.clone())
+        if isinstance(layer, Linear):
+            layer.operand = None
+        self.cut.append((layer, dim))
+
+    def gather(self, x_BsD: Tensor) -> Tensor:
+        """Own positions [B, S/t, D] -> all of the group [B, S, D]."""
+        return _Gather.apply(x_BsD, self.size, self.name)
+
+    def scatter(self, x_BSD: Tensor) -> Tensor:
+        """Partial sums at all positions of the group [B, S, D] -> their sum at own positions [B, S/t, D]."""
+        return _Scatter.apply(x_BSD, self.size, self.name)
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """Everybody's x, [t, ...], without gradient."""
+        return _all_gather(x[None], self.size, self.name)
+
+    def max(self, x: Tensor) -> Tensor:
+        """Largest of the group, without gradient."""
+        return _wait(torch.ops._c10d_functional.all_reduce(x, "max", self.name))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BsD: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _gather(x_BsD, size, group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _scatter(grads[0].float(), ctx.size, ctx.group).to(grads[0].dtype), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BSD: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _scatter(x_BSD, size, group)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _gather(grads[0], ctx.size, ctx.group), None, None
+
+
+def _gather(x_BsD: Tensor, size: int, group: str) -> Tensor:
+    return _all_gather(x_BsD[None], size, group).transpose(0, 1).flatten(1, 2)
+
+
+def _scatter(x_BSD: Tensor, size: int, group: str) -> Tensor:
+    pieces_tBsD = x_BSD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
+    return sum_of_pieces(pieces_tBsD, size, group)
+
+
+def sum_of_pieces(pieces: Tensor, size: int, group: str) -> Tensor:
+    """Piece j of all ranks' [t, ...], summed, on rank j."""
+    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group))[0]
+
+
+def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+class SplitLookup(torch.autograd.Function):
+    """Rows of a table [V/t, D] whose other rows are on the other ranks: tokens int64 [...] of this rank -> [..., D].
+
+    Each rank looks up what it has of all ranks' tokens. Of each token one summand is not zero: the sum is exact."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, weight: Tensor, table: Tensor, split: TensorSplit) -> Tensor:
+        local = split.pieces(tokens) - split.rank * weight.shape[0]
+        here = (local >= 0) & (local < weight.shape[0])
+        ctx.save_for_backward(local, here)
+        ctx.rows, ctx.dtype, ctx.split = weight.shape[0], weight.dtype, split
+        found = nn.functional.embedding(local.where(here, 0), table) * here[..., None]
+        return sum_of_pieces(found, split.size, split.name)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        local, here = ctx.saved_tensors
+        dy = ctx.split.pieces(grads[0]).to(ctx.dtype) * here[..., None]
+        dw = torch.ops.aten.embedding_dense_backward(dy, local.where(here, 0), ctx.rows, -1, False)
+        return None, dw, None, None

@@ -1,0 +1,97 @@
+"""Ranks that share sequences, ahead of a run: what does not go with context and tensor parallelism, and what the latter
+cuts, keeps and sends."""
+
+import math
+from typing import NoReturn
+
+from precision import Plan
+from precision.errors import UserError
+from precision.rows import GemmRow
+from trainer.config import Config, OptimizerName, Recompute
+from trainer.parallel.mesh import Degrees
+
+READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
+CUT = (*READ, "attn.o", "lm_head")
+WIDTH = 16  # numbers: what a GEMM in FP8 reads at a time
+
+
+def parts(row: GemmRow, degrees: Degrees) -> int:
+    """Ranks that a weight's columns or rows are cut over by `parallel.tensor`."""
+    return degrees.tensor if row.op in CUT else 1
+
+
+def cut_parameters(plan: Plan) -> float:
+    """Parameters that `parallel.tensor` cuts, without the embedding."""
+    return float(sum(row.in_features * row.out_features for row in plan.gemms.values() if row.op in CUT))
+
+
+def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """Activations that a rank of a tensor group keeps besides those of its own positions, a token of its own: what its
+    heads read of the others'. A block's, where they are computed again."""
+    rows = [row for row in plan.gemms.values() if row.op in READ]
+    blocks = 1 if config.recompute is Recompute.none else config.model.num_layers + config.model.num_mtp_layers
+    return (degrees.tensor - 1.0) * sum(row.in_features * row.recipe.input.bytes for row in rows) / blocks
+
+
+def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
+    """The largest message of a tensor group a token of its own, and its gradient in FP32: what q or the head reads."""
+    width = max(hidden_size, *(row.in_features for row in plan.gemms.values() if row.op in READ))
+    return degrees.tensor * width * (plan.tensors["residual"].format.bytes + 4.0)
+
+
+def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> float:
+    """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass."""
+    reads = sum(row.in_features for row in plan.gemms.values() if row.op in ("attn.q", "attn.q_b"))
+    reads += sum(row.out_features for row in plan.gemms.values() if row.op == "attn.kv_a")
+    made = sum(row.out_features for row in plan.gemms.values() if row.op == "attn.o")
+    return (degrees.tensor - 1.0) * (forwards * 2 * (reads + made) + 4 * reads + 2 * made)
+
+
+def check_context(config: Config, degrees: Degrees) -> None:
+    """UserError, naming key, value and fix, for what does not go with `degrees.context` ranks."""
+    lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": config.trainer.sequence_length}
+    for key, value in lengths.items():
+        if value % degrees.context:
+            fits = math.gcd(*lengths.values())
+            fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
+            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+    if config.optim.name is OptimizerName.muon and degrees.context > 1:
+        why = "optim.name=muon does not know ranks that share sequences"
+        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
+
+
+def check_tensor(config: Config, degrees: Degrees) -> None:
+    """UserError, naming key, value and fix, for what does not go with `degrees.tensor` ranks."""
+    t, m = degrees.tensor, config.model
+    if t == 1:
+        return
+    off = "set parallel.tensor=1"
+    together = degrees.sequence
+    fix = "set a divisor" if degrees.context == 1 else f"with parallel.context={degrees.context}; lower one of them"
+    for key, value, ranks in (
+        ("model.num_heads", m.num_heads, together),
+        ("trainer.sequence_length", config.trainer.sequence_length, together),
+        ("model.vocab_size", m.vocab_size, t),
+    ):
+        if value % ranks:
+            by = "" if ranks == t else f" as {ranks} ranks"
+            _refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
+    heads = m.num_heads // t
+    widths = {
+        "qk_nope_head_dim + model.qk_rope_head_dim": m.qk_nope_head_dim + m.qk_rope_head_dim,
+        "v_head_dim": m.v_head_dim,
+    }
+    for key, width in widths.items():
+        if heads * width % WIDTH:
+            why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
+            _refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
+    if config.optim.name is OptimizerName.muon:
+        why = "optim.name=muon updates whole matrices"
+        _refuse("parallel.tensor", t, why, f"{off}, or optim=adamw_wsd")
+    if config.health.shadow_every:
+        why = f"its passes know no parallel.tensor={t}"
+        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
+
+
+def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
+    raise UserError(f"{key}={value}: {why}; {fix}")
