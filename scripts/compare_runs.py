@@ -6,7 +6,7 @@
 Runs may be finished or still running. They must have the same model and see the same data in the same order, or the
 differences would mean something else. One kind of difference is welcome: a run that differs from another in its seed
 alone shows how much of a gap is chance, and is called noise. Below the table it is said which runs began with weights
-of others, and which went on with other settings half way.
+of others, and which continued with other settings half way.
 
 In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
 over the last steps; median tokens per second; peak memory; dropped steps. Where power was metered (gpu/ keys) also the
@@ -50,10 +50,10 @@ MARKERS = "os^Dv"
 
 @dataclass
 class Run:
-    """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last went on.
+    """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last resumed.
 
     origin: the run whose weights it began with, None if it drew its own. changed: step -> keys that were changed when
-    it went on from there, with both values.
+    it resumed from there, with both values.
     """
 
     path: Path

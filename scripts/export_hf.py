@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Read the command line, export, say what came of it."""
+    """Read the command line, export, print the result."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or one of its checkpoints")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")

@@ -18,7 +18,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Read the command line, import, say how to go on."""
+    """Read the command line, import, say how to continue."""
     parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and *.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
@@ -30,7 +30,7 @@ def run() -> None:
     print(f"{made.folder}: {made.fp8:,} tensors came in FP8" if made.fp8 else f"{made.folder}: imported")
     for remark in made.remarks:
         print(remark)
-    print("to go on from it:")
+    print("to resume from it:")
     print(f"    python train.py {' '.join(made.overrides)} data=text data.path=TEXT")
 
 

@@ -6,7 +6,7 @@
     python scripts/prepare_data.py +recipe=fp8_jit ...                   whatever train.py would be told
 
 train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to. Killed
-and started again, it goes on. --out FOLDER: there, instead of in the cache.
+and started again, it continues. --out FOLDER: there, instead of in the cache.
 """
 
 import sys

@@ -63,7 +63,7 @@ def run() -> None:
 
 
 def head(done: "Replay") -> list[str]:
-    """What was done, and what came of it in both precisions."""
+    """What was done, and the result in both precisions."""
     course = done.course
     begin = "the start of the run" if course.checkpoint is None else course.checkpoint.name
     again = course.step - 1 - course.first

@@ -226,7 +226,7 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
     too_early = {-signal.SIGTERM} if not said else set()  # before the first line of train.py
     if not set(codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
         raise Wrong(f"told to stop by {number.name}, and exit codes {codes}: {said}")
-    if "saved; go on" in said:
+    if "saved; resume" in said:
         step = int(said.partition("after step ")[2].split(",")[0])
         newest = list_checkpoints(course.run / "checkpoints")[-1].name
         if newest != f"step_{step:08d}":
@@ -237,7 +237,7 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
 def damage(course: Course, chance: random.Random, target: int) -> str:
     what = kill(course, chance, target)
     checkpoints = [path for path in list_checkpoints(course.run / "checkpoints") if is_whole(path)]
-    if len(checkpoints) < 2:  # one must be left to go on from
+    if len(checkpoints) < 2:  # one must be left to resume from
         return what
     path = chance.choice(sorted(checkpoints[-1].iterdir()))
     if chance.random() < 0.5:

@@ -41,7 +41,7 @@ STEPS, RESUMED_AT = 8, 6
 Train = Callable[[list[str], Path], tuple[int, str]]
 """Called with (overrides, a file for what is printed); the exit code, and what was printed."""
 Tally = dict[str, Counter[str]]
-"""Kind of fault -> what came of it -> how often."""
+"""Kind of fault -> the result -> how often."""
 
 
 def flip(path: Path, chance: random.Random) -> None:

@@ -155,7 +155,7 @@ def topology() -> str:
         pynvml.nvmlInit()
         lanes = [nvlinks(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         return "NVLink lanes of each GPU: " + ", ".join(map(str, lanes)) + peers()
-    except Exception as error:  # without the package or the rights: say so, and go on
+    except Exception as error:  # without the package or the rights: say so, and continue
         return f"NVLink unknown ({type(error).__name__})" + peers()
 
 

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def made_up(num_bytes: int) -> list[str]:
-    """Documents of some kilobytes: the standard library's text, cut at lines and put together anew."""
+    """Documents of some kilobytes: the standard library's text, cut at lines and put together again."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     lines = [line for path in sources for line in path.read_text(errors="ignore").splitlines(keepends=True)]
     documents, size, begin = [], 0, 0

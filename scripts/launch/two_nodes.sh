@@ -4,7 +4,7 @@
 # HEAD       host and a free port of one of them, where they meet; all must reach it by this name
 # NODES      how many machines (default: 2)
 # PROCESSES  on each (default: the GPUs there are)
-# RESTARTS   how often a run that fails goes on by itself from its last checkpoint (default: 0; more needs run.name)
+# RESTARTS   how often a run that fails resumes by itself from its last checkpoint (default: 0; more needs run.name)
 # JOB        a name for the meeting (default: octet), if others meet at the same HEAD
 # All have the same checkout, and see run.dir under the same path. parallel=hsdp keeps most traffic inside a node;
 # NCCL_SOCKET_IFNAME and NCCL_IB_HCA say by which network NCCL goes, if it chooses badly.

@@ -311,7 +311,7 @@ def refresh_weights(model: nn.Module, force: bool = False) -> None:
     when it costs a comparison a layer.
     """
     for layer in gemm_layers(model):
-        if layer.is_sharded:  # made anew whenever it is gathered
+        if layer.is_sharded:  # made again whenever it is gathered
             continue
         if force or layer.operand_version != layer.weight._version:
             layer.refresh_weight()

@@ -10,8 +10,8 @@
                                     weights on a GPU whole
 
 What samples is host code. A compiled graph holds the casting kernels as custom operators, whose bodies are Python that
-runs at each call; there, after the cast, stands `if is_sampled()`. So nothing is compiled anew for a step that is
-sampled, and one that is not pays for an `if`. Rows that a kernel never had in memory are made once more, for the sample
+runs at each call; there, after the cast, stands `if is_sampled()`. So nothing is compiled again for a step that is
+sampled, and one that is not pays for an `if`. Rows that a kernel never had in memory are made again, for the sample
 alone, by the same kernels. Where plain ops cast and are traced, an operator that does nothing else (`octet::report`)
 stands behind them. A CUDA graph replays kernels and no Python: a graph of a sampled pass is one of its own, which shows
 its casts to whoever sampled when it was recorded. So observers work on the device alone, on memory that stays.
@@ -78,7 +78,7 @@ def sampling_number() -> int:
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of every cast made inside, whole. Nothing inside may be compiled. A weight has to be made anew
+    """Tell `observer` of every cast made inside, whole. Nothing inside may be compiled. A weight has to be made again
     inside, or it is not seen; Transformer Engine shows nothing."""
     global _observer
     assert _observer is None and _sampler is None, "one observer at a time"

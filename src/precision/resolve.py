@@ -16,7 +16,7 @@ take that same default: the rates compare FP8. Transformer Engine's modules retu
 Where the self-test found the products of linears or of experts wrong (`precision.proof`), `auto` gives these rows to
 reference, with a note, and `cuda` refuses them.
 
-What was chosen is kept with the run (`saved`) and taken again when it goes on, as long as GPU and settings are the
+What was chosen is kept with the run (`saved`) and taken again when it continues, as long as GPU and settings are the
 same.
 """
 
@@ -172,7 +172,7 @@ class Resolver:
         same = all(saved.get(key) == value for key, value in now.items())
         if self._config.backend is BackendChoice.auto and saved.get("gpu") != now["gpu"]:
             was, here = saved.get("gpu") or "a CPU", now["gpu"] or "a CPU"
-            self.notes.append(f"backends are chosen anew: the run was planned on {was}, this is {here}")
+            self.notes.append(f"backends are chosen again: the run was planned on {was}, this is {here}")
         return saved.get("rows", {}) if same else {}
 
     def _again(self, gemm: Gemm) -> Choice | None:

@@ -9,8 +9,8 @@ so that the scale is known before the tensor is made and the cast needs one pass
 
 The arena keeps all of it in three buffers with one row a tensor: `amax [N]` of the step in progress, `history [N, H]`
 and `scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the
-arena inside a compiled block would lose writes and compile every block anew.) So a step's update is one fused operation
-for the model, dropping a step is not writing, and the checkpoint is plain tensors.
+arena inside a compiled block would lose writes and compile every block again.) So a step's update is one fused
+operation for the model, dropping a step is not writing, and the checkpoint is plain tensors.
 
 Rules that keep one bad step from poisoning later ones:
 - `commit(ok)` writes nothing when ok is false, and a non-finite amax makes ok false: it never enters the history;

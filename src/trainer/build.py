@@ -102,7 +102,7 @@ class Run:
         self.checkpointer.save(step, self.state(), meta, began, self.ladder.streak_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
-        """Wait for the checkpoint of the last step; if it fails, try once more. Returns what went wrong then."""
+        """Wait for the checkpoint of the last step; if it fails, try again. Returns what went wrong then."""
         try:
             self.checkpointer.wait()
         except CheckpointError:
@@ -177,7 +177,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None and again:
-        why = "without effect: the run goes on from a checkpoint of its own"
+        why = "without effect: the run resumes from a checkpoint of its own"
         notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
     elif config.run.init_from is not None:
         init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)

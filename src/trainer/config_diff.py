@@ -42,8 +42,8 @@ def flat(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def configs_before(run: Path) -> dict[int, Path]:
-    """The configs that a run folder keeps of the times when it went on with another one, oldest first, by the last step
-    that each was in force for."""
+    """The configs that a run folder keeps of the times when it continued with another one, oldest first, by the last
+    step that each was in force for."""
     kept = {int(path.stem.split("_")[2].partition("-")[0]): path for path in sorted(run.glob("config.before_step_*"))}
     return dict(sorted(kept.items()))
 

@@ -66,7 +66,7 @@ class Trainer:
         self._tokens_per_step = config.trainer.global_batch_size * config.trainer.sequence_length
 
     def train(self) -> Summary:
-        """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns what came of it."""
+        """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns the outcome."""
         config, run, error = self.config, self.run, None
         validation_loss, max_steps = None, config.trainer.max_steps
         try:
@@ -217,7 +217,7 @@ class Trainer:
         return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
-        """Wait for what is still being written; say what came of the run."""
+        """Wait for what is still being written; say the run's result."""
         r = self.run
         lost = r.finish_saving(self.step)
         if stop.received:
@@ -226,7 +226,7 @@ class Trainer:
             if lost:
                 raise TrainingStopped(f"{ending}, not saved: {lost}")
             raise TrainingStopped(
-                f"{ending}, saved; go on with the same command and run.name={r.folder.path.name} run.resume=auto",
+                f"{ending}, saved; resume with the same command and run.name={r.folder.path.name} run.resume=auto",
                 exit_code=128 + signal.Signals[stop.received],
             )
         if validation_loss is None:  # a finished run that was resumed

@@ -1,4 +1,4 @@
-"""A training run on Transformer Engine's modules: it learns, its checkpoint is plain, it goes on from it."""
+"""A training run on Transformer Engine's modules: it learns, its checkpoint is plain, it resumes from it."""
 
 import json
 import shutil

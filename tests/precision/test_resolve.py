@@ -1,4 +1,4 @@
-"""Which backend serves an op: by config, by machine, by measured rates, and again when a run goes on."""
+"""Which backend serves an op: by config, by machine, by measured rates, and again when a run continues."""
 
 import dataclasses
 import shutil
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_keeps_its_choice() -> None:
     first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
     slow = first.choose(GEMM, Precision.fp8)
     first.choose(Gemm("lm_head", 2048, 2048, 1, None, BF16), Precision.bf16)
-    later = Resolver(config, H200, saved=first.state(), rates=rates(bf16=2.0, cuda=1.0))  # measured anew since
+    later = Resolver(config, H200, saved=first.state(), rates=rates(bf16=2.0, cuda=1.0))  # measured again since
     assert later.choose(GEMM, Precision.fp8) == slow == Choice(Precision.bf16, "cuda", "never_slower: 0.50x")
     assert not later.notes
     other = Gemm("layers.1.attn.o", 2048, 2048, 1, 16384, BF16)
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_elsewhere_or_otherwise_chooses_anew() -> None:
     first.choose(GEMM, Precision.fp8)
     moved = Resolver(config, None, saved=first.state())
     assert moved.choose(GEMM, Precision.fp8).backend == "reference"
-    assert moved.notes[0] == "backends are chosen anew: the run was planned on NVIDIA H200, this is a CPU"
+    assert moved.notes[0] == "backends are chosen again: the run was planned on NVIDIA H200, this is a CPU"
     changed = Resolver(settings(), H200, saved=first.state(), rates=rates(bf16=1.0, cuda=2.0))
     assert changed.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
     raised = Resolver(settings("cuda"), H200, saved=first.state())

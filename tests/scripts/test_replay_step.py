@@ -1,4 +1,4 @@
-"""A step of a run once more: dropped or good, before or after a rewind; the run's folder is only read."""
+"""A replayed step of a run: dropped or good, before or after a rewind; the run's folder is only read."""
 
 import json
 import subprocess
@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(run: Path, run_python: Run, words: list[str], say
 
 
 def test_the_config_of_that_time(run: Path, tmp_path: Path) -> None:
-    """A run that went on with another config keeps the one before."""
+    """A run that continued with another config keeps the one before."""
     tree = yaml.safe_load((run / "config.yaml").read_text())
     for name, lr in (("config.before_step_00000003.yaml", 1.0), ("config.before_step_00000005.yaml", 2.0)):
         (tmp_path / name).write_text(yaml.safe_dump({**tree, "optim": {**tree["optim"], "lr": lr}}))

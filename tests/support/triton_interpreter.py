@@ -100,7 +100,7 @@ _block_types: dict[Any, tuple[Any, ...]] = {}
 
 
 def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """As Triton's, which writes a name anew for each tensor."""
+    """As Triton's, which writes a name again for each tensor."""
     self.sort = key = element_ty.name, *shape
     if key in _block_types:
         self.element_ty = element_ty

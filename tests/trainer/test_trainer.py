@@ -277,7 +277,7 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_goes_on(config: Config
     _, same = train(config(*keys))
     assert same == run
     told = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config"]
-    assert f"run.init_from={origin}: without effect: the run goes on from a checkpoint of its own" in told
+    assert f"run.init_from={origin}: without effect: the run resumes from a checkpoint of its own" in told
     with pytest.raises(ValueError, match=r"run\.init_from=.*no checkpoint there"):
         Trainer(config("run.name=new", "run.resume=auto", keys[-1]))
 

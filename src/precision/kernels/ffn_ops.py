@@ -257,7 +257,7 @@ def _backward_bf16(
 def _sample_h(
     y1: Tensor, h: Tensor, h_inv: Tensor, to: Route | None, casts: _Casts, place: Tensor | None, kurtosis: Tensor
 ) -> None:
-    """Show rows of h in BF16, made once more where only FP8 is in memory: their cast, and their kurtosis."""
+    """Show rows of h in BF16, made again where only FP8 is in memory: their cast, and their kurtosis."""
     part = every(y1)
     live = None if to is None else to.token[part]
     exact, inv = h[part], h_inv
@@ -272,7 +272,7 @@ def _sample_h(
 def _sample_d1(
     dh: Tensor, y1: Tensor, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast, place: Tensor | None
 ) -> None:
-    """Show rows of [dg, du], made once more in BF16."""
+    """Show rows of [dg, du], made again in BF16."""
     part = every(y1)
     rows = dh[part].contiguous(), y1[part].contiguous()
     exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)

@@ -14,8 +14,8 @@ Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a
 The kernels here are for Triton's interpreter, which does not run those of `hopper_gemm`, and for rows and weight
 gradients that are not whole tiles high.
 
-One program a multiprocessor takes every so-maniest tile: none starts anew, and loads never pause. More and shorter ones
-were no faster, beside messages to other ranks neither (docs/benchmarks.md).
+One program a multiprocessor visits tiles with a constant stride: none is launched again, and loads never pause. More
+and shorter ones were no faster, nor beside messages to other ranks (docs/benchmarks.md).
 """
 
 from functools import cache

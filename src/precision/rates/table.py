@@ -107,7 +107,7 @@ class RateTable:
 
 
 def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
-    """The table of a GPU by its name; without entries if nobody measured it. UserError for a file that is wrong."""
+    """The table of a GPU by its name; without entries if it was not measured. UserError for a file that is wrong."""
     for path in sorted(folder.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         if content.get("gpu") == gpu:

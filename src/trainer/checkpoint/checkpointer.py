@@ -12,7 +12,7 @@ sees that it is there, writes the manifest and renames. So a rank that dies or f
 the step, and the ones before.
 
 A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is an alert through
-`on_event`, what was half written is removed, the ones before stay, and training goes on; `wait()` raises it for those
+`on_event`, what was half written is removed, the ones before stay, and training continues; `wait()` raises it for those
 who must know.
 """
 
@@ -105,7 +105,7 @@ class Checkpointer:
             delete_leftovers(folder)
 
     def announce(self, step: int, before: int | None = None) -> None:
-        """A run goes on from `step`: say if the next save will delete more than the one checkpoint that it replaces,
+        """A run resumes from `step`: say if the next save will delete more than the one checkpoint that it replaces,
         because `keep` was larger before. before: as for `save`."""
         found = list_checkpoints(self.folder)
         doomed = superseded([*found, self.folder / checkpoint_name(step + 1)], self._keep, before)
@@ -173,7 +173,7 @@ class Checkpointer:
             self._pending.exception()
 
     def go_back(self, step: int) -> None:
-        """The run goes on from the checkpoint of `step`: later ones are taken out of use, and may be saved again."""
+        """The run resumes from the checkpoint of `step`: later ones are taken out of use, and may be saved again."""
         self._last = step
         if self._is_first:
             set_aside_after(self.folder, step)

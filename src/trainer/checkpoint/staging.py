@@ -1,6 +1,6 @@
 """Host memory that a checkpoint is copied to before it is written.
 
-The trainer may go on as soon as its tensors are copied, so the copy is what a save costs it. All tensors go to one
+The trainer may continue as soon as its tensors are copied, so the copy is what a save costs it. All tensors go to one
 buffer that stays from save to save: allocated and, for tensors on a GPU, page-locked once, because page-locking costs
 many times what copying costs, and copying to pageable memory several times as much. The buffer is registered with CUDA,
 not taken from torch's pinned allocator, which rounds up to a power of two: up to twice the state in host memory.

@@ -112,7 +112,7 @@ class DataConfig:
     """The token after each document. Must exist in `tokenizer` where one is given."""
     skip_damaged: bool = False
     """Leave out what cannot be read (files, lines, documents that are not text): named, counted, and the same when the
-    run goes on. false: the first of it is an error that names it."""
+    run continues. false: the first of it is an error that names it."""
     verify: bool = False
     """At a start, read all tokens and compare their SHA-256, each rank a part. false: those files whose size or time of
     modification is not the one at which they were last read whole."""

@@ -88,8 +88,8 @@ class RunConfig:
     dir: str
     """Folder of all runs."""
     resume: str
-    """never: a run that exists is an error; auto: go on from its newest good checkpoint, or start; or the path of a run
-    or of one of its checkpoints."""
+    """never: a run that exists is an error; auto: resume from its newest good checkpoint, or start; or the path of a
+    run or of one of its checkpoints."""
     init_from: str | None
     """A run, or one of its checkpoints, whose weights a new run starts from; null: random ones."""
 

@@ -129,7 +129,7 @@ class Shard:
 
     def damaged(self, why: str) -> DamagedShard:
         """The error that says so."""
-        fix = f"delete {self.path.parent}, which is then prepared again, and go on with run.resume=auto"
+        fix = f"delete {self.path.parent}, which is then prepared again, and resume with run.resume=auto"
         return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
 
 

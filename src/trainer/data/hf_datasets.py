@@ -3,7 +3,7 @@ of files, as they are kept on the hub. Streaming or not, the rows come as column
 
 A dataset of the hub is taken for what it was when it was prepared: nothing is asked of the hub again, so that a machine
 without a network can train on what is in the cache. Another state of it is another `revision`. Which commit was read,
-`pin` tells: a preparation that is begun anew goes on with the same one or not at all. (Without a network `datasets`
+`pin` tells: a preparation that is begun again continues with the same one or not at all. (Without a network `datasets`
 gives the newest commit of its own cache, whatever revision it is asked for; which one that is, it tells.)
 """
 

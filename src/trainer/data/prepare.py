@@ -109,7 +109,7 @@ def find_or_build(
                 shutil.rmtree(_partial(place), ignore_errors=True)
             raise UserError(
                 f"{setting}: {place.name} cannot be written ({error.strerror or error}): free space "
-                f"there{', and it goes on where it stopped' * kept}, or set another folder"
+                f"there{', and it continues where it stopped' * kept}, or set another folder"
             ) from error
         finally:
             lock.release()

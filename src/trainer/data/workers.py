@@ -96,7 +96,7 @@ class _Worker:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
             raise RunError(
                 f"data.workers: a process that prepares shard {shard.number} {how} (if the memory is too small: set "
-                "fewer, or a smaller data.shard_mb); what is done is kept, start again to go on"
+                "fewer, or a smaller data.shard_mb); what is done is kept, start again to continue"
             ) from None
         if isinstance(answer, Excuse):
             if answer.errno is None:

@@ -56,7 +56,7 @@ class BlockKurtosis:
         self._rows = torch.tensor(rows, device=self._sums[0].device)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         torch._foreach_zero_([*self._sums, *self._of_sequences])  # pyright: ignore[reportPrivateImportUsage]
 
     @property

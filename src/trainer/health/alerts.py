@@ -32,7 +32,7 @@ QUIET = 5
 """So many lines must be well before the same thing is said again; a rule also leaves so many between two alerts."""
 
 TAIL = 8 * 2**20
-"""So many bytes of each file are read again when a run goes on."""
+"""So many bytes of each file are read again when a run continues."""
 
 Entry = Mapping[str, Any]
 

@@ -4,7 +4,7 @@ Hydra composes and nothing more. Its task function only collects what was compos
 composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
-errors take several, and advise to add a mistyped key to the config: they are told anew here. Everything else is a bug
+errors take several, and advise to add a mistyped key to the config: they are told again here. Everything else is a bug
 and keeps its traceback. Of many processes one says it.
 
 This module imports no torch before something has gone wrong: `--help` is quick.
@@ -138,10 +138,10 @@ def _explain_option(usage: str) -> str:
 
 
 def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
-    """A run that torchrun starts anew goes on by itself: from its newest checkpoint, whatever it once started from."""
+    """A run that torchrun starts again resumes by itself: from its newest checkpoint, whatever it once started from."""
     if launch.max_restarts and OmegaConf.select(tree, "run.name") is None:
         raise user_error(
-            f"--max-restarts={launch.max_restarts}: a run without a name cannot go on after a restart; set run.name"
+            f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
         )
     if launch.attempt:
         tree.run.resume = "auto"
@@ -162,14 +162,14 @@ def _name_runs(jobs: list[Job]) -> None:
 
 
 def _check_resumed(jobs: list[Job]) -> None:
-    """UserError where runs of a sweep would go on in one folder, one after the other."""
+    """UserError where runs of a sweep would continue in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
     for path in given:
         if path not in NO_PATHS and given.count(path) > 1:
             raise user_error(
-                f"run.resume={path}: {given.count(path)} runs of the sweep would go on in one folder; "
+                f"run.resume={path}: {given.count(path)} runs of the sweep would continue in one folder; "
                 f"start each from its weights with run.init_from={path}, or leave out -m"
             )
 

@@ -22,7 +22,7 @@ def tune_host(device: torch.device) -> None:
 
     Python's collector need not look again at modules and models that stay (it took 4 % of a step). On a CPU under
     glibc, freed memory stays with the process: each step's large buffers would else go back to the kernel and be zeroed
-    anew (a quarter of the time of a step of deepseek_tiny).
+    again (a quarter of the time of a step of deepseek_tiny).
     """
     gc.unfreeze()  # what an earlier run in this process left is garbage by now
     gc.collect()

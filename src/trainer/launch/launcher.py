@@ -2,7 +2,7 @@
 
     RANK  LOCAL_RANK  WORLD_SIZE  LOCAL_WORLD_SIZE             which of how many processes this is, and on its node
     MASTER_ADDR  MASTER_PORT                                   where the job's store is
-    TORCHELASTIC_RESTART_COUNT  TORCHELASTIC_MAX_RESTARTS      how often torchrun has started the processes anew
+    TORCHELASTIC_RESTART_COUNT  TORCHELASTIC_MAX_RESTARTS      how often torchrun has started the processes again
 
 This module imports no torch, so that a mistake on the command line is found before anything large is loaded.
 """
@@ -28,7 +28,7 @@ class Launch:
     """Host of the job's store; empty without a launcher."""
     port: int = 0
     attempt: int = 0
-    """How often torchrun has started the processes of this job anew."""
+    """How often torchrun has started the processes of this job again."""
     max_restarts: int = 0
     under_torchrun: bool = False
     agent_store: bool = False

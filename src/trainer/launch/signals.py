@@ -69,7 +69,7 @@ class StopSignals:
             )
 
     def heard(self) -> str | None:
-        """The name of a signal that this rank has noted since the last call: for what has to say that it goes on."""
+        """The name of a signal that this rank has noted since the last call: for what has to say that it continues."""
         before, self._heard = self._heard, self._noted
         return signal.Signals(self._noted).name if self._noted != before else None
 

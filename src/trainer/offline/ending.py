@@ -78,7 +78,7 @@ def ending(summary: "Summary", overrides: Sequence[str], tokens: int, launch: La
 
 
 def sweep_table(done: Sequence[tuple["Summary", Sequence[str]]]) -> str:
-    """The runs of a sweep, a line each: what sets it apart, and what came of it."""
+    """The runs of a sweep, a line each: what sets it apart, and the result."""
     common = set.intersection(*(set(overrides) for _, overrides in done))
     rows = [("run", "differs in", "validation loss", "tokens/s", "peak GiB", "skipped steps")]
     for s, overrides in done:

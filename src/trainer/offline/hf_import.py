@@ -72,7 +72,7 @@ class Imported:
 
     @property
     def overrides(self) -> list[str]:
-        """What train.py is told to go on from it, as a shell wants it."""
+        """What train.py is told to resume from it, as a shell wants it."""
         words = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
         words.append(_override("run.init_from", str(self.folder)))
         if self.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""A step of a run once more: from the nearest checkpoint before it, in the run's precision and in another.
+"""Replays a step of a run: from the nearest checkpoint before it, in the run's precision and in another.
 
     find      the checkpoint to begin with, and which course of events: after a rewind the same step number stands for
               other data. A dropped step is looked for in the course that dropped it
@@ -8,7 +8,7 @@
               every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if one
               did
 
-Nothing is written into the run's folder, and it need not stand still: a run may go on meanwhile.
+Nothing is written into the run's folder, and it need not stand still: a run may continue meanwhile.
 """
 
 from dataclasses import dataclass

@@ -192,7 +192,7 @@ class Fp8GatherFormat(GatherFormat):
 
 def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None, freed: bool) -> GatherFormat:
     """How the weight of a layer travels, which `mesh` (its last axis) has cut. sync: None where no weight agrees with
-    others. freed: whether it is gathered anew for the backward pass."""
+    others. freed: whether it is gathered again for the backward pass."""
     ranks = mesh.size(mesh.ndim - 1)
     if sync is not None and isinstance(layer, Linear | GroupedLinear):
         count = layer.weight.shape[0]

@@ -2,7 +2,7 @@
 were made.
 
 FSDP2 makes one message of all weights of a block, and copies each out of it; and one of all gradients, into which it
-copies them. That is each number read and written once more, which is what sharing costs most beside the messages
+copies them. That is each number read and written again, which is what sharing costs most beside the messages
 themselves. Of a weight whose first dimension is cut evenly (a stack [E, N, K] of experts, a head [V, D]) the parts lie
 one after the other already, as a message has them. So each large one is a message of its own. Its gradient is sent as
 soon as it is there; that of the head, which FSDP reduces together with the embedding's at the very end, is the first

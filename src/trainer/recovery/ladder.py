@@ -142,7 +142,7 @@ class Ladder:
         if "came again" in why:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
         return (
-            f"Look at {self._folder / 'events.jsonl'} for where each began; then go on with run.resume=auto and "
+            f"Look at {self._folder / 'events.jsonl'} for where each began; then resume with run.resume=auto and "
             f"{', '.join(hints[:-1])} or {hints[-1]}"
         )
 
@@ -183,7 +183,7 @@ class Ladder:
         return {"streak": [asdict(step) for step in self.streak]}
 
     def load_state_dict(self, state: Mapping[str, Any], rewinds: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint. rewinds: as rank 0 has read them."""
+        """Resume from a checkpoint. rewinds: as rank 0 has read them."""
         self.streak = [SkippedStep(**step) for step in state.get("streak", [])]
         self.rewinds = [_rewind(entry) for entry in rewinds]
 

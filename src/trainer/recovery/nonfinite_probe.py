@@ -151,7 +151,7 @@ class NonfiniteProbe:
 def probe_microbatch(
     engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False, faults: bool = True
 ) -> NonfiniteProbe:
-    """Forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], once more: off the record,
+    """Forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], repeated off the record,
     from the weights and scales that there are. batch: sequences of a step, of all ranks. A collective where there are
     ranks.
 

@@ -60,7 +60,7 @@ def made_by(config: Config, tokenizer_hash: str) -> dict:
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
-    """UserError, naming the key, if a run with this config cannot go on from its `checkpoint`, which has this meta."""
+    """UserError, naming the key, if a run with this config cannot resume from its `checkpoint`, which has this meta."""
     _check_same(meta, identity(config), checkpoint)
     step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
     if step > last:

@@ -3,22 +3,22 @@
     runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
                 precision_plan.txt  backends.json                what computes in which format, and which backend serves
                 tokenizer.json                                   what the tokens mean
-                metrics.jsonl  tensors.jsonl  events.jsonl  logs/rank0.log           what came of it
+                metrics.jsonl  tensors.jsonl  events.jsonl  logs/rank0.log           the result
                 checkpoints/
                 recovery.json                                                        rewinds, if there were any
 
 | `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
 | ----------------- | ----------------- | ---------------------------------- | ---------------------------- |
 | never             | start             | refused                            | refused                      |
-| auto (with name)  | start             | start again in it                  | go on from the newest whole  |
-| PATH of a run     | refused           | refused                            | go on from its newest whole  |
-| PATH of a checkpoint |                |                                    | go on from that one          |
+| auto (with name)  | start             | start again in it                  | resume from the newest whole  |
+| PATH of a run     | refused           | refused                            | resume from its newest whole  |
+| PATH of a checkpoint |                |                                    | resume from that one          |
 
-Going on from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
+Resuming from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
 One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and the others are
-told where it is. Where torchrun has started them anew, those before may be dying still: rank 0 waits for the lock.
+told where it is. Where torchrun has started them again, those before may be dying still: rank 0 waits for the lock.
 """
 
 import json
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 Check = Callable[[dict[str, Any], Path], None]
-"""Called with (meta, path) of the checkpoint to go on from; raises UserError if this config cannot go on from it."""
+"""Called with (meta, path) of the checkpoint to resume from; raises UserError if this config cannot resume from it."""
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -68,7 +68,7 @@ RECOVERY = "recovery.json"
 CHECKPOINTS = "checkpoints"
 BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
-"""How long the processes of a run that is started anew wait for those before to be gone."""
+"""How long the processes of a run that is started again wait for those before to be gone."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Note:
 class RunFolder:
     """A run's folder, locked for this process until `close()`.
 
-    path: the folder. resumed_from: the checkpoint to go on from, None for a start. first_step: its step, or 0.
+    path: the folder. resumed_from: the checkpoint to resume from, None for a start. first_step: its step, or 0.
     notes: what there is to tell about the opening.
     """
 
@@ -189,7 +189,7 @@ class RunFolder:
             replace_file(target, content)
 
     def heal(self, step: int, on_event: OnEvent) -> None:
-        """If the folder was deleted under the run, make it again, so that the run can go on from what is saved next.
+        """If the folder was deleted under the run, make it again, so that the run can resume from what is saved next.
 
         Whether that works or not is an alert. UserError if another process has taken its place.
         """
@@ -226,7 +226,7 @@ class RunFolder:
             )
         if found is None and must_exist:
             raise UserError(
-                f"run.resume={self.path}: it has no checkpoint to go on from; start it again with run.resume=auto"
+                f"run.resume={self.path}: it has no checkpoint to resume from; start it again with run.resume=auto"
             )
         return found
 
@@ -243,7 +243,7 @@ class RunFolder:
         aside = set_aside_after(self.path / CHECKPOINTS, step)
         if aside:
             names = ", ".join(path.name for path in aside)
-            self._note("checkpoint", step, f"set aside, because the run goes on from step {step}: {names}")
+            self._note("checkpoint", step, f"set aside, because the run resumes from step {step}: {names}")
         dropped = {
             name: trim(self.path / name, last) for name, last in ((METRICS, step), (TENSORS, step), (EVENTS, None))
         }
@@ -287,7 +287,7 @@ def check_name(name: str | None) -> None:
 
 
 def will_resume(run: "RunConfig") -> bool:
-    """Whether `RunFolder.open` will go on from a checkpoint of the run, or refuse. Writes nothing."""
+    """Whether `RunFolder.open` will resume from a checkpoint of the run, or refuse. Writes nothing."""
     if run.resume == "never":
         return False
     folder = check_place(run)
@@ -343,7 +343,7 @@ def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pa
         )
     if name is not None and (parent / name).resolve() != path.resolve():
         raise UserError(
-            f"run.name={name}: run.resume={resume} goes on in {path}; leave run.name out, "
+            f"run.name={name}: run.resume={resume} continues in {path}; leave run.name out, "
             "or start a new run from its weights with run.init_from"
         )
     return path, checkpoint
@@ -363,7 +363,7 @@ def _state_of(path: Path) -> str:
 def _exists(path: Path, state: str) -> UserError:
     if state == "foreign":
         return UserError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
-    return UserError(f"run.name={path.name}: {path} exists; choose another run.name, or go on with it: run.resume=auto")
+    return UserError(f"run.name={path.name}: {path} exists; choose another run.name, or resume it: run.resume=auto")
 
 
 @contextmanager

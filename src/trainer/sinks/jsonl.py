@@ -2,7 +2,7 @@
 
 Each line leaves in one write to a file opened for appending: what was written survives the death of the process, and
 a reader who follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is
-taken back. A file that was deleted under the run is begun anew.
+taken back. A file that was deleted under the run is begun again.
 """
 
 import json
@@ -38,7 +38,7 @@ class JsonLines:
         with self._lock:
             try:
                 if self._append(line):
-                    news = f"{self._path} was deleted or moved: a new one goes on from here"
+                    news = f"{self._path} was deleted or moved: a new one starts here"
                 if self._lost:
                     news = f"{self._path} can be written again; {self._lost} lines were lost"
                 self._lost = 0
@@ -50,7 +50,7 @@ class JsonLines:
             self._warn(news)
 
     def _append(self, line: bytes) -> bool:
-        """Write a whole line, or nothing and OSError. Returns whether the file had gone and was made anew."""
+        """Write a whole line, or nothing and OSError. Returns whether the file had gone and was made again."""
         gone = not self._is_in_place()
         if gone:
             self._file.close()

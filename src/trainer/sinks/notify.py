@@ -1,7 +1,7 @@
 """Word to somebody who is not looking: a webhook (HTTP POST) and a command of the user's.
 
 What goes out is what a person would want to be woken for: alerts, rewinds, failures (of a checkpoint, say), the end of
-a run that could not go on. A notice is one JSON object,
+a run that could not continue. A notice is one JSON object,
 
     {"run": "first", "step": 1200, "kind": "alert", "rule": "scale_drop", "message": "...", "value": 0.2,
      "threshold": 32.0, "tensor": "layers.3.attn.o:grad", "time": "...", "folder": "...", "host": "...",
@@ -146,7 +146,7 @@ class _Channel:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
-            self._warn(f"{self._name} failed: {reason}; training goes on, and later failures of it are not said")
+            self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not said")
 
 
 def _finite(value: Any) -> Any:

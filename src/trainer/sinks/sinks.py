@@ -165,7 +165,7 @@ class Sinks:
         self._notifier.close(_LAST_WORD_SECONDS)
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step` again: metrics that are later belong to a course of events that will not be."""
+        """The run resumes from `step` again: metrics that are later belong to a course of events that will not be."""
         for file in (self._metrics, self._tensors):
             if file is not None:
                 file.trim(step)
@@ -193,7 +193,7 @@ class Sinks:
             show(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
 
     def summary(self, summary: RunSummary) -> None:
-        """Say what came of the run, and where it is."""
+        """Say the run's result, and where it is."""
         lines = {
             "validation loss": f"{summary.validation_loss:.4f} nats per token (bigrams: {summary.bigram_loss:.4f})",
             "tokens per second": f"{summary.tokens_per_second:,.0f}",
@@ -206,7 +206,7 @@ class Sinks:
         self._rows(lines.items(), self._screen.line)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the W&B run id, so that a resumed run goes on in the same one, and the last step in
+        """For the checkpoint: the W&B run id, so that a resumed run continues in the same one, and the last step in
         metrics.jsonl."""
         if self._wandb is not None and self._wandb.run_id is not None:
             self._wandb_id = self._wandb.run_id
@@ -250,7 +250,7 @@ class Sinks:
         self.close(error)
 
     def _tell_of_end(self, error: BaseException) -> None:
-        """A run that cannot go on is told of; one that somebody has stopped is not. Of many ranks, `ended` tells."""
+        """A run that cannot continue is told of; one that somebody has stopped is not. Of many ranks, `ended` tells."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
         if self._alone and not asked_for:
             message = " ".join(str(error).split()) or type(error).__name__

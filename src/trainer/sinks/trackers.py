@@ -48,7 +48,7 @@ class TensorboardTracker:
                 self._guarded(self._writer.add_scalar, key, value, values["step"])
 
     def rewind(self, step: int) -> None:
-        """The run goes on from `step`: purge what is later."""
+        """The run resumes from `step`: purge what is later."""
         self._guarded(self._writer.close)
         self._guarded(self._reopen, step)
 

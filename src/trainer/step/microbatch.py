@@ -17,7 +17,7 @@ sampled have a graph of their own, which adds to gradients, for the first one to
 Before a recording the same microbatch runs the plain way, on the stream that will record: kernels are compiled, tuned
 and loaded, libraries take their workspaces. Amaxes are maxima, so that this leaves no trace. The first step that is
 sampled is such a run itself; graphs that are there already are dropped before it, so that their memory is free, and
-made anew after it.
+made again after it.
 
 The graphs own a memory pool, the size of what a microbatch takes. Others (evaluation) cannot use it.
 """
@@ -88,7 +88,7 @@ class _Unrecordable(Exception):
 class GraphedMicrobatch:
     """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count.
 
-    must: where recording fails, raise UserError; else warn and go on the plain way.
+    must: where recording fails, raise UserError; else warn and continue the plain way.
     """
 
     def __init__(self, model: DeepSeek, must: bool = True, loss_scale: LossScale | None = None):
@@ -129,7 +129,7 @@ class GraphedMicrobatch:
                     f"cuda_graph={'true' if self._must else 'auto'}: {what}; set cuda_graph=false"
                 ) from error
             self._failed = True
-            warnings.warn(f"cuda_graph=auto: {what}; this run goes on without", stacklevel=2)
+            warnings.warn(f"cuda_graph=auto: {what}; this run continues without", stacklevel=2)
         self._forget()
         for parameter in self._parameters:
             parameter.grad = None

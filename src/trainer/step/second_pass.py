@@ -4,14 +4,14 @@ Between two steps nothing is on the way: gradients are gone, gathered weights ar
 numbers are the host's. What a pass leaves behind is known, and is put away here:
 
     maxima in the arena       taken down before, put back after; scales and histories are only read
-    compute weights           made anew at the start; the next step does the same from the same masters and scales
+    compute weights           made again at the start; the next step does the same from the same masters and scales
     gradients                 dropped, each as soon as whoever wants it has seen it
     weights gathered by FSDP  freed before and after
     load of the experts       an output of the model: nobody takes it
     debug.inject              disarmed: a fault belongs to its step
 
 The pass is eager, whatever the run is: nothing is compiled for it, and a CUDA graph of the step is left alone. (It
-finds its operands where they were, and its gradients are attached anew in each step.)
+finds its operands where they were, and its gradients are attached again in each step.)
 
 All ranks make the same passes: there are collectives in them.
 """

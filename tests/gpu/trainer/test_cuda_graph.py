@@ -145,7 +145,7 @@ def test_what_cannot_be_recorded_runs_the_plain_way(engine: Engines) -> None:
     plain, graphed = (engine("precision=fp32", *FAST) for _ in range(2))
     graphed.microbatch = GraphedMicrobatch(graphed.model, must=False)
     tokens = batches(plain)
-    with pytest.warns(UserWarning, match="cuda_graph=auto: .* cannot be recorded .*; this run goes on without"):
+    with pytest.warns(UserWarning, match="cuda_graph=auto: .* cannot be recorded .*; this run continues without"):
         train_step(graphed, 1, tokens[0], 4)
     train_step(plain, 1, tokens[0], 4)
     ours, theirs = (train_step(e, 2, tokens[1], 4).metrics["loss/total"] for e in (graphed, plain))

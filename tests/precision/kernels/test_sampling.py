@@ -141,7 +141,7 @@ def test_what_is_shown_is_what_was_cast(
     for each, casts in shown.casts.items():
         ((x, data, inv, fmt),) = casts
         again = cast_again(x, inv, fmt)
-        # a scale that is known as its inverse, and a number made once more, may be off in the last bit
+        # a scale that is known as its inverse, and a number made again, may be off in the last bit
         assert (again.float() != data.float()).float().mean() < 0.01, each
         error = (read_back(data, inv[:, None, None] if inv.dim() == 1 else inv) - x.float()).norm() / x.float().norm()
         assert 0 < error < 0.08, each

@@ -199,7 +199,7 @@ while rounds > 0 or acknowledged < 5:
     assert rounds > -200, "no save is ever done"
     receive, send = os.pipe()
     child = os.fork()
-    if child == 0:  # go on from the newest checkpoint, saving as fast as it can, until killed
+    if child == 0:  # resume from the newest checkpoint, saving as fast as it can, until killed
         checkpointer = Checkpointer(folder, 2, quiet)
         assert not [p for p in folder.glob(".*")] if folder.exists() else True, "leftovers"
         newest = checkpointer.newest()

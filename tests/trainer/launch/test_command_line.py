@@ -194,7 +194,7 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
 
 def test_runs_of_a_sweep_do_not_go_on_in_one_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
     assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
-    assert "run.resume=runs/x: 2 runs of the sweep would go on in one folder; " in capsys.readouterr().err
+    assert "run.resume=runs/x: 2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert recorder.runs == []
 
 

@@ -193,7 +193,7 @@ def test_a_mistake_is_said_once_and_every_process_exits_with_2(
     options: list[str], arguments: list[str], says: str, tmp_path: Path, run: Run
 ):
     code, out, err = run([*QUIET, *TWO, *options, TRAIN, *arguments], tmp_path)
-    # torchrun starts processes anew that have ended with an error, whatever it was
+    # torchrun starts processes again that have ended with an error, whatever it was
     assert (code, out) == (2, "") and len(said(err)) == 1 + len(options), err
     assert says in said(err)[0] and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
@@ -237,13 +237,13 @@ def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: A
     code, out, err = end(process)
     step = lines(folder / "metrics.jsonl")[-1]["step"]
     assert code == 128 + signal.SIGTERM and out.count("packing the text") == 1
-    how = "go on with the same command and run.name=a run.resume=auto"
+    how = "resume with the same command and run.name=a run.resume=auto"
     expected = f"octet: stopped by SIGTERM after step {step}, saved; {how}"
     assert said(err) == [expected] and (folder / "checkpoints" / f"step_{step:08d}").is_dir()
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
     assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()
 
-    # a killed rank: torchrun starts both anew, and they go on from the last checkpoint
+    # a killed rank: torchrun starts both again, and they resume from the last checkpoint
     more = ["run.resume=auto", f"trainer.max_steps={step + 40}"]
     process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *common, *more], tmp_path)
     wait_for(folder / "checkpoints" / f"step_{(step // 4 + 2) * 4:08d}", process)

@@ -159,7 +159,7 @@ def test_every_layout_has_the_weights_of_one_process(results: dict[int, Any], si
 
 @pytest.mark.parametrize("size", CASES)
 def test_a_dropped_step_changes_no_bit_on_any_rank(results: dict[int, Any], size: int) -> None:
-    """Though one rank's loss was not a number, and messages carried what came of it."""
+    """Though one rank's loss was not a number, and messages carried the result."""
     assert results[size]["dropped"]["kept"]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that share a model: what any number of them saved, any other number goes on from.
+"""Checkpoints of ranks that share a model: what any number of them saved, any other number resumes from.
 
 Four ranks run this file as a program, over gloo: one scene after the other, in each of which some of them are the ranks
 of a run, and the others wait.

@@ -221,7 +221,7 @@ def test_a_path_that_leads_nowhere_is_refused(runs: Path, opened: Any, target: s
 
 def test_a_path_to_a_run_without_a_checkpoint_is_refused(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=())
-    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         opened(runs, None, str(path))
 
 

@@ -116,7 +116,7 @@ def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:
         sink.write({"step": step})
     sink.close()
     assert lines(path) == [{"step": 2}, {"step": 3}]
-    assert told == [f"{path} was deleted or moved: a new one goes on from here"]
+    assert told == [f"{path} was deleted or moved: a new one starts here"]
 
 
 def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(

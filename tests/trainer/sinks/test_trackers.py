@@ -174,7 +174,7 @@ def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
 
     monkeypatch.setattr(wandb, "setup", late)
     with Sinks(settings(mode=WandbMode.online), run, 200, screen.console) as sinks:
-        sinks.load_state_dict({"wandb_id": "abcd1234"})  # a run to go on with
+        sinks.load_state_dict({"wandb_id": "abcd1234"})  # a run to continue with
         for _ in range(100):
             sinks.metrics(METRICS)
         told.set()

@@ -7,7 +7,7 @@
     events.jsonl    {"time": ..., "step": 20, "kind": "alert", "message": ...}   -> Run.events
 
 A file may grow while it is read (half a line waits until it is whole), be replaced by a shorter one (a resumed run
-drops lines) or be gone. `Run.poll` takes what is new. When what was read before is no longer true, it begins anew and
+drops lines) or be gone. `Run.poll` takes what is new. When what was read before is no longer true, it begins again and
 counts `generation` up, so that who has seen the old knows. A run that goes back some steps writes lines of steps that
 it has written before: the new ones count.
 

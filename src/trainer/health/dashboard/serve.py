@@ -4,7 +4,7 @@
     GET /data?since=T   JSON: what is new since the answer that named the token T, and a new token
 
 The page asks every few seconds. A token stands for how far each run had been sent; one that is not known (the server
-was started anew) or no longer true (a run went back) brings everything. Nobody but this machine is served, and no page
+was started again) or no longer true (a run went back) brings everything. Nobody but this machine is served, and no page
 of another site that has a name resolve to this machine: the Host that is asked for has to be the loopback's.
 """
 
@@ -57,7 +57,7 @@ class Live:
 
 
 def _few(sent: Cursor, now: Cursor) -> Cursor | None:
-    """The cursor, or None where a run has gone on so far that it is better sent anew."""
+    """The cursor, or None where a run has gone on so far that it is better sent again."""
     most = max((count - sent.series.get(key, 0) for key, count in now.series.items()), default=0)
     return sent if most <= MOST_NEW else None
 

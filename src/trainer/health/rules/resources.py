@@ -144,7 +144,7 @@ class MemoryGrowth(Rule):
         left = f", full in about {(self._card - held) / per_step:,.0f} steps" if self._card is not None else ""
         message = (
             f"memory held between steps grew from {before:.2f} to {held:.2f} GiB in {step - since} steps"
-            f"{left}: something keeps tensors; save and go on in a new process (run.resume=auto), "
+            f"{left}: something keeps tensors; save and continue in a new process (run.resume=auto), "
             "and look at a memory snapshot (profile.steps)"
         )
         return Alert(self.name, step, message, held, before * (1 + self._share))

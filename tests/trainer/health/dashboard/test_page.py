@@ -134,7 +134,7 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
         "2026-11-21 INFO trainer: step 5/10\n2026-11-21 INFO trainer: stopped by ValueError: too bad\nTrace\n"
     )
     assert stands() == "failed" and summary(opened(path))["state_text"] == "too bad"
-    with log.open("a") as file:  # it goes on
+    with log.open("a") as file:  # it continues
         file.write("2026-11-21 INFO trainer: resume: resumed from step_5\n")
     assert stands() == "running"
     events = path / "events.jsonl"

@@ -1,4 +1,4 @@
-"""Run folders are read as far as they are written, read on later, and anew when what was read is true no longer."""
+"""Run folders are read as far as they are written, read on later, and again when what was read is true no longer."""
 
 import json
 import random
