@@ -245,7 +245,7 @@ def _check_part(part: SourceConfig) -> None:
         if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
             raise UserError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
     elif Path(path).is_file():
-        if part.source is not Source.files:
+        if part.source not in (Source.files, Source.text):
             why = f"a file, and {key}.source={part.source.value} reads a folder"
             raise UserError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
     elif not Path(path).is_dir():

@@ -23,7 +23,7 @@ READ_BY = {
     "streaming": {Source.hf},
 }
 PREPARING = ("validation_fraction", "tokenizer_sample_mb", "skip_damaged", "shard_mb")
-GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet"
+GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
 """Of the groups in configs/data."""
 
 

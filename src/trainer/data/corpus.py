@@ -159,6 +159,29 @@ def read_pieces(path: Path) -> Iterator[str]:
             yield piece + file.readline()
 
 
+def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
+    """Where the last part of a file begins, as a byte: behind the first end of a line after its share of text for
+    training; without one, at a character. `num_bytes` if there is no such part."""
+    begin = num_bytes - int(num_bytes * validation_fraction)
+    with path.open("rb") as file:
+        file.seek(max(begin - 1, 0))
+        line = file.readline(num_bytes)
+        if begin - 1 + len(line) < num_bytes:
+            return begin - 1 + len(line)
+        file.seek(begin)
+        return begin + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+
+
+def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
+    """The text of the bytes [begin, end) of a file, as `read_pieces`. `divide` gives such ends."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        while begin < end and (piece := file.read(min(PIECE_CHARACTERS, end - begin))):
+            piece += file.readline(end - begin - len(piece))
+            begin += len(piece)
+            yield piece.decode()
+
+
 def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in exclude)
 

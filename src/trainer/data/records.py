@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
-from trainer.data.corpus import read_pieces, whats_wrong
+from trainer.data.corpus import read_part, read_pieces, whats_wrong
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
@@ -312,7 +312,7 @@ def as_bytes(column) -> list[bytes | str | None]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that is a document."""
+    """A file that is a document. part: the bytes [begin, end) of it that are; None: all."""
 
     path: Path
     label: str
@@ -320,6 +320,7 @@ class TextFile:
     held_out: bool
     packed: bool = False
     """gz or zst: read as a whole then."""
+    part: tuple[int, int] | None = None
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
         if self.packed:
@@ -343,7 +344,7 @@ class TextFile:
             return
         waiting: str | None = None
         try:
-            for text in read_pieces(self.path):
+            for text in read_pieces(self.path) if self.part is None else read_part(self.path, *self.part):
                 if waiting is not None:
                     yield Piece(waiting, len(waiting.encode()), False, self.held_out)
                 waiting = text

@@ -1,6 +1,7 @@
 """Sources: each gives its text as an order of blocks, the same at every reading, and says what state it is in.
 
-    text, stdlib    a file is a document; which are held out, the hash of their paths says
+    text, stdlib    a file is a document; which are held out, the hash of their paths says. Of a source that is one file
+                    of text the last part is held out.
     files           jsonl: ranges of about a megabyte, cut at ends of lines; where it is compressed, they are read here,
                     in order; parquet: row groups; text: as above
     hf              `hub`: rows, read here by the library `datasets`
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
-from trainer.data.corpus import Document, scan, split
+from trainer.data.corpus import Document, divide, scan, split
 from trainer.data.records import (
     BLOCK_BYTES,
     EMPTY,
@@ -88,13 +89,32 @@ class Files:
         known = not any(packed for _, packed in self._kinds.values())
         self.num_bytes = corpus.num_bytes if known else 0
         texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
+        self._divided: int | None = None
+        self._held_out: set[str] = set()
+        if len(corpus.documents) == len(texts) == 1 and known:
+            self._divided = self._divide(texts[0], validation_fraction)
+            return
         self._held_out = {document.path for document in split(texts, validation_fraction)[1]}
         if texts and len(self._held_out) == len(corpus.documents):
-            fix = "lower it, or give" if len(texts) > 1 else "give"
+            fix = "lower it, or give the text as more files" if len(texts) > 1 else "unpack it"
             raise UserError(
                 f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
-                f"for training, and a file is never divided: {fix} the text as more files"
+                f"for training, and only a text that is one file, not compressed, is divided: {fix}"
             )
+
+    def _divide(self, text: Document, validation_fraction: float) -> int:
+        """Where the held-out part of the only file begins."""
+        try:
+            begin = divide(self._corpus.root / text.path, text.num_bytes, validation_fraction)
+        except OSError as error:
+            raise UserError(f"{self.part.key}.path: {text.path} cannot be read: {error.strerror}") from error
+        if not 0 < begin < text.num_bytes:
+            side = "training" if begin <= 0 else "validation"
+            raise UserError(
+                f"data.validation_fraction={validation_fraction}: leaves nothing of {text.path}, {text.num_bytes:,} "
+                f"bytes, for {side}: change it, or give more text"
+            )
+        return begin
 
     def _kind(self, path: str) -> tuple[Format, bool]:
         """What a file is, and whether it is compressed."""
@@ -134,6 +154,8 @@ class Files:
             if self._kinds[document.path][0] is Format.text:
                 until = num_bytes
             for block in self._blocks(document, SkipLog(strict=False)):
+                if isinstance(block, TextFile) and block.held_out:
+                    continue
                 yield block
                 taken += block.num_bytes
                 if taken >= until:
@@ -147,7 +169,11 @@ class Files:
     def _blocks(self, document: Document, log: SkipLog) -> Iterator[Block]:
         path, label, column = self._corpus.root / document.path, self._label(document.path), self.part.text_column
         kind, packed = self._kinds[document.path]
-        if kind is Format.text:
+        if self._divided is not None:
+            begin, end = self._divided, document.num_bytes
+            yield TextFile(path, label, begin, False, part=(0, begin))
+            yield TextFile(path, label, end - begin, True, part=(begin, end))
+        elif kind is Format.text:
             yield TextFile(path, label, document.num_bytes, document.path in self._held_out, packed)
         elif kind is Format.parquet:
             yield from row_groups(path, label, self.part, log)

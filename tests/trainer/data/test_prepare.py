@@ -243,7 +243,7 @@ def test_a_folder_that_is_not_prepared_is_not_said_to_be_deleted(make_config: Ma
     ("path", "says"),
     [
         ("", r"data\.path='': data\.source=text needs a folder of text files"),
-        ("a.txt", r"data\.path=a\.txt: a file, and data\.source=text reads a folder: give a folder, or read one file"),
+        ("b.txt", r"data\.path=b\.txt: there is no such folder: give an existing one"),
     ],
 )
 def test_a_path_that_is_no_folder_is_refused(
@@ -257,7 +257,10 @@ def test_a_path_that_is_no_folder_is_refused(
 
 @pytest.mark.parametrize(
     ("files", "fraction", "fix"),
-    [(1, 0.05, "1 file.* is never divided: give the text as more files"), (2, 0.999, "2 file.* divided: lower it, or")],
+    [
+        (1, 0.0001, "leaves nothing of 0.py, 350 bytes, for validation"),
+        (2, 0.999, "leaves none of 2 file.*: lower it, or give"),
+    ],
 )
 def test_text_that_leaves_nothing_to_train_on_is_refused(
     files: int, fraction: float, fix: str, make_config: MakeConfig, tmp_path: Path
@@ -265,7 +268,7 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(
     for number in range(files):
         (tmp_path / "corpus").mkdir(exist_ok=True)
         (tmp_path / "corpus" / f"{number}.py").write_text("a text\n" * 50)
-    with pytest.raises(ValueError, match=rf"data\.validation_fraction={fraction}: leaves none of {fix}"):
+    with pytest.raises(ValueError, match=rf"data\.validation_fraction={fraction}: {fix}"):
         prepare(make_config(tmp_path / "corpus", validation_fraction=fraction), 300)
 
 

@@ -73,7 +73,7 @@ def write(folder: Path, kind: str, texts: list[str]) -> dict[str, Any]:
             splits[name] = datasets.Dataset.from_dict({"body": rows})
         splits.save_to_disk(folder / "dataset")
         path, more = str(folder / "dataset"), {"split": "tr", "text_column": "body"}
-    globs = "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet"
+    globs = "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
     return {"source": source, "path": path, "glob": globs, "exclude": [], **more}
 
 
@@ -134,6 +134,27 @@ def test_one_file_can_be_the_source(prepare_for: Prepare, tmp_path: Path) -> Non
     (tmp_path / "y.json").write_bytes(b"{")
     result = prepare_for(source=Source.files, path=str(tmp_path / "x.json"))
     assert len(texts_of(result) + texts_of(result, "validation")) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "text", ["".join(f"line {n} é\n" for n in range(400)), "é" * 999 + "x"], ids=["lines", "no line"]
+)
+@pytest.mark.parametrize("path", ["corpus", "corpus/input.txt"])
+def test_of_one_text_the_last_part_is_held_out(
+    prepare_for: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, path: str
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARACTERS", 100)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "input.txt").write_text(text)
+    result = prepare_for(source=Source.text, path=str(tmp_path / path), glob="*.txt")
+    (train,), (held_out,) = texts_of(result), texts_of(result, "validation")
+    assert train + held_out == text and 0.1 < len(held_out) / len(text) <= 0.2
+    assert train.endswith("\n") or "\n" not in text
+    (tmp_path / "corpus" / "input.txt").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"validation_fraction=0\.2: leaves nothing of input\.txt, 1 bytes, for validation"
+    ):
+        prepare_for(source=Source.text, path=str(tmp_path / path), glob="*.txt")
 
 
 @pytest.fixture
