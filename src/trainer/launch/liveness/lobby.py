@@ -166,9 +166,9 @@ class Host(_Lobby):
 
     def leave(self) -> None:
         """This process ends as it should."""
+        self._over = True
         for line in list(self._lines):
             line.send(bye=1)
-        self._over = True
 
     def decide(self, message: str, code: int) -> bool:
         """Main ends, for this reason: tell all. Returns whether this rank says it."""
@@ -290,9 +290,9 @@ class Guest(_Lobby):
         self._leave("met")
 
     def _leave(self, how: str) -> None:
-        if self._line is not None and not self._over:
+        was_over, self._over = self._over, True  # before rank 0 closes the connection, which then is no news
+        if self._line is not None and not was_over:
             self._line.send(**{how: 1})
-        self._over = True
 
     def decide(self, message: str, code: int) -> bool:
         """Main ends, for this reason. Returns whether this rank says it."""
