@@ -146,7 +146,7 @@ function drawHead() {
   const columns = [
     ["recipe", ({ recipe }) => recipe], ["state", (about) => stateOf(about), "left wide"],
     ["steps", (about) => [`${grouped(about.step)}${about.goal && about.goal !== about.step ? ` of ${grouped(about.goal)}` : ""}`, about.goal ? el("span", { class: "progress" }, el("i", { style: { width: `${clamp((100 * about.step) / about.goal, 0, 100)}%` } })) : ""]],
-    ["tokens", ({ tokens }) => tokens && short(tokens, 3)], ["loss", ({ loss }) => isNumber(loss) && forms.loss(loss)], ["validation", ({ validation }) => isNumber(validation) && forms.loss(validation)],
+    ["tokens", ({ tokens }) => tokens && short(tokens, 3)], ["loss, last 50 steps", ({ loss }) => isNumber(loss) && forms.loss(loss)], ["validation", ({ validation }) => isNumber(validation) && forms.loss(validation)],
     ["against the first", (about, run) => run !== first && gapOf(run)],
     ["tokens/s", (about) => about.tokens_per_second && short(about.tokens_per_second, 3)], ["MFU", ({ mfu }) => isNumber(mfu) && forms.share(mfu)], ["peak GiB", ({ peak_gib }) => isNumber(peak_gib) && short(peak_gib, 3)],
     ["J/token", (about) => about.joules_per_token && short(about.joules_per_token, 3)], ["dropped", ({ skipped }) => isNumber(skipped) && grouped(skipped)], ["alerts", ({ alerts }) => grouped(alerts)],
@@ -204,9 +204,7 @@ function drawBar() {
     }, el("span", { style: { color: paint } }, sign), kind, el("small", {}, grouped(counts[kind])));
   });
   const smooth = select("smoothing", [["0", "not smoothed"], ["0.01", "smooth 1 %"], ["0.03", "smooth 3 %"], ["0.1", "smooth 10 %"]], String(view.smooth), (value) => { view.smooth = Number(value); redraw(); });
-  const bar = document.getElementById("bar"), at = bar.firstChild ? bar.firstChild.scrollLeft : 0;
-  bar.replaceChildren(el("div", {}, range, all, smooth, ...runs, el("span", { class: "grow" }), ...kinds, view.status || ""));
-  bar.firstChild.scrollLeft = at;
+  document.getElementById("bar").replaceChildren(el("div", {}, range, all, smooth, ...runs, el("span", { class: "grow" }), ...kinds, view.status || ""));
   update();
 }
 
