@@ -59,7 +59,7 @@ class TensorSplit(ContextSplit):
         return _Scatter.apply(x_BSD, self.size, self.name)
 
     def pieces(self, x: Tensor) -> Tensor:
-        """Everybody's x, [t, ...], without gradient."""
+        """The x of each rank, [t, ...], without gradient."""
         return _all_gather(x[None], self.size, self.name)
 
     def max(self, x: Tensor) -> Tensor:

@@ -249,4 +249,5 @@ def _check_part(part: SourceConfig) -> None:
             why = f"a file, and {key}.source={part.source.value} reads a folder"
             raise UserError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
     elif not Path(path).is_dir():
-        raise UserError(f"{key}.path={path}: there is no such folder: give an existing one")
+        kind = "folder or file" if part.source in (Source.files, Source.text) else "folder"
+        raise UserError(f"{key}.path={path}: there is no such {kind}: give an existing one")

@@ -243,7 +243,7 @@ def test_a_folder_that_is_not_prepared_is_not_said_to_be_deleted(make_config: Ma
     ("path", "says"),
     [
         ("", r"data\.path='': data\.source=text needs a folder of text files"),
-        ("b.txt", r"data\.path=b\.txt: there is no such folder: give an existing one"),
+        ("b.txt", r"data\.path=b\.txt: there is no such folder or file: give an existing one"),
     ],
 )
 def test_a_path_that_is_no_folder_is_refused(

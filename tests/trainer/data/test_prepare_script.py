@@ -22,5 +22,5 @@ def test_it_prepares_a_folder_of_text(own_corpus: Path, tmp_path: Path, run_pyth
 def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path: Path, run_python: Run) -> None:
     result = run_python(SCRIPT, "data=text", "data.path=nowhere", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == ("octet: error: data.path=nowhere: there is no such folder: give an existing one\n")
+    assert result.stderr == ("octet: error: data.path=nowhere: there is no such folder or file: give an existing one\n")
     assert not list(tmp_path.iterdir())
