@@ -1,4 +1,4 @@
-"""The soak test: whatever happens to a run from outside, it ends with the bits of one that nothing happened to, or says why not.
+"""The soak test: whatever befalls a run from outside, it ends with the bits of an undisturbed one, or says why not.
 
     python scripts/soak.py                            50 faults, some minutes; make soak does the same
     python scripts/soak.py --faults 200 --first 400 --seed 3      one part of many, with other faults than the rest
@@ -8,9 +8,9 @@ the course's folder as it was after step 6, or a run that starts from nothing; t
 Courses differ by recipe, by steps that go bad (one is dropped; or a row of them, so that the run rewinds) and by ranks:
 every fourth has two, started without torchrun. The result of a fault is one of
 
-    noticed   refused in one line; or an event, a warning or an alert names it, and the run ends with the reference's bits
+    noticed   refused in one line; or reported (event, warning), and the run ends with the reference's bits
     same      the run ends with the reference's bits: what was damaged decides nothing, or is written again
-    lost      anything else: other bits, a traceback, an exit code that says something else, a file elsewhere overwritten
+    lost      anything else: other bits, a traceback, a wrong exit code, a file elsewhere overwritten
 
 Bits: weights, moments, scales, counters, data cursor and random numbers at the end, and metrics loss/ optim/ moe/ fp8/
 of every step. Processes are forked from this one, which has imported everything: a fault costs a second or two. Exit
@@ -93,7 +93,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--first", type=int, default=0, help="number of the first (default 0)")
-    parser.add_argument("--seed", type=int, default=1, help="of what happens (default 1); moments also vary by themselves")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of what happens (default 1); moments also vary by themselves"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes of every fourth course (default 2)")
     options = parser.parse_args()
     if min(options.faults, options.ranks) < 1 or options.first < 0:

@@ -1,4 +1,4 @@
-"""The runs of the soak test (`soak.py`): forked from one process, disturbed copies of a course. No command of its own."""
+"""The runs of the soak test (`soak.py`): forked from one process, in copies of a course. No command of its own."""
 
 import gc
 import importlib
@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from soak_bits import Wrong, differs, metrics, state
 
 import trainer.launch.command_line as command_line
-from trainer.checkpoint import list_checkpoints
 import trainer.run.run_folder as run_folder
+from trainer.checkpoint import list_checkpoints
 from trainer.files import parse_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +148,7 @@ class Course:
         return job
 
     def verdict(self, place: Path, refusable: bool) -> str:
-        """Resume the run in `place` to its end: noticed or same. Wrong, if neither. refusable: whether it may refuse."""
+        """Resume the run in `place` to its end: noticed or same, else Wrong. refusable: whether it may refuse."""
         job = self.start()
         printed = job.end()
         if any(job.codes):
@@ -175,7 +175,9 @@ def new_events(place: Path, base: Path) -> set[str]:
     return set(messages(place / "runs/run/events.jsonl") - messages(base / "runs/run/events.jsonl"))
 
 
-def fork(job: command_line.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None) -> int:
+def fork(
+    job: command_line.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None
+) -> int:
     """python train.py in a process of its own, with a command line that was composed already; its number."""
     sys.stdout.flush()
     process = os.fork()

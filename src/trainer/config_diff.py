@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 _TOKEN = r"(?:(?:access|api|auth|bearer|bot|hf|hub|wandb)_)?token"
-_SECRET = re.compile(
-    rf"(?:^|\.)(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))(?:\.|$)"
-)
+_NAME = rf"(?:{_TOKEN}|\w*(?:webhook|command|password|passwd|secret|credentials?|api_?key))"
+_SECRET = re.compile(rf"(?:^|\.){_NAME}(?:\.|$)")
+_IN_SECTION = re.compile(rf"((?<!\w){_NAME}[\"']?\s*:\s*)(?:\"[^\"]*\"?|'[^']*'?|[^,}}]+)", re.IGNORECASE)
 HIDDEN = "(not shown)"
 _DEEPEST = 50
 
@@ -23,8 +23,16 @@ def is_secret(key: str) -> bool:
 
 
 def printable(key: str, value: Any) -> Any:
-    """The value of a config key, as far as anybody may see it."""
-    return HIDDEN if value is not None and is_secret(key) else value
+    """The value of a config key, or a section as text, without secrets."""
+    if value is not None and is_secret(key):
+        return HIDDEN
+    return _IN_SECTION.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) and "{" in value else value
+
+
+def printable_override(override: str) -> str:
+    """KEY=VALUE, without secrets."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{printable(key.lstrip('+~'), value)}"
 
 
 def without_secrets(tree: Any, hidden: Any = HIDDEN, key: str = "") -> Any:
