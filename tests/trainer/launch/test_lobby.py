@@ -60,6 +60,8 @@ def main() -> int:
                 while not Path(sys.argv[3]).exists():  # as W&B may
                     time.sleep(0.05)
                 raise
+        if fault == "refused" and who in (launch.rank, 2):
+            raise UserError("optim.lr=9: too large; lower it")
         world.barrier()
         rank_group.leave()
 
@@ -129,6 +131,14 @@ def test_a_mistake_is_said_once(pair: Pair, who: int) -> None:
     said = {rank: pair.end(rank) for rank in (0, 1)}
     line = "octet: error: optim.lr=9: too large; lower it\n"
     assert said == {who % 2: (2, line), 1 - who % 2: (2, "")}
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_mistake_that_is_found_when_all_have_met_is_one_line(pair: Pair, who: int) -> None:
+    """Rank 0, which serves the store, goes last: the other one would print pages about losing it."""
+    pair.start("refused", who)
+    said = {rank: pair.end(rank) for rank in (0, 1)}
+    assert said == {0: (2, "octet: error: optim.lr=9: too large; lower it\n"), 1: (2, "")}
 
 
 def test_one_that_leaves_ends_all(pair: Pair) -> None:

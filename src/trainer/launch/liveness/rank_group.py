@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from types import FrameType
@@ -159,7 +159,7 @@ class RankGroup:
                 with contextlib.suppress(RuntimeError):
                     self._key("gone", self.launch.rank, "1")
 
-    def _await_all(self, kind: str, ranks: range, deadline: float) -> None:
+    def _await_all(self, kind: str, ranks: Iterable[int], deadline: float) -> None:
         assert self._store is not None
         keys = [self.name(kind, rank) for rank in ranks]
         with contextlib.suppress(RuntimeError):  # the store may go with its node
@@ -371,11 +371,17 @@ class RankGroup:
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to end some of them
         others = [self.name("seen", other) for other in range(self.launch.size) if other != news.rank]
-        deadline = time.monotonic() + 2 * LOOK_SECONDS
+        serves = self.launch.is_first and not self.launch.agent_store
+        deadline = time.monotonic() + (heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS)
         while not self._store.check(others) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 25)
         if self._watch is not None:
             self._watch.kill_unresponsive(news.rank)
+        if serves:  # those that lose it print pages of C++
+            alive = [other for other in range(1, self.launch.size) if self.has("seen", other)]
+            self._await_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
+        elif not self.launch.agent_store:
+            self._key("over", rank, "1")
 
     def _tell(self, news: News) -> None:
         self._listen(news)
