@@ -88,7 +88,7 @@ def _open(part: SourceConfig, validation_fraction: float | None) -> Reader:
 
 
 class TwoSided:
-    """A source that is trained on as a whole, and one that is held out as a whole. The latter comes first: a mixture may
+    """A source that is trained on as a whole, and one that is held out as a whole, which comes first: a mixture may
     end before all of the text has been read."""
 
     def __init__(self, part: SourceConfig, held_out: SourceConfig) -> None:
