@@ -23,7 +23,7 @@ def is_secret(key: str) -> bool:
 
 
 def printable(key: str, value: Any) -> Any:
-    """The value of a config key, or a section as text, without secrets."""
+    """The value of a config key, or a section as text, for display; secrets hidden."""
     if value is not None and is_secret(key):
         return HIDDEN
     return _IN_SECTION.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) and "{" in value else value
