@@ -191,7 +191,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         if getattr(data, key) < 1:
             raise UserError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
     if data.workers is not None and data.workers < 1:
-        raise UserError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
+        raise UserError(f"data.workers={data.workers}: too few; set at least 1, or null for one a core")
     if not data.end_of_text:
         raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))

@@ -1,8 +1,8 @@
 """A config as a run keeps it: its paths are absolute, so that its folder can be used from anywhere.
 
-On the command line a path is relative to where the command is given. `config.yaml` outlives that: whoever evaluates,
-samples or replays a run later reads from it where the text and the cache are. What is no path stays as it is: names on
-the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is taken away.
+On the command line a path is relative to the working directory. `config.yaml` outlives that: scripts that evaluate,
+sample or replay a run later read from it where the text and the cache are. Values that are no paths stay as they are:
+names on the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is resolved.
 """
 
 import os

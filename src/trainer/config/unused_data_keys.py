@@ -1,4 +1,4 @@
-"""Settings of the `data` section that change nothing where they stand, for whoever believes that they do.
+"""Settings of the `data` section that have no effect together with the others, so that a run can warn of them.
 
 Not mentioned: what is as `configs/data/` has it, and settings of the machine (`workers`, `cache_dir`), which one keeps
 for all runs alike.
@@ -53,7 +53,7 @@ def without_effect(data: DataConfig) -> list[str]:
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Whether somebody has set it."""
+    """Whether the user has set it."""
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped

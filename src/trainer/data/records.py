@@ -51,7 +51,7 @@ class Skipped:
     path: str
     why: str
     count: int
-    """Documents. 0: a file, or the rest of one, whose documents nobody can count."""
+    """Documents. 0: a file, or the rest of one, whose documents cannot be counted."""
     first: str
     """Where the first of them is; empty for a file."""
 

@@ -53,7 +53,7 @@ class Reader(Protocol):
     fingerprint: str
     """Another one for another state of the source."""
     num_bytes: int
-    """About how much text it is; 0 if nobody knows."""
+    """Approximate size of its text; 0 if unknown."""
 
     def pin(self, commit: str | None) -> str | None:
         """Read no other state than `commit` from now on. Returns the state, if the source names it; before anything is
@@ -205,7 +205,7 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
 
 def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
     """The lines of a compressed file. Of one that is damaged, those before the damage."""
-    rest: list[bytes] = []  # of a line that goes on
+    rest: list[bytes] = []  # of a line that continues in the next block
     size = begin = lines = 0
     skipping = False  # a line that is too long
     try:
