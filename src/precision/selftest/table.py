@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, ROUTER, STATISTICS
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, ROTARY, ROUTER, STATISTICS
 from precision.selftest import muon, operands, others, products
 
 
@@ -53,6 +53,7 @@ CHECKS = (  # those that compile longest first: processes take them in turn, and
     Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
     Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
+    Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )
