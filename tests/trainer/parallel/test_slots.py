@@ -26,15 +26,10 @@ RUN = ["trainer.device=cpu", "precision.backend=reference", "trainer.max_steps=9
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "data.path=."]
 RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "parallel=fsdp", "parallel.expert=2"]
 SLOTS = "parallel.dispatch=slots", "parallel.dispatch_capacity=3"
-CASES = {
-    "fp32": ["precision=fp32"],
-    "recomputed": ["precision=fp32", "recompute=full"],
-    "delayed": ["precision=fp8_delayed"],
-    "block": ["precision=fp8_block"],
-}
+CASES = {"fp32": ["precision=fp32", "recompute=full"], "delayed": ["precision=fp8_delayed"]}
 RUNS: dict[int, dict[str, list[str]]] = {2: {**CASES, **{f"{k} slots": [*v, *SLOTS] for k, v in CASES.items()}}}
 RUNS[2]["crowded"] = ["precision=fp8_delayed", *SLOTS]
-STEPS, CROWDED = 4, 3
+STEPS, CROWDED = 3, 2
 
 
 def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
@@ -94,11 +89,11 @@ def test_a_run_in_slots_is_the_same_run(name: str, runs: dict[str, list[dict[str
 
 def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: dict[str, list[dict[str, Any]]]) -> None:
     lines = runs["crowded"]
-    assert [line["ok"] for line in lines] == [True, True, False, True]
-    before, dropped, after = lines[1:]
+    assert [line["ok"] for line in lines] == [True, False, True]
+    before, dropped, after = lines
     assert dropped["fill"] > 1 and dropped["place"] == "experts' slots (capacity)"
     assert [dropped[key] for key in ("scale", "weights")] == [before[key] for key in ("scale", "weights")]
-    assert dropped["reason"].startswith("step 3 was dropped: experts of a rank were sent ")
+    assert dropped["reason"].startswith("step 2 was dropped: experts of a rank were sent ")
     assert f"parallel.dispatch_capacity={dropped['room']:.3g}" in dropped["reason"]
     assert after["fill"] <= 1 and after["weights"] != dropped["weights"] and dropped["room"] > 0.3
 
