@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
-from precision.selftest import operands, others, products
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, ROTARY, ROUTER, STATISTICS
+from precision.selftest import muon, operands, others, products
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ CHECKS = (  # those that compile longest first: processes take them in turn, and
         (*_of("adamw", "prepare"), "adamw._adamw_kernel", *_of("update_norms", "factors", "squares", "add_up")),
         hopper=False,
     ),
+    Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
+    Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
+    Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )

@@ -255,8 +255,9 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     if p.dispatch is not Dispatch.all_to_all and p.expert == 1:
         why = "all experts are in one process"
         idle("parallel.dispatch", p.dispatch.value, why, "set all_to_all, or parallel.expert to 2 or more")
-    if p.stages is not None and p.pipeline == 1:
-        idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
+    for key, usual in (("stages", None), ("stages_per_rank", 1)):
+        if (value := getattr(p, key)) != usual and p.pipeline == 1:
+            idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")

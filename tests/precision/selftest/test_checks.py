@@ -42,7 +42,7 @@ def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GridExecutor, "__call__", record)
     check.run(CPU)
-    expected = {name for name in check.kernels if not name.startswith("hopper_gemm.")}  # which has no interpreter
+    expected = {name for name in check.kernels if not name.startswith("hopper_")}  # which have no interpreter
     assert expected <= launched, "a check launches what it is said to check"
 
 
