@@ -47,7 +47,11 @@ CHECKS = (  # those that compile longest first: processes take them in turn, and
     Check(
         OPTIMIZER,
         others.optimizer,
-        (*_of("adamw", "prepare"), "adamw._adamw_kernel", *_of("update_norms", "factors", "squares", "add_up")),
+        (
+            *_of("adamw", "prepare", "adamw"),
+            *_of("update_norms", "factors", "squares", "add_up"),
+            *_of("gradient_norms", "squares", "total"),
+        ),
         hopper=False,
     ),
     Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
