@@ -43,7 +43,15 @@ PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
 SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart
+COLOURS = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # Okabe and Ito: for colour-blind readers
 DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
 MARKERS = "os^Dv"
 

@@ -225,7 +225,7 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
     codes, said = course.end()
     too_early = {-signal.SIGTERM} if not said else set()  # before the first line of train.py
     if not set(codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
-        raise Wrong(f"told to stop by {number.name}, and exit codes {codes}: {said}")
+        raise Wrong(f"stopped by {number.name}, and exit codes {codes}: {said}")
     if "saved; resume" in said:
         step = int(said.partition("after step ")[2].split(",")[0])
         newest = list_checkpoints(course.run / "checkpoints")[-1].name

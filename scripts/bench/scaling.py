@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what train.py would be told."""
+    """The options, and the arguments of train.py."""
     parser = Parser(__doc__)
     parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")

@@ -124,7 +124,7 @@ def part_of(scale_inv: Tensor, part: slice) -> Tensor:
     return scale_inv[part] if scale_inv.dim() else scale_inv
 
 
-def tell(
+def show(
     place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
 ) -> None:
     """Show all of x to the observer or sampler. place: of a slot; None: of no slot. Not to be traced."""
@@ -133,17 +133,17 @@ def tell(
         watcher(int(place), x.detach(), data, scale_inv, fmt, live)
 
 
-def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def show_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
     """Show rows of x [..., C] to the sampler. Not to be traced."""
     if place is None or not x.numel():
         return
     x, data = x.reshape(-1, x.shape[-1]), data.reshape(-1, data.shape[-1])
     inv = scale_inv.reshape(-1, scale_inv.shape[-1]) if scale_inv.dim() else scale_inv
     part = every(x)
-    tell(place, x[part], data[part], part_of(inv, part), fmt)
+    show(place, x[part], data[part], part_of(inv, part), fmt)
 
 
-def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def show_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
     """Show a weight [(G,) N, K]: all of it; on a CPU every k-th row of N to the sampler."""
     if _sampler is not None and weight.device.type == "cpu":
         N = weight.shape[-2]
@@ -151,7 +151,7 @@ def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: T
         weight, data = weight[..., rows, :], data.view(torch.uint8)[..., rows, :].view(data.dtype)
         if scale_inv.dim() >= 2 and scale_inv.shape[-2] > 1:  # of rows, or of blocks of them
             scale_inv = scale_inv[..., rows if scale_inv.shape[-2] == N else rows // 128, :]
-    tell(place, weight, data, scale_inv, fmt)
+    show(place, weight, data, scale_inv, fmt)
 
 
 def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
@@ -161,16 +161,16 @@ def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_in
     if torch.compiler.is_compiling():
         _report(amax, place, x, data, scale_inv, fmt.name)
     elif is_observed():
-        tell(place, x, data, scale_inv, fmt)
+        show(place, x, data, scale_inv, fmt)
     elif is_sampled():
-        tell_rows(place, x, data, scale_inv, fmt)
+        show_rows(place, x, data, scale_inv, fmt)
 
 
 @torch.library.custom_op("octet::report", mutates_args=("amax",))
 def _report(amax: Tensor, place: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: str) -> None:
     """`report` in a graph. It says that it changes amax, which it does not, or it would be left out as useless."""
     if is_sampled():
-        tell_rows(place, x, data, scale_inv, BY_NAME[fmt])
+        show_rows(place, x, data, scale_inv, BY_NAME[fmt])
 
 
 @_report.register_fake

@@ -125,7 +125,7 @@ class TransformerEngineGemm:
         return tuple(part.detach() for part in (self.weight.unbind() if self.weight.dim() == 3 else (self.weight,)))
 
     def look_at_gradient(self, dy: Tensor) -> None:
-        """What TE does not tell about the output gradient."""
+        """What TE does not report about the output gradient."""
         self._note(2, absolute_max(dy))
 
     def _note(self, which: int, amax: Tensor) -> None:

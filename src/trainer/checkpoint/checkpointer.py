@@ -91,7 +91,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last = -1
-        self._told = ""
+        self._last_reported = ""
         self._group: ProcessGroup | None = None
         self._is_first, self._attempt = True, ""
         if world is not None and world.many:
@@ -206,9 +206,9 @@ class Checkpointer:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                if reason != self._told:  # by the attempt before
+                if reason != self._last_reported:  # by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
-                self._told = reason
+                self._last_reported = reason
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error

@@ -69,7 +69,7 @@ class Dataset:
             return None
         if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):
             commit = self.part.revision
-        with self._told():
+        with self._as_user_error():
             self._builder = self._load(commit or self.part.revision)
         found = str(self._builder.hash)
         if commit is not None and found != commit:
@@ -91,7 +91,7 @@ class Dataset:
         return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_user_error(self) -> Iterator[None]:
         """Whatever the library says becomes a UserError in one line."""
         part = self.part
         try:
@@ -113,7 +113,7 @@ class Dataset:
 
         part, root = self.part, self._root
         rows: Any
-        with self._told():
+        with self._as_user_error():
             if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
                 rows = datasets.load_from_disk(str(root))
                 if isinstance(rows, datasets.DatasetDict):

@@ -224,7 +224,9 @@ def _check_recovery(r: RecoveryConfig) -> None:
         if value < 0:
             _refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
     if s.window < 2:
-        _refuse("recovery.spikes.window", s.window, "too few steps to tell what is usual", "set 128, or 2 at least")
+        _refuse(
+            "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"
+        )
     if not 2 <= s.min_steps <= s.window:
         why = f"it is a part of recovery.spikes.window={s.window}"
         _refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")

@@ -19,7 +19,8 @@ from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TOKENIZER, TokenizerSource
 from trainer.offline.row_reader import SavedTensors
 from trainer.offline.saved_model import check_tokenizer, config_at
-from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
+from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.run_folder import find_checkpoint, saved_backends
 
 
 def export_run(

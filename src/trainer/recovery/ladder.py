@@ -115,7 +115,7 @@ class Ladder:
         return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
-        """Accept what rank 0 chose after `step`. Returns what to tell; TrainingStopped, with the diagnosis, if the run
+        """Accept what rank 0 chose after `step`. Returns the message; TrainingStopped, with the diagnosis, if the run
         is to end here."""
         row, limit = self.streak, self._config.max_consecutive_skips
         count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 from precision.errors import UserError
 
-TOLD = frozenset({"alert", "rollback", "failure"})
+SENT = frozenset({"alert", "rollback", "failure"})
 """Kinds of events that are sent; so is any with a `rule` or with `failed`."""
 
 WEBHOOK_SECONDS = 10.0
@@ -49,7 +49,7 @@ Notice = Mapping[str, Any]
 
 
 def check_targets(webhook: str | None, command: str | None) -> None:
-    """UserError, naming key, value and fix, for what could never be told."""
+    """UserError, naming key, value and fix, for a webhook or command that can never work."""
     if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
         raise UserError("health.alerts.webhook: not an address to post to; set http://... or https://...")
     if command is None:
@@ -63,15 +63,15 @@ def check_targets(webhook: str | None, command: str | None) -> None:
         raise UserError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
 
 
-def is_told(kind: str, what: Mapping[str, Any]) -> bool:
+def is_sent(kind: str, what: Mapping[str, Any]) -> bool:
     """Whether an event goes out."""
-    return kind in TOLD or "rule" in what or bool(what.get("failed"))
+    return kind in SENT or "rule" in what or bool(what.get("failed"))
 
 
 class Notifier:
     """Sends notices about the run in `folder`. Without webhook and command it does nothing. Any thread may call.
 
-    warn(text): told when something cannot be delivered, once each.
+    warn(text): called when something cannot be delivered, once each.
     """
 
     def __init__(self, webhook: str | None, command: str | None, folder: Path, warn: Callable[[str], None]):

@@ -86,7 +86,7 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 
-def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
+def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
     make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["trainer.data.prepare"], "REPORT_SECONDS", 0)

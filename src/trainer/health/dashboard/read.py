@@ -184,7 +184,7 @@ class Run:
         self.there = (self.path / METRICS).is_file()
         self._read_about()
         for name, take in ((METRICS, self._metric), (TENSORS, self._tensor), (EVENTS, self._event)):
-            entries = self._files[name].read(self._begin_anew)
+            entries = self._files[name].read(self._restart)
             if self._again:  # one file has been replaced: the others are read from their beginning, too
                 break
             for entry in entries:
@@ -213,7 +213,7 @@ class Run:
         self._last = {"metrics": 0, "tensors": 0}
         self._again = False
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.generation += 1
         self._again = True
 

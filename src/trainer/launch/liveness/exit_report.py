@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.files import SOURCE
 
-_OWN_FILES = ("rank_group.py", "exit_report.py")
+_OWN_FILES = ("rank_group.py", "exit_report.py", "blame.py", "job_store.py")
 
 
 def this_process() -> list[Any]:

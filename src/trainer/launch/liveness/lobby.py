@@ -171,16 +171,16 @@ class Host(_Lobby):
             line.send(bye=1)
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason: tell all. Returns whether this rank says it."""
+        """Main ends, for this reason: send it to all. Returns whether this rank prints it."""
         self._verdict = message
-        self._tell(message, code)
+        self._report(message, code)
         deadline = time.monotonic() + SAME_SECONDS
         while len(self._came) < self._launch.size - 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         time.sleep(2 * _LOOK_SECONDS)
         return True
 
-    def _tell(self, message: str, code: int) -> None:
+    def _report(self, message: str, code: int) -> None:
         self._news = message, code
         for line in list(self._lines):
             line.send(news=message, code=code)
@@ -250,14 +250,14 @@ class Host(_Lobby):
                 self._asked.clear()
             elif time.monotonic() > deadline:
                 line.send(say=True)
-                self._tell(message, code)
+                self._report(message, code)
                 self._on_end(message, code, line.rank, False)
                 return
 
     def _lost(self, line: _Line, how: str) -> None:
         if self._verdict is None:
             message = f"error: {line.name()} {how}, {_BEFORE}"
-            self._tell(message, 1)
+            self._report(message, 1)
             self._on_end(message, 1, line.rank, True)
 
 
