@@ -119,7 +119,7 @@ class Dataset:
                 if isinstance(rows, datasets.DatasetDict):
                     if part.split not in rows:
                         names = ", ".join(map(str, rows))
-                        raise UserError(f"{part.key}.split={part.split}: {root} has the splits {names}: set one")
+                        raise UserError(f"{part.key}.path={root}: has no split {part.split}: set one of {names}")
                     rows = rows[part.split]
                 rows = rows.to_iterable_dataset() if part.streaming else rows
             else:
