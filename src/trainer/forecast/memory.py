@@ -187,8 +187,7 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
     m = config
-    blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
-    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
+    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * m.num_moe_blocks
     head = plan.gemms["lm_head"]
     others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # of embedding and head one
     return others + head.in_features * head.out_features, experts

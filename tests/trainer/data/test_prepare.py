@@ -231,7 +231,7 @@ def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpu
         prepare(data, 300)
 
 
-def test_advice_never_deletes_a_folder_that_is_not_prepared_data(make_config: MakeConfig, own_corpus: Path) -> None:
+def test_advice_keeps_a_folder_that_is_not_prepared_data(make_config: MakeConfig, own_corpus: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it[^\n]*or read text with") as as_bins:
         prepare(make_config(own_corpus, source=Source.bins), 300)
     with pytest.raises(ValueError, match="exists, and is not prepared data: name a folder that does not exist") as out:
