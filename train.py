@@ -1,4 +1,4 @@
-"""Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (--help says more).
+"""Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (more: --help).
 
 Compose the config with Hydra, load it strictly, train: in one process, or in each of those that torchrun starts.
 """

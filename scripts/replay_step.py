@@ -84,7 +84,7 @@ def head(done: "Replay") -> list[str]:
         rows.append(("the run logged", *cells, ""))
     lines += ["", *aligned(rows, {0, 3})]
     if course.event is not None:
-        lines += ["", f"the run said: {course.event['message']}"]
+        lines += ["", f"the run reported: {course.event['message']}"]
     return lines
 
 

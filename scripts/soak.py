@@ -107,12 +107,12 @@ class Course:
         return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) for p in self.processes)
 
     def end(self, seconds: float = 120) -> tuple[list[int], str]:
-        """Wait until all have ended. Returns their exit codes and what they said."""
+        """Wait until all have ended. Returns their exit codes and output."""
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise Wrong(f"did not end in {seconds:.0f} s; it said: {self.said()}")
+                raise Wrong(f"did not end in {seconds:.0f} s; output: {self.said()}")
             time.sleep(0.01)
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in self.processes]
         said, self.processes = self.said(), []

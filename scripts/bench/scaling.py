@@ -11,7 +11,7 @@ count runs in processes of its own, all steps on random tokens. In the table, of
     of 1 GPU         that, against the smallest count that ran
     of no messages   the step with copies within the GPU in the place of what FSDP sends (weights, gradients), against
                      the step: 1 where messages hide behind the arithmetic (tokens still travel to other ranks' experts)
-    peak             the most memory a rank took; forecast: what dry_run=true said
+    peak             the most memory a rank took; forecast: of dry_run=true
     retries          how often in these steps the allocator found no whole piece of memory and gave back what it kept
 """
 

@@ -253,7 +253,7 @@ class _GemmLayer(nn.Module):
 
 
 class Linear(_GemmLayer):
-    """y = x w^T without bias, computed as its plan row says. weight: FP32 master [out_features, in_features]."""
+    """y = x w^T without bias, computed as its plan row states. weight: FP32 master [out_features, in_features]."""
 
     def __init__(self, row: GemmRow):
         super().__init__(row, (row.out_features, row.in_features))

@@ -17,7 +17,7 @@ stands behind them. A CUDA graph replays kernels and no Python: a graph of a sam
 its casts to the sampler that was set when it was recorded. So observers work on the device alone, on memory that stays.
 
 Whose a cast is goes by the slot's `place`, its row of the arena as a number in host memory: compiled blocks share a
-graph, and of a tensor on the GPU inductor may hand on a copy, so that its address says nothing.
+graph, and of a tensor on the GPU inductor may hand on a copy, so that its address identifies nothing.
 
 The state is one per process, not per thread: on a GPU the backward pass runs in a thread of autograd's. Code that is
 traced may ask `is_observed`, since observers run eagerly, and never `is_sampled`.
@@ -168,7 +168,7 @@ def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_in
 
 @torch.library.custom_op("octet::report", mutates_args=("amax",))
 def _report(amax: Tensor, place: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: str) -> None:
-    """`report` in a graph. It says that it changes amax, which it does not, or it would be left out as useless."""
+    """`report` in a graph. It declares a change of amax, which it does not make: else it were removed as dead code."""
     if is_sampled():
         show_rows(place, x, data, scale_inv, BY_NAME[fmt])
 

@@ -5,7 +5,7 @@ here are called inside an `autograd.Function`, or of what needs no gradient), on
 is a row of the arena, or a sum, and is not saved for backward), one keeps Dynamo away. They take as long as launching
 a kernel does. Here autograd's keys fall through in C++, and the function is called.
 
-Compiled graphs take these operators as they are, with a function that says what the results look like:
+Compiled graphs take these operators as they are, with a function that returns results of the right shape:
 
     @operator("twice")
     def twice(x: Tensor) -> Tensor: ...

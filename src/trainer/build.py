@@ -185,7 +185,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
         if not world.is_first:
-            warnings.simplefilter("ignore")  # of the same data: rank 0 says it
+            warnings.simplefilter("ignore")  # of the same data: rank 0 warns
         data = prepare_data(config.data, config.model.vocab_size)
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)

@@ -132,7 +132,7 @@ class Checkpointer:
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
         without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
         began: when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest
-        checkpoint of a step below it stays, whatever `keep` says, until the next save.
+        checkpoint of a step below it stays, even beyond `keep`, until the next save.
 
         All ranks call it for the same steps, with states of the same names; what is not a `ShardView`, rank 0's is
         saved. No rank waits for another one here.

@@ -150,7 +150,7 @@ class OptimConfig:
     clip: float | None
     """Largest global gradient norm; null: not clipped."""
     moments: Moments
-    """Format of both moments and of Muon's momentum: as precision.table.optim.moments says."""
+    """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
     schedule: Schedule
     """Shape of the decay: wsd (straight line) or cosine."""
     warmup_steps: int

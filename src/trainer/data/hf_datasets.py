@@ -92,7 +92,7 @@ class Dataset:
 
     @contextmanager
     def _as_user_error(self) -> Iterator[None]:
-        """Whatever the library says becomes a UserError in one line."""
+        """Turns any error of the library into a UserError in one line."""
         part = self.part
         try:
             yield
@@ -106,7 +106,7 @@ class Dataset:
             ) from error
 
     def _open(self) -> Any:
-        """The rows, loaded once. UserError, one line, for whatever the library says."""
+        """The rows, loaded once. UserError, one line, for any error of the library."""
         if self._rows is not None:
             return self._rows
         import datasets

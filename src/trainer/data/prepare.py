@@ -143,7 +143,7 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
 
 
 def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
-    """The acquired lock of `folder`, which `setting` says. The system releases it when its process dies."""
+    """The acquired lock of `folder`. setting: for messages. The system releases the lock when its process dies."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

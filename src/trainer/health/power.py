@@ -309,7 +309,7 @@ class PowerMeter:
 def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, steps: int) -> dict[str, Any]:
     """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that no rank has is left out.
 
-    whole: whether every GPU of the job is among them: what a token costs is said only then.
+    whole: whether every GPU of the job is among them: energy per token is given only then.
     """
     values: dict[str, Any] = {}
 

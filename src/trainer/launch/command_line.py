@@ -177,7 +177,7 @@ def _check_resumed(jobs: list[Job]) -> None:
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
     """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
-    rank_group: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
+    rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
     rank_group = rank_group or RankGroup()
 

@@ -50,7 +50,7 @@ class Course:
     first: int
     rewinds: list[dict[str, Any]]
     event: dict[str, Any] | None
-    """What the run said of the step when it dropped it."""
+    """What the run reported of the step when it dropped it."""
     logged: dict[str, Any] | None
     """The run's metrics of the step."""
 

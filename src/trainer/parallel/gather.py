@@ -226,7 +226,7 @@ class _Own(NamedTuple):
 class WeightAmaxSync:
     """The amaxes of whole weights of which each rank holds a part, and the scales that follow, the same on all ranks.
 
-    They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one
+    They are found when a weight is first sent after the masters have changed (`forget` marks that): at one
     place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
 
     fp8: whether weights may travel in FP8. ranks: all that have parts of these weights; None: all there are. split:

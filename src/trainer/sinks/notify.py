@@ -12,7 +12,7 @@ a line, under the name that Slack and its like want. The command gets the object
 it in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
 
 Nothing here holds training up. Each of the two has a queue and a thread of its own, made with the first notice, and a
-time limit for each notice; notices that do not fit in the queue are given up. A failure is said once through `warn`,
+time limit for each notice; notices that do not fit in the queue are given up. A failure is reported once by `warn`,
 without the URL's path: that is often a secret.
 """
 
@@ -146,7 +146,7 @@ class _Channel:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
-            self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not said")
+            self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not reported")
 
 
 def _finite(value: Any) -> Any:

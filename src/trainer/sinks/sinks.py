@@ -9,7 +9,7 @@ summary(...)                                         x             x
 
 An event that is an alert goes to W&B as an alert; alerts and failures go to `health.notify`, too.
 
-Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and says nothing on the
+Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and prints nothing on the
 screen but that something failed on it.
 """
 

@@ -125,7 +125,7 @@ class WandbTracker:
     def _start(self) -> Any:
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))  # say() says it in one line
+        wandb.setup(wandb.Settings(silent=True))  # say() reports it in one line
         mode = self._mode if self._mode != "auto" else self._automatic_mode()
         try:
             run = self._init(mode)

@@ -12,7 +12,7 @@ counts `generation` up, so that who has seen the old knows. A run that goes back
 it has written before: the new ones count.
 
 tensors.jsonl of a long run of a big model has gigabytes. Past `BUDGET` bytes lines are left out evenly when the file is
-first read: `Run.stride` says that every n-th counts.
+first read: by `Run.stride` every n-th counts.
 """
 
 import json
@@ -191,7 +191,7 @@ class Run:
                 try:
                     take(entry)
                 except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
-                    continue  # a line that is not what the page of formats says
+                    continue  # a line of another format
         if self._again:
             for file in self._files.values():
                 file.reset()

@@ -1,4 +1,4 @@
-"""Rules about curves: gradient norm, loss, and what the BF16 shadow says of them."""
+"""Rules about curves: gradient norm, loss, and their differences from the BF16 shadow's."""
 
 import math
 from collections.abc import Sequence

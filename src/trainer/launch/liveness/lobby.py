@@ -11,7 +11,7 @@ connection to it, on which both send a line of JSON for each thing to say, and a
     host    {"hello": [host, process, namespace]}       once connected
             {"open": 1}                                 the store is served (on the same listening socket)
             {"news": message, "code": code}             why the job ends: the guest ends silently
-            {"say": true}                               answer to `failed`; false: rank 0 says the same
+            {"say": true}                               answer to `failed`; false: rank 0 reports the same
 
 A process that dies closes its connection, one that stops or loses its node is silent: either is named within a minute.
 """
@@ -33,10 +33,10 @@ from trainer.launch.liveness.exit_report import how_it_ended, this_process
 RANK_0_SECONDS = 60.0
 """How long a rank waits for rank 0 to listen."""
 ALL_SECONDS = 300.0
-"""How long rank 0 waits for the others to come. It says for whom after `SAY_SECONDS`."""
+"""How long rank 0 waits for the others to come. It prints for whom after `SAY_SECONDS`."""
 SAY_SECONDS = 30.0
 SAME_SECONDS = 2.0
-"""How long those who find the same mistake wait for each other, so that one says it."""
+"""How long ranks that find the same mistake wait for each other, so that one reports it."""
 _LOOK_SECONDS = 0.1  # between two looks at what has come
 _LONGEST = 1 << 16
 
@@ -150,7 +150,7 @@ class Host(_Lobby):
             who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             if waited > ALL_SECONDS:
                 why = f"did not come to {self._place} within {ALL_SECONDS:.0f} s"
-                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE says")
+                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE")
             if waited > SAY_SECONDS and not said:
                 print(f"octet: waiting at {self._place} for {who}", flush=True)
                 said = True
@@ -187,7 +187,7 @@ class Host(_Lobby):
         time.sleep(2 * _LOOK_SECONDS)  # until they have read it: what is unread may go with the connection
 
     def run(self) -> None:
-        """Until all have said goodbye."""
+        """Until all have left."""
         while not self._over:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 if key.data is None:
@@ -295,7 +295,7 @@ class Guest(_Lobby):
             self._line.send(**{how: 1})
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason. Returns whether this rank says it."""
+        """Main ends, for this reason. Returns whether this rank reports it."""
         self._verdict, asked = message, False
         deadline = time.monotonic() + 2 * SAME_SECONDS
         while self._say is None and self.is_alive() and time.monotonic() < deadline:
