@@ -1,4 +1,4 @@
-"""Which degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
+"""Choose degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
 
     python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed trainer.sequence_length=4096
     python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block

@@ -1,4 +1,4 @@
-"""Text from a checkpoint of a run, as it comes.
+"""Generate text from a checkpoint of a run.
 
     python scripts/sample.py runs/mine --prompt "def "                          the likeliest text, 128 tokens
     python scripts/sample.py runs/mine --prompt "def " --speculative            the same text, with drafts of MTP's

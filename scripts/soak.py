@@ -1,4 +1,4 @@
-"""The soak test: whatever happens to a run from outside, it ends with the bits of one that nothing happened to.
+"""The soak test: runs that are killed, stopped and damaged must end with the bits of an undisturbed run.
 
     python scripts/soak.py                            50 rounds, 50 damaged files, some minutes; make soak does the same
     python scripts/soak.py --rounds 200 --seed 3 --ranks 2

@@ -1,4 +1,4 @@
-"""Damaged files of a run and of its data, for the soak test (`soak.py`): is any of it trained on without a word?
+"""Damaged files of a run and of its data, for the soak test (`soak.py`): is any of it trained on silently?
 
 A small run that has rewound is made once. Each fault then befalls a copy of its folder and of its prepared data: a bit
 is flipped, a file is cut off or removed, a checkpoint is renamed or exchanged with another. The copy is resumed, and

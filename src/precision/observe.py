@@ -1,4 +1,4 @@
-"""Watching tensors being quantised: what went in, what came out, and whose scaling row it was. In two ways:
+"""Observing casts into FP8: input, output, and the scaling row. In two ways:
 
     with observing(observer):       apart. A pass made for the purpose, eager; every cast is shown whole. Kernels that
         model(tokens)...            cast on the way show nothing of what they cast, so they step aside: norms and

@@ -1,4 +1,4 @@
-"""Our own operators of PyTorch, with as little around them as there can be.
+"""Custom operators of PyTorch with the least possible overhead.
 
 `torch.library.custom_op` puts three layers of Python around each call: one asks whether autograd has to know (operators
 here are called inside an `autograd.Function`, or of what needs no gradient), one counts versions (what is changed here

@@ -1,4 +1,4 @@
-"""THE table: op -> precision. The only place where a precision is decided.
+"""The precision plan: op -> precision. The only place where a precision is decided.
 
 `PrecisionConfig` decides by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row
 by name and gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no

@@ -1,4 +1,4 @@
-"""What a run takes: bytes of GPU or host memory that one rank holds, by what they are for.
+"""Memory forecast: bytes of GPU or host memory that one rank holds, by purpose.
 
     parameters        FP32 masters, this rank's part of them
     gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,

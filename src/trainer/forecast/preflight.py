@@ -1,4 +1,4 @@
-"""Before a run: what the schema cannot say, and what the run will cost.
+"""Checks before a run that the schema cannot express, and the forecast of its cost.
 
 `check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
 and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`

@@ -1,4 +1,4 @@
-"""Alerts: rules that watch what is logged, and say it once.
+"""Alerts: rules over the logged metrics, each raised once while its condition lasts.
 
 A rule is a small object that sees every logged line, in order, and answers what is wrong as of this line:
 
@@ -6,16 +6,16 @@ A rule is a small object that sees every logged line, in order, and answers what
                                    []             all is well
                                    None           nothing in this line to judge by
 
-It keeps what it needs of the past in `History`s. It knows nothing of what has been said already: `Alerts` does. What is
-wrong is said when it begins, one alert a rule and line for all the tensors that it is about; again only after it was
-well for `QUIET` lines, or every `repeat` steps while it lasts. To write a rule: subclass `Rule`, give it a `name` (the
-config key of its threshold), implement `see`, and hand it to `Alerts.add`. It must bear missing keys, None (what
+It keeps what it needs of the past in `History`s. It does not know which alerts were raised before: `Alerts` does. An
+alert is raised when its condition begins, one a rule and line for all affected tensors; again only after `QUIET` lines
+without the condition, or every `repeat` steps while it lasts. To write a rule: subclass `Rule`, give it a `name` (the
+config key of its threshold), implement `see`, and pass it to `Alerts.add`. It must accept missing keys, None (what
 metrics.jsonl has for NaN) and NaN: `number()` turns all three into None.
 
-Steps may go back, when a run rewinds: a `History` forgets what was later by itself, and what was said may be said
-again. A run that is resumed feeds its rules from the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`), so
-that nothing has to be in the checkpoint: medians and what has been said are as they were. Rules `of_process` (speed,
-memory, heat) start afresh instead: the process may be on another machine.
+Steps go back when a run rewinds: a `History` drops later values by itself, and alerts may be raised again. A run that
+resumes feeds its rules from the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`), so that the checkpoint
+holds nothing of them: medians and raised alerts are as they were. Rules `of_process` (speed, memory, heat) start again
+instead: the process may be on another machine.
 """
 
 import math

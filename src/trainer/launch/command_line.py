@@ -1,4 +1,4 @@
-"""What surrounds training on the command line: composing the config with Hydra, and errors in one line.
+"""The command line: composing the config with Hydra, and errors in one line.
 
 Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
 composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, and how they talk about anything that is not a tensor of the model.
+"""The processes of a run: which one this is, and their messages about anything but tensors of the model.
 
     torchrun --nproc_per_node=8 train.py ...     one process a GPU; RANK, LOCAL_RANK, WORLD_SIZE in its environment
 

@@ -1,4 +1,4 @@
-"""Between a run folder and the world of Hugging Face: what `trainer.offline.hf_export` needs to know of a run.
+"""Export of a run folder to Hugging Face: reads from the run what `trainer.offline.hf_export` needs.
 
 The checkpoint records the model, the recipe, the token that ends a text, and the hash of the run folder's
 tokenizer.json. The run folder records the backends (backends.json).

@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for, and which of the model's weights are whose."""
+"""Builds the optimizer of a config, and assigns the model's weights to its parts."""
 
 import torch
 

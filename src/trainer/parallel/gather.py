@@ -1,4 +1,4 @@
-"""What a shared weight travels in, and what becomes of it on arrival.
+"""The format in which a sharded weight is gathered, and what is made of it on arrival.
 
 PyTorch's FSDP2 asks a shard two things: what to send, and what parameter the gathered whole is. Ours is an edge only:
 it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. What computes is the

@@ -1,4 +1,4 @@
-"""The ladder: what to do with a run whose steps go bad, one rung after the other.
+"""The ladder: reactions to bad steps, one rung after the other.
 
     1  a step is dropped                                              `guard`, on the device
     2  more than `max_consecutive_skips` in a row: a *rewind*, back to the newest whole checkpoint from before the row;

@@ -1,4 +1,4 @@
-"""A window of steps under the microscope: `profile.steps=[10, 12]`.
+"""Profiles a window of steps: `profile.steps=[10, 12]`.
 
 Two files in the run's folder, for viewers that exist:
 

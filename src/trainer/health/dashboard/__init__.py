@@ -1,4 +1,4 @@
-"""A run, or several, as one page that a person can look at: `dashboard.html`, or live from a server on this machine.
+"""One or several runs as one page: `dashboard.html`, or live from a server on this machine.
 
     read.py       run folders -> series, grids, events; follows files that are being written
     summary.py    the head of the page: a summary of a run

@@ -1,4 +1,4 @@
-"""Where ranks that no torchrun watches (srun, mpirun, by hand) find each other, from their first second on.
+"""The lobby: where ranks started without torchrun (srun, mpirun, by hand) meet, from their first second on.
 
 The job's store comes late: importing torch takes seconds, and a rank that waits for it in C++ hears nothing. So rank 0
 (`Host`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`Guest`) holds a
