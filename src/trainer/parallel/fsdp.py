@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek
 from models.block import Block, MoEBlock
 from models.context import ContextSplit
+from models.slots import Slots
 from models.tensor import TensorSplit
 from precision import GroupedLinear, Linear
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
@@ -47,7 +48,13 @@ from trainer.parallel.mesh import Mesh
 
 
 def materialise(
-    model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, keeps: bool = False, fp8: bool = False
+    model: DeepSeek,
+    mesh: Mesh,
+    device: torch.device,
+    seed: int,
+    keeps: bool = False,
+    fp8: bool = False,
+    slots: Slots | None = None,
 ) -> None:
     """Give a model on the meta device its weights, as `DeepSeek.init_weights` would, each rank its part of them.
 
@@ -61,6 +68,7 @@ def materialise(
     ranks = None if mesh.stage is None else mesh.stage.get_group()
     sync, sending = WeightAmaxSync(fp8, ranks) if fp8 or tensor is not None else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
+    model.slots = slots
     generator = torch.Generator(device=device).manual_seed(seed)
     own = [model.layers, model.mtp] if model.pipeline is None else map(model.blocks_of, model.pipeline.stages)
     stages = [[cast(Block, block) for block in blocks] for blocks in own]
@@ -76,7 +84,7 @@ def materialise(
         if model.here(part) and isinstance(part, Block):
             frees = not keeps and part is not stages[-1][-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
-                part.moe.spread(mesh.expert.get_group())
+                part.moe.spread(mesh.expert.get_group(), slots)
                 if mesh.degrees.shares_experts:
                     _shard(part.moe.experts, mesh.experts, frees, sync, sending)
                 for parameter in part.moe.experts.parameters():
