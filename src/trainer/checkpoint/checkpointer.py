@@ -1,7 +1,7 @@
 """Saves the state of a run in the background.
 
     save      on the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned if there is a GPU,
-              kept from save to save), hand them to the writing thread, go on training
+              kept from save to save), hand them to the writing thread, continue training
     write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
     rename    to checkpoints/step_N: here it becomes visible, whole or not at all
     delete    what exceeds `keep`: only now, so that there is always a whole one

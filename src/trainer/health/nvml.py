@@ -6,7 +6,7 @@ address on the PCI bus; then, where NVML sees one GPU alone (a container), it is
 meter of its own: its GPU's is read, and `Gpu.sliced` is true.
 
 Any call may be refused: by a GPU that lacks the sensor, by an old driver that lacks the function, by a container that
-may not ask. Each quantity is None then, asked no more, and the others go on. A GPU that has fallen off the bus raises
+may not ask. Such a quantity is None and not asked again; the others continue. A GPU that has fallen off the bus raises
 `Lost`.
 
 Nothing here touches the GPU's queue or waits for it, but a call may take milliseconds, and many when the driver is in

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and W&B say what was logged, go on after a resume, and never stop training."""
+"""Trackers: TensorBoard and W&B get what was logged, continue after a resume, and never stop training."""
 
 import io
 import json
