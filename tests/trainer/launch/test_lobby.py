@@ -87,7 +87,7 @@ class Pair:
 
     def end(self, rank: int) -> tuple[int, str]:
         """Exit code, and stderr without numbers of processes."""
-        err = self.ranks[rank].communicate(60)[1]
+        err = self.ranks[rank].communicate(240)[1]
         blank = re.sub(r"process \d+", "process N", err).replace(os.uname().nodename, "HOST")
         return self.ranks[rank].returncode, blank
 
