@@ -155,10 +155,10 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
     for override in overrides:
-        key, is_pair, _ = override.partition("=")
+        key, is_pair, value = override.partition("=")
         if not is_pair:
             raise UserError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
-        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not isinstance(given[key], dict))
+        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not value.startswith("{"))
         if is_choice or override.startswith("+"):
             why = "the recipe, and all that is chosen by name, is the run's"
             raise UserError(f"{override}: {why}; change single keys, as precision.backend=reference")

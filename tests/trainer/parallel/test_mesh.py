@@ -47,7 +47,7 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
         (
             {"shard": 8},
             1,
-            r"parallel\.shard=8: .* 8 ranks, and there are 1 processes; start 8, or set parallel\.shard=-1",
+            r"parallel\.shard=8: .* 8 ranks, and this is one process; start 8 with torchrun, or set parallel\.shard=-1",
         ),
         ({"shard": 3, "replicate": -1}, 8, r"parallel\.shard=3: it does not divide the 8 processes; set 2, or start a"),
         ({"replicate": -1, "shard": -1}, 8, r"parallel\.replicate=-1: parallel\.shard=-1 takes what is left"),
