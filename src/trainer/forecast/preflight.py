@@ -19,7 +19,7 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.errors import UserError
-from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
+from trainer.config import Config, Device, Dispatch, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
@@ -131,6 +131,9 @@ def check_sizes(config: Config) -> None:
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
             _refuse(key, value, "out of range", "set a number above 0")
+    if not 1 <= config.parallel.dispatch_capacity < math.inf:
+        why = "it is room for so many times the tokens of even routing"
+        _refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
     if not 1 <= config.parallel.timeout < math.inf:
         _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
     if o.clip is not None and not 0 < o.clip < math.inf:
@@ -250,8 +253,12 @@ def without_effect(config: Config, world_size: int) -> list[str]:
         for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
             if (choice := getattr(p, key)) is not Switch.auto:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
-    if p.stages is not None and p.pipeline == 1:
-        idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
+    if p.dispatch is not Dispatch.all_to_all and p.expert == 1:
+        why = "all experts are in one process"
+        idle("parallel.dispatch", p.dispatch.value, why, "set all_to_all, or parallel.expert to 2 or more")
+    for key, usual in (("stages", None), ("stages_per_rank", 1)):
+        if (value := getattr(p, key)) != usual and p.pipeline == 1:
+            idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")
