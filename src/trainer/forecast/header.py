@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from models.flops import count_parameters
@@ -14,7 +13,7 @@ from trainer.forecast.cost import RATES, Machine, cost
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.unusual import unusual
-from trainer.forecast.words import ranks, short
+from trainer.forecast.words import ranks, short, span
 from trainer.parallel.mesh import Degrees, resolve
 
 NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
@@ -69,9 +68,8 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
     flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
     machine = Machine(degrees.world, min(degrees.world, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
     seconds = cost(config, plan, degrees, machine).step
-    total = timedelta(seconds=round(seconds * t.max_steps))
     rate = t.global_batch_size * t.sequence_length / seconds
-    return f"{total} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
+    return f"{span(seconds * t.max_steps)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
 
 
 def shown(overrides: Sequence[str]) -> str:

@@ -151,8 +151,10 @@ def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A config's tree with KEY=VALUE put in. UserError for what is none."""
-    try:
-        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    pairs = [override.partition("=") for override in overrides]
+    quoted = [f"{key}={json.dumps(value)}" if value[:1] == "*" else key + sign + value for key, sign, value in pairs]
+    try:  # *.md would be an alias in YAML
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(quoted))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
     for override in overrides:
