@@ -128,7 +128,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     groups = stage // (context * tensor)
     others = {"context": context, "tensor": tensor, "pipeline": pipeline}
     of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
-    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes"
+    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes" if world > 1 else "one process"
     if left:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
