@@ -24,7 +24,7 @@ from trainer.parallel.mesh import Degrees
 
 AXES = [field.name for field in fields(Degrees)]
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in AXES), "parallel.stages")
-LENGTH, UNSAID = 4096, 128  # tokens: of a sequence where configs/train.yaml alone says it, and what it says
+LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
 
 
 def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
