@@ -182,7 +182,10 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
-    rank_group = rank_group or RankGroup()
+    handlers = {}
+    if rank_group is None:  # a script: train.py's listens when it has read the environment
+        rank_group = RankGroup()
+        handlers = rank_group.listen()
 
     def judge(error: BaseException) -> tuple[str | None, int] | None:
         end = _judge(error, rank_group.stop_signal)
@@ -217,6 +220,9 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
         rank_group.leave()
         return rank_group.exit(end.code)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return OK
 
 
