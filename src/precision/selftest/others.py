@@ -1,15 +1,16 @@
-"""Checks of what is no GEMM: choice of experts, attention, loss, optimizer, statistics."""
+"""Checks of what is no GEMM: choice of experts, attention and its inputs, loss, optimizer, statistics."""
 
 import torch
 
 from precision.attention import attention_core, document_mask
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3
-from precision.kernels import cast_statistics, cross_entropy, document_attention
+from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
 from precision.kernels.adamw import FusedAdamW
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
+from precision.rotary import attention_inputs
 from precision.selftest.operands import plain
 from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP32_SUM, near, same
 from precision.topk_experts import plain_choice
@@ -70,6 +71,27 @@ def _attention(device: torch.device, S: int, D: int, V: int) -> None:
     for name, ours, want in zip(names, (out, *grads), wants, strict=True):
         assert want is not None
         near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
+
+
+def heads(device: torch.device) -> None:
+    """Queries and keys, turned, and their gradients, in another order of memory too."""
+    for S, H, N, R, V in ((5, 3, 24, 8, 16), (3, 17, 128, 64, 128)):
+        sizes = (H, N + R), (H, N + V), (R,)
+        q, kv, k_rope = (plain(device, 2, S, *size, seed=i) for i, size in enumerate(sizes))
+        angle = plain(device, S, R // 2, dtype=torch.float32)
+        table = torch.stack([angle.cos(), angle.sin()])
+        wide = [t.double().requires_grad_() for t in (q, kv, k_rope)]
+        exact = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double())
+        probes = [plain(device, 2, H, S, width, seed=i).transpose(1, 2) for i, width in enumerate((N + R, N + R, V))]
+        torch.autograd.backward(exact, [probe.double() for probe in probes])
+        where = f"with {H} heads of {N} + {R} and {V}"
+        for name, ours, want in zip("qk", rotary.turn_heads(q, kv, k_rope, table), exact, strict=False):
+            near(ours, want.detach(), BF16_ROUNDING, f"{name} {where}")
+        for name, ours, leaf in zip(
+            ("q", "kv", "k_rope"), rotary.turn_heads_backward(probes[0], probes[1], probes[2], table), wide, strict=True
+        ):
+            assert leaf.grad is not None
+            near(ours, leaf.grad, BF16_ROUNDING, f"gradient of {name} {where}")
 
 
 def optimizer(device: torch.device) -> None:

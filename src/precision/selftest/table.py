@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROTARY, ROUTER, STATISTICS
 from precision.selftest import operands, others, products
 
 
@@ -51,6 +51,7 @@ CHECKS = (  # those that compile longest first: processes take them in turn, and
         hopper=False,
     ),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
+    Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )

@@ -187,7 +187,7 @@ class CheckpointConfig:
     """What survives a crash."""
 
     every: int
-    """Steps between checkpoints; 0: only at the end. A run that is told to stop saves first."""
+    """Steps between checkpoints; 0: only at the end. A run that a signal stops saves first."""
     keep: int
     """This many of the newest checkpoints stay on disk; 0: all."""
 
@@ -324,7 +324,7 @@ class DebugConfig:
 
 @dataclass
 class Config:
-    """Everything a run is told."""
+    """All settings of a run."""
 
     run: RunConfig
     """Its name, and what it starts from."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def quiet(kind: str, step: int, message: str, **what: Any) -> None:
-    """Nobody listens."""
+    """Ignores the event."""
 
 
 def test_checkpoints_later_than_the_one_gone_on_from_are_out_of_use_until_replaced(folder: Path, events: Any) -> None:
