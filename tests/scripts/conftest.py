@@ -12,8 +12,8 @@ SMALL = [
     "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.intermediate_size=96",
     "model.moe_intermediate_size=32", "model.num_experts=4", "trainer.device=cpu", "trainer.global_batch_size=4",
     "trainer.microbatch_size=4", "trainer.sequence_length=24", "optim.warmup_steps=2", "eval.batches=1", "eval.every=0",
-    "eval.at_end=4", "logging.every=1", "logging.console.enabled=false", "data=text", "data.validation_fraction=0.05",
-    "health.every=0", "checkpoint.keep=0",
+    "logging.every=1", "logging.console.enabled=false", "data=text", "data.validation_fraction=0.05", "health.every=0",
+    "checkpoint.keep=0",
 ]  # fmt: skip
 
 
