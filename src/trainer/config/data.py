@@ -48,7 +48,7 @@ class Stop(Enum):
 
 @dataclass
 class MixEntry:
-    """One source of several. Null: what the `data` section itself says."""
+    """One source of several. Null: the value of the `data` section itself."""
 
     name: str
     """What it is called in summaries and in evaluation: letters, digits, _ and -."""

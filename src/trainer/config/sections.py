@@ -12,7 +12,7 @@ from precision.config import PrecisionConfig
 from trainer.config.data import DataConfig
 from trainer.config.health import HealthConfig
 from trainer.config.recovery import RecoveryConfig
-from trainer.config.schema import Recompute, Switch
+from trainer.config.schema import Dispatch, Recompute, Switch
 
 
 class Device(Enum):
@@ -150,7 +150,7 @@ class OptimConfig:
     clip: float | None
     """Largest global gradient norm; null: not clipped."""
     moments: Moments
-    """Format of both moments and of Muon's momentum: as precision.table.optim.moments says."""
+    """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
     schedule: Schedule
     """Shape of the decay: wsd (straight line) or cosine."""
     warmup_steps: int
@@ -275,13 +275,24 @@ class ParallelConfig:
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
+    dispatch: Dispatch = Dispatch.all_to_all
+    """How tokens travel to experts on other ranks. all_to_all: as many rows as there are, which the host waits to learn
+    in each layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of
+    other GPUs of the node; auto: symmetric where the ranks of `expert` are in one node, else all_to_all. The numbers
+    are the same."""
+    dispatch_capacity: float = 1.25
+    """Room for tokens in slots, times what even routing needs, 1 or more. A step that needs more is dropped, and more
+    is made."""
     context: int = 1
     """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
     tensor: int = 1
     """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; it divides
     model.num_heads, model.vocab_size and trainer.sequence_length."""
     pipeline: int = 1
-    """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
+    """Ranks that microbatches go through, each with blocks of its own."""
+    stages_per_rank: int = 1
+    """Stages of neighbouring blocks that each of them has. 1: one forward, one backward (1F1B); more: interleaved, so
+    that ranks wait less, and send so many times as much."""
     stages: list[int] | None = None
     """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
     head and multi-token prediction besides."""

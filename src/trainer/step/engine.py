@@ -14,7 +14,7 @@ from precision.hardware import detect
 from trainer.config import Config, Switch
 from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
 from trainer.forecast.preflight import check_fsdp_policy
-from trainer.forecast.stages import stage_of
+from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -122,10 +122,10 @@ def build_engine(
 
         policy = pick_fsdp_policy(config, plan, degrees, total)
         microbatch = ShardedMicrobatch(model, microbatch, world.size, policy)
-        if model.stage is not None:
+        if model.pipeline is not None:
             from trainer.step.pipelined_step import PipelinedStep
 
-            pipelined = PipelinedStep(model, model.stage, microbatch, degrees.stage, loss_scale)
+            pipelined = PipelinedStep(model, model.pipeline, microbatch, degrees.stage, loss_scale)
     tune_host(device)
     snapshot = SnapshotKeeper(arena)
     return Engine(
@@ -164,14 +164,16 @@ def build_model(
     with torch.device("meta"):
         model = DeepSeek(config.model, plan)
     if degrees.world > 1:
+        from trainer.parallel.dispatch import build_slots
         from trainer.parallel.fsdp import materialise
 
         fp8 = any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in plan.gemms.values())
         keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
         mesh = build_mesh(degrees, device.type)
         if mesh.pipeline is not None:
-            model.take_stage(stage_of(config, plan, mesh.pipeline.get_group()))
-        materialise(model, mesh, device, config.trainer.seed, keeps, fp8)
+            model.take_stages(pipeline_of(config, plan, mesh.pipeline.get_group()))
+        slots = build_slots(config.parallel, mesh, device)
+        materialise(model, mesh, device, config.trainer.seed, keeps, fp8, slots)
     else:
         model.to_empty(device=device)
         model.init_weights(config.trainer.seed)
