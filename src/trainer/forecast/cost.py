@@ -56,6 +56,8 @@ HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
+NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
+"""Bytes a second of one H200 in either direction, within a node and between nodes; GPUs of a node."""
 RATES = {False: 469.0, True: 611.0}
 """TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
 

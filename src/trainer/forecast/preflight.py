@@ -25,6 +25,7 @@ from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
+from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
@@ -376,7 +377,11 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
         return ""
     busiest, sent = muon_load(config, plan, degrees)
     mean = short(muon_size(config, plan, degrees).flops)
-    return f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step"
+    machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
+    return (
+        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
+        f"{1e3 * machine.seconds(sent, degrees.world):.1f} ms beside the arithmetic"
+    )
 
 
 def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
