@@ -150,7 +150,7 @@ class Parcels(NamedTuple):
 
 @dataclass
 class GradFormat:
-    """How dy travels: cast as `recipe` says into the arena rows of `slot`. known: whether the arena has a scale. rows:
+    """How dy travels: cast by `recipe` into the arena rows of `slot`. known: whether the arena has a scale. rows:
     what it is cast with where it arrives."""
 
     slot: Slot

@@ -165,12 +165,12 @@ class Trainer:
         return loss
 
     def _review(self) -> None:
-        """Read the verdicts of the steps since the last review; report dropped ones, and tell the ladder."""
+        """Read the verdicts of the steps since the last review; report dropped ones, and pass them to the ladder."""
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         self._make_room([verdict for verdict, _ in verdicts])
         dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        reports = iter(self.run.diagnosis.tell(dropped) if dropped else [])
+        reports = iter(self.run.diagnosis.report(dropped) if dropped else [])
         for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
             if not is_bad:
                 self.run.ladder.note(None)
@@ -207,7 +207,7 @@ class Trainer:
         if e.loss_scale is not None:
             dropped["recovery/loss_scale_skips"] = e.guard.overflowed
         r.stragglers.launch()
-        values = r.health.tell(self.step, copy_to_host(device | dropped))
+        values = r.health.report(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}

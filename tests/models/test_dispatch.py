@@ -201,7 +201,7 @@ def test_a_layer_spread_over_processes_equals_one_process(name: str, single: dic
         assert error(value, theirs[key]) <= limit, key
 
 
-def test_a_process_whose_experts_nobody_chose_has_gradients_of_zero(many: list) -> None:
+def test_a_process_without_chosen_experts_has_gradients_of_zero(many: list) -> None:
     idle = [part["one_process"] for part in many if not part["one_process"]["grad.moe.experts.down.weight"].any()]
     assert len(idle) == len(many) - 1
     for part in idle:

@@ -298,7 +298,7 @@ def test_scaling(tmp_path: Path, bench: Run) -> None:
     assert both["forecast"] > 0
 
 
-def test_scaling_says_what_a_run_refused(tmp_path: Path, bench: Run) -> None:
+def test_scaling_reports_why_a_run_was_refused(tmp_path: Path, bench: Run) -> None:
     done = bench("scaling", tmp_path, "--gpus", "1", "parallel=fsdp", "model.heads=3")
     assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr
 

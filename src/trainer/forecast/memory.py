@@ -1,4 +1,4 @@
-"""What a run takes: bytes of GPU or host memory that one rank holds, by what they are for.
+"""Memory forecast: bytes of GPU or host memory that one rank holds, by purpose.
 
     parameters        FP32 masters, this rank's part of them
     gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
@@ -194,8 +194,7 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
     m = config
-    blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
-    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
+    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * m.num_moe_blocks
     head = plan.gemms["lm_head"]
     others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # of embedding and head one
     return others + head.in_features * head.out_features, experts

@@ -54,7 +54,7 @@ class LearningRate:
         self._lowered = (1.0, 0)
 
     def lower(self, factor: float, until: int) -> None:
-        """Multiply it by `factor` until so many steps are committed; instead of what was said before."""
+        """Multiply it by `factor` until so many steps are committed; replaces an earlier factor."""
         self._lowered = factor, until
 
     def at(self, committed: Tensor, attempted: int | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 Each rank holds a part of every master, gradient and moment, in FP32: rows of it, dimension 0 cut evenly. PyTorch's
 `fully_shard` gathers a block's weights before its forward and its backward pass, the next block's while this one
 computes, frees them afterwards, and reduces its gradients into their parts. What this module adds is what travels.
-That is not a policy of FSDP's, but what the precision plan says of each weight:
+That is not a policy of FSDP's, but decided by the precision plan for each weight:
 
     weight of a GEMM      its compute weight: BF16(master), or FP32. A layer in FP8 quantises it on arrival, which gives
                           each rank the numbers that one process computes with, and frees the BF16; or each rank
@@ -13,7 +13,7 @@ That is not a policy of FSDP's, but what the precision plan says of each weight:
     gradients             FP32; they are added up, for each rank's loss is divided by the number of all microbatches,
                           so that gradients and their scales are those of a single process
 
-It uses FSDP2's extension: a shard with two functions, of which the first says what to send, the second makes of what
+It uses FSDP2's extension: a shard with two functions, of which the first returns what to send, the second makes of what
 arrived the parameter that autograd sees: see `gather`. Large weights and their gradients travel without the copies that
 FSDP makes of them: see `large`.
 

@@ -44,7 +44,7 @@ class Verdict:
     """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
     `StepGuard.places`).
 
-    spike: 0-d bool, it is finite and dropped all the same; reading: what says so, None unless spikes are watched.
+    spike: 0-d bool, it is finite and dropped all the same; reading: the evidence, None unless spikes are watched.
     overflow: 0-d bool, only its backward pass is not finite, and loss_scale, 0-d, with which it ran, may fall
     (`trainer.optim.loss_scale`).
     fill: where tokens travel in slots, the largest share of their room that was needed (`models.slots`), 0-d; crowded:
