@@ -8,7 +8,7 @@ from pathlib import Path
 from models.flops import count_parameters
 from precision import Plan
 from trainer.config import Config
-from trainer.config_diff import printable
+from trainer.config_diff import printable_override
 from trainer.data import Prepared
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
 from trainer.forecast.gpus import target
@@ -65,8 +65,4 @@ def header(
 
 def shown(overrides: Sequence[str]) -> str:
     """The overrides as one would type them, without secrets."""
-    words = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        words.append(shlex.quote(f"{key}{equals}{printable(key.lstrip('+~'), value)}"))
-    return " ".join(words)
+    return shlex.join(map(printable_override, overrides))

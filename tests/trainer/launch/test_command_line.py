@@ -143,7 +143,7 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [] and recorder.runs == []
 
 
-@pytest.mark.parametrize("form", ["{}=PRIVATE(", "{}=[PRIVATE]", "{}.x=PRIVATE"])
+@pytest.mark.parametrize("form", ["{}=PRIVATE(", "{}=[PRIVATE]", "{}.x=PRIVATE", "health.alerts={{webhook: PRIVATE("])
 @pytest.mark.parametrize("key", ["health.alerts.webhook", "health.alerts.command"])
 def test_a_mistake_in_a_secret_does_not_print_it(
     form: str, key: str, call: Call, capfd: pytest.CaptureFixture[str]

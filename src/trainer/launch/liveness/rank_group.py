@@ -328,10 +328,18 @@ class RankGroup:
                 break
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to end some of them
+        serves = self.launch.is_first and not self.launch.agent_store
         others = [other for other in range(self.launch.size) if other != news.rank]
-        self._store.wait_for_all("seen", others, time.monotonic() + 2 * LOOK_SECONDS, LOOK_SECONDS / 25)
+        patience = heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS
+        self._store.wait_for_all("seen", others, time.monotonic() + patience, LOOK_SECONDS / 25)
         if self._heartbeat is not None:
             self._heartbeat.kill_unresponsive(news.rank)
+        if serves:  # those that lose it print pages of C++
+            alive = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
+            self._store.wait_for_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
+        elif not self.launch.agent_store:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("over", rank, "1")
 
     def _report(self, news: News) -> None:
         self._call_listeners(news)
