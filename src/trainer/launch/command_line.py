@@ -108,7 +108,9 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
 
 
 def _compose_one(configs: Path, name: str) -> Job:
-    """What hydra.main composes for one run. It does so twice, at first only to read `hydra.mode`: half a second."""
+    """What hydra.main composes for one run. It does so twice, at first only to read `hydra.mode`: 0.2 s more."""
+    import hydra
+
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
         return Job(hydra.compose(name, sys.argv[1:]), sys.argv[1:])
 
