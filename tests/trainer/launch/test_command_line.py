@@ -8,8 +8,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,7 @@ class Recorder:
     def __call__(self, config: Config, overrides: list[str], world: World) -> "Recorder":
         assert not world.many
         self.runs.append((config, overrides))
+        self.run = SimpleNamespace(config=replace(config, eval=replace(config.eval, sample=0)))
         return self
 
     def train(self) -> Summary:

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
@@ -84,8 +84,7 @@ class RankGroup:
         it.
         """
         self.launch = Launch.read(environment)
-        for number in stopping():
-            signal.signal(number, self._interrupt)
+        self.listen()
         if self.launch.size > 1 and not self.launch.agent_store:
             self._lobby = lobby.enter(self.launch, self._not_met)
         return self.launch
@@ -359,6 +358,10 @@ class RankGroup:
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set("reported", None, "1")
+
+    def listen(self) -> dict[signal.Signals, Any]:
+        """Let stop signals raise, and remember them. Returns the handlers of before."""
+        return {number: signal.signal(number, self._interrupt) for number in stopping()}
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """torchrun ends the others when one is gone: then the heartbeat has news, and is quicker than this."""
