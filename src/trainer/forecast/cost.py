@@ -16,7 +16,7 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
                rotated key once), forward and backward, and forward again where attention is computed again
     tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
-               gradients of latents in FP32
+               gradients of latents in FP32. o's are waited for, the others run beside GEMMs
 
 Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
 Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
@@ -35,8 +35,9 @@ answer, to be replaced by a measurement: rates and bandwidths are given, see `sc
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from models.flops import arriving, flops_per_token
 from precision import Plan
@@ -45,8 +46,8 @@ from trainer.config import Config, OptimizerName, Recompute, Switch
 from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
-from trainer.forecast.stages import check_stages, idle_share, stage_models
-from trainer.forecast.tensor import tensor_bytes
+from trainer.forecast.stages import check_stages, goes_round, idle_share, stage_models
+from trainer.forecast.tensor import check_tensor, tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
@@ -102,6 +103,7 @@ class Cost:
     """A GPU's share of the step's."""
     bubble: float
     """Waiting for other stages, as a share of what a rank does in a step and this."""
+    stages_per_rank: int = 1
 
     @property
     def step(self) -> float:
@@ -145,9 +147,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
-    waiting += machine.seconds(sent, d.context, d.tensor) + machine.seconds(
-        tokens * tensor_bytes(plan, d, times - 1), d.tensor
-    )
+    waiting += machine.seconds(sent, d.context, d.tensor)
+    beside, waited = (machine.seconds(tokens * sent, d.tensor) for sent in tensor_bytes(plan, d, times - 1))
+    hidden, waiting = hidden + beside, waiting + waited
     if d.pipeline > 1:
         streams = (2 if m.num_mtp_layers else 1) * config.parallel.stages_per_rank
         sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
@@ -164,6 +166,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         waiting,
         tokens,
         bubble,
+        config.parallel.stages_per_rank if d.pipeline > 1 else 1,
     )
 
 
@@ -203,26 +206,36 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
 def layouts(
     config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
 ) -> Iterator[Cost]:
-    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes that are `given`. Of a context
-    group's microbatches those that no smaller group computes the same pieces of, with fewer messages."""
-    t = replace(config.trainer, global_batch_size=sequences * machine.gpus)
-    for degrees in _degrees(machine.gpus, config):
-        if any(getattr(degrees, axis) != size for axis, size in (given or {}).items()):
+    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes (and stages a rank) that are
+    `given`. Of a context group's microbatches those that no smaller group computes the same pieces of, with fewer
+    messages."""
+    t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
+    per_rank = given.pop("stages_per_rank", None)
+    for degrees in _degrees(machine, config):
+        if any(getattr(degrees, axis) != size for axis, size in given.items()):
             continue
         share = t.global_batch_size // degrees.data  # of a context group
         if _states(config, plan, degrees) > SPARE * machine.memory:
             continue
         sizes = [n for n in range(1, share // degrees.pipeline + 1) if share % n == 0]
-        for recompute in Recompute:
+        for v, recompute in product(_stages_per_rank(config, degrees, per_rank), Recompute):
+            parallel = replace(config.parallel, stages_per_rank=v)
             for size in sizes:
-                if math.gcd(size, degrees.context) > 1:
+                if math.gcd(size, degrees.context) > 1 or (v > 1 and not goes_round(share // size, degrees.pipeline)):
                     continue
                 trainer = replace(t, microbatch_size=size)
-                one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
+                run = replace(config, trainer=trainer, recompute=recompute, parallel=parallel)
+                one = cost(run, plan, degrees, machine)
                 if one.memory <= SPARE * machine.memory:
                     yield one
                 elif degrees.pipeline > 1:
                     break  # larger ones need more
+
+
+def _stages_per_rank(config: Config, degrees: Degrees, given: int | None) -> Sequence[int]:
+    """That a rank may have."""
+    p, blocks = degrees.pipeline, config.model.num_layers
+    return [1] if p == 1 else [v for v in ((given,) if given else (1, 2, 4)) if p * v <= blocks]
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
@@ -236,7 +249,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(gpus, config):
+        for degrees in _degrees(replace(machine, gpus=gpus), config):
             if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
@@ -252,21 +265,25 @@ def ranked(found: Iterable[Cost]) -> list[Cost]:
 
 def _rank(c: Cost) -> tuple[float, ...]:
     d, order = c.degrees, list(Recompute)
-    layout = d.pipeline, d.context, d.expert, d.replicate
+    layout = d.pipeline, d.context, d.tensor, d.expert, d.replicate, c.stages_per_rank
     return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
-def _degrees(gpus: int, config: Config) -> Iterator[Degrees]:
+def _degrees(machine: Machine, config: Config) -> Iterator[Degrees]:
     """Every product that this config can be trained by: stages where nothing refuses them, context groups where both
-    heads and positions go round."""
+    heads and positions go round, and without these tensor groups within a node."""
+    gpus, model, length = machine.gpus, config.model, config.trainer.sequence_length
     for pipeline in _divisors(gpus):
-        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, gpus // pipeline)):
-            stage = gpus // pipeline
-            for replicate in _divisors(stage // context):
-                cut = stage // replicate
-                for expert in _divisors(math.gcd(stage, config.model.num_experts)):
-                    degrees = Degrees(replicate, cut // context, expert, context, pipeline)
-                    if fits_expert(expert, cut, stage) and _trains(config, degrees):
+        stage = gpus // pipeline
+        cuts = [(context, 1) for context in _divisors(math.gcd(model.num_heads, length, stage))]
+        within = math.gcd(model.num_heads, model.vocab_size, length, stage, machine.per_node)
+        cuts += [(1, tensor) for tensor in _divisors(within)[1:]]
+        for context, tensor in cuts:
+            for replicate in _divisors(stage // (context * tensor)):
+                cut = stage // (replicate * tensor)
+                for expert in _divisors(math.gcd(stage, model.num_experts)):
+                    degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
+                    if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
                         yield degrees
 
 
@@ -280,6 +297,7 @@ def _trains(config: Config, degrees: Degrees) -> bool:
         return False
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
+        check_tensor(config, degrees)
         check_stages(replace(config, trainer=enough), degrees)
     except UserError:
         return False

@@ -78,6 +78,11 @@ def _rounds(m: int, p: int) -> int:
     return max(1, m // p)
 
 
+def goes_round(m: int, p: int) -> bool:
+    """Whether m microbatches make rounds of equal size."""
+    return m % _rounds(m, p) == 0
+
+
 @once
 def _distinct(
     plan: Plan, counts: tuple[int, ...], ranks: tuple[int, ...], config: ModelConfig
@@ -170,8 +175,8 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
-    rounds = _rounds(count, p)
-    if v > 1 and count % rounds:
+    if v > 1 and not goes_round(count, p):
+        rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
         _refuse(
             "trainer.global_batch_size",

@@ -160,11 +160,15 @@ def test_layouts_with_stages_are_what_a_dry_run_says(moonlight: tuple[Config, Pl
     config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
     machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)
     staged = [one for one in layouts(config, plan, machine, 8) if one.degrees.pipeline > 1]
-    assert {one.degrees.pipeline for one in staged} >= {2, 4, 8}
+    assert {one.degrees.pipeline for one in staged} >= {2, 4, 8} and {one.stages_per_rank for one in staged} == {
+        1,
+        2,
+        4,
+    }
     for one in staged[:: len(staged) // 4]:
         d = one.degrees
         trainer = replace(config.trainer, microbatch_size=one.microbatch, global_batch_size=64)
-        parallel = replace(config.parallel, **asdict(d))
+        parallel = replace(config.parallel, **asdict(d), stages_per_rank=one.stages_per_rank)
         said = report(replace(config, trainer=trainer, parallel=parallel, recompute=one.recompute), plan, 8)
         assert f"total            {one.memory / 2**30:10.3f}" in said, d
         assert f"ranks wait {one.bubble:.1%} of a step" in said, d
