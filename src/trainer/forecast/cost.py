@@ -35,9 +35,8 @@ answer, to be replaced by a measurement: rates and bandwidths are given, see `sc
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
 from models.flops import arriving, flops_per_token
 from precision import Plan
@@ -46,12 +45,13 @@ from trainer.config import Config, OptimizerName, Recompute, Switch
 from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
-from trainer.forecast.stages import check_stages, goes_round, idle_share, stage_models
+from trainer.forecast.stages import check_stages, goes_round, idle_share, microbatches_of, stage_models
 from trainer.forecast.tensor import check_tensor, tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
+NEAR = 0.9  # of the fastest layout's speed: what cannot come so near is not looked at further
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
 HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
@@ -108,7 +108,12 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds."""
-        return (self.compute + self.waiting) / (1 - self.bubble) + self._beyond
+        return self.compute + self.waiting + self.idle + self._beyond
+
+    @property
+    def idle(self) -> float:
+        """Seconds of it in which ranks wait for other stages."""
+        return (self.compute + self.waiting) * self.bubble / (1 - self.bubble)
 
     @property
     def exposed(self) -> float:
@@ -207,35 +212,43 @@ def layouts(
     config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
 ) -> Iterator[Cost]:
     """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes (and stages a rank) that are
-    `given`. Of a context group's microbatches those that no smaller group computes the same pieces of, with fewer
-    messages."""
+    `given`; tensor groups only so. Of a context group's microbatches those that no smaller group computes the same
+    pieces of, with fewer messages. Several stages a rank where that may come near the fastest so far."""
     t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
-    per_rank = given.pop("stages_per_rank", None)
-    for degrees in _degrees(machine, config):
+    per_rank, fastest = given.pop("stages_per_rank", None), 0.0
+    for degrees in _degrees(machine.gpus, config, given.pop("tensor", 1)):
         if any(getattr(degrees, axis) != size for axis, size in given.items()):
             continue
         share = t.global_batch_size // degrees.data  # of a context group
         if _states(config, plan, degrees) > SPARE * machine.memory:
             continue
         sizes = [n for n in range(1, share // degrees.pipeline + 1) if share % n == 0]
-        for v, recompute in product(_stages_per_rank(config, degrees, per_rank), Recompute):
-            parallel = replace(config.parallel, stages_per_rank=v)
+        for recompute in Recompute:
             for size in sizes:
-                if math.gcd(size, degrees.context) > 1 or (v > 1 and not goes_round(share // size, degrees.pipeline)):
+                if math.gcd(size, degrees.context) > 1:
                     continue
-                trainer = replace(t, microbatch_size=size)
-                run = replace(config, trainer=trainer, recompute=recompute, parallel=parallel)
-                one = cost(run, plan, degrees, machine)
-                if one.memory <= SPARE * machine.memory:
-                    yield one
-                elif degrees.pipeline > 1:
+                run = replace(config, trainer=replace(t, microbatch_size=size), recompute=recompute)
+                found = _with_stages(run, plan, degrees, machine, per_rank)
+                one = next(found, None)
+                if one is None and degrees.pipeline > 1:
                     break  # larger ones need more
+                while one is not None:
+                    yield one
+                    fastest = max(fastest, one.tokens_per_second)
+                    near = one.tokens / (one.step - one.idle) >= NEAR * fastest
+                    one = next(found, None) if near else None
 
 
-def _stages_per_rank(config: Config, degrees: Degrees, given: int | None) -> Sequence[int]:
-    """That a rank may have."""
-    p, blocks = degrees.pipeline, config.model.num_layers
-    return [1] if p == 1 else [v for v in ((given,) if given else (1, 2, 4)) if p * v <= blocks]
+def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine, given: int | None) -> Iterator[Cost]:
+    """A layout with 1, 2 and 4 stages a rank, or as many as `given`, as long as it fits."""
+    p, m = degrees.pipeline, microbatches_of(config, degrees)
+    for v in (given,) if given else (1, 2, 4):
+        if v > 1 and (p == 1 or p * v > config.model.num_layers + 1 or not goes_round(m, p)):
+            return
+        one = cost(replace(config, parallel=replace(config.parallel, stages_per_rank=v)), plan, degrees, machine)
+        if one.memory > SPARE * machine.memory:
+            return
+        yield one
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
@@ -249,7 +262,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(replace(machine, gpus=gpus), config):
+        for degrees in _degrees(gpus, config):
             if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
                 memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
                 if sum(memory.values()) <= SPARE * machine.memory:
@@ -269,19 +282,17 @@ def _rank(c: Cost) -> tuple[float, ...]:
     return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
-def _degrees(machine: Machine, config: Config) -> Iterator[Degrees]:
-    """Every product that this config can be trained by: stages where nothing refuses them, context groups where both
-    heads and positions go round, and without these tensor groups within a node."""
-    gpus, model, length = machine.gpus, config.model, config.trainer.sequence_length
+def _degrees(gpus: int, config: Config, tensor: int = 1) -> Iterator[Degrees]:
+    """Every product with so large tensor groups that this config can be trained by: stages where nothing refuses them,
+    context groups where both heads and positions go round."""
     for pipeline in _divisors(gpus):
         stage = gpus // pipeline
-        cuts = [(context, 1) for context in _divisors(math.gcd(model.num_heads, length, stage))]
-        within = math.gcd(model.num_heads, model.vocab_size, length, stage, machine.per_node)
-        cuts += [(1, tensor) for tensor in _divisors(within)[1:]]
-        for context, tensor in cuts:
+        if stage % tensor:
+            continue
+        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, stage // tensor)):
             for replicate in _divisors(stage // (context * tensor)):
                 cut = stage // (replicate * tensor)
-                for expert in _divisors(math.gcd(stage, model.num_experts)):
+                for expert in _divisors(math.gcd(stage, config.model.num_experts)):
                     degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
                     if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
                         yield degrees

@@ -64,6 +64,7 @@ def materialise(
     generator = torch.Generator(device=device).manual_seed(seed)
     own = [model.layers, model.mtp] if model.pipeline is None else map(model.blocks_of, model.pipeline.stages)
     stages = [[cast(Block, block) for block in blocks] for blocks in own]
+    final = next((blocks[-1] for blocks in reversed(stages) if blocks), None)
     for part in model.parts():
         part.to_empty(device=device)
         model.init_part(part, generator)
@@ -74,7 +75,7 @@ def materialise(
             if sync is not None:
                 sync.split.update(layer for layer, _ in tensor.cut)
         if model.here(part) and isinstance(part, Block):
-            frees = not keeps and part is not stages[-1][-1]
+            frees = not keeps and part is not final
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 if mesh.degrees.shares_experts:
