@@ -129,6 +129,7 @@ def add_up(model: nn.Module) -> None:
         packed = torch.cat([gradient.flatten() for gradient in small])
         torch.distributed.all_reduce(packed, group=group)
         parts = packed.split([gradient.numel() for gradient in small])
-        torch._foreach_copy_(small, [part.view_as(to) for part, to in zip(parts, small, strict=True)])
+        for gradient, part in zip(small, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
     for work in works:
         work.wait()

@@ -30,7 +30,9 @@ RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=4", "mo
 RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4", "optim.warmup_steps=2"]
 LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
 
-AXES = {axis: (f"parallel.{axis}=2",) for axis in ("replicate", "shard", "context", "tensor", "pipeline")}
+AXES: dict[str, tuple[str, ...]] = {
+    axis: (f"parallel.{axis}=2",) for axis in ("replicate", "shard", "context", "tensor", "pipeline")
+}
 AXES["in turn"] = "parallel.pipeline=2", "parallel.stages_per_rank=2"
 EXPERT = ("parallel.expert=2",)
 ALONE = {**AXES, "shard expert": AXES["shard"] + EXPERT}
