@@ -42,8 +42,9 @@ from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
+from trainer.run.location import check_place, will_resume
 from trainer.run.resume_source import check_resumable, init_from, made_by
-from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, check_place, saved_backends, will_resume
+from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
 from trainer.step.profiler import Profiler
@@ -184,7 +185,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
         if not world.is_first:
-            warnings.simplefilter("ignore")  # of the same data: rank 0 says it
+            warnings.simplefilter("ignore")  # of the same data: rank 0 warns
         data = prepare_data(config.data, config.model.vocab_size)
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)

@@ -1,12 +1,15 @@
 """Checks of what is no GEMM: choice of experts, attention and its inputs, loss, optimizer, statistics."""
 
+import math
+
 import torch
 
-from precision.attention import attention_core, document_mask
+from precision.attention import attention_core, document_mask, visible
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3
 from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
 from precision.kernels.adamw import FusedAdamW
+from precision.kernels.gradient_norms import GradientNorms
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
@@ -42,35 +45,54 @@ def losses(device: torch.device) -> None:
 
 def attention_mla(device: torch.device) -> None:
     """Attention within documents with MLA's head sizes."""
-    _attention(device, 150, 192, 128)
+    _attention_forward(_AttentionCase(device, 150, 192, 128))
+
+
+def attention_mla_backward(device: torch.device) -> None:
+    """The gradients of it."""
+    _attention_backward(_AttentionCase(device, 150, 192, 128))
 
 
 def attention_small(device: torch.device) -> None:
-    """Attention within documents with head sizes that are no powers of two."""
-    _attention(device, 77, 24, 16)
+    """Both with head sizes that are no powers of two."""
+    case = _AttentionCase(device, 77, 24, 16)
+    _attention_forward(case)
+    _attention_backward(case)
 
 
-def _attention(device: torch.device, S: int, D: int, V: int) -> None:
-    """Forward and backward. The gradient of a score is a difference (`ds` there); its parts, one of them from the
-    rounded result, are several times as large as it is."""
-    starts = torch.tensor([0, 1, 2, 20, 50], device=device)
-    ends = torch.tensor([1, 2, 20, 50, S], device=device)
-    which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
-    bounds = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous()
-    q, k, v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2).requires_grad_() for i, w in enumerate((D, D, V)))
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    mask = document_mask(bounds, torch.float64, D, V)
-    exact = attention_core(wide[0], wide[1], wide[2], D**-0.5, mask)
-    probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
-    exact.backward(probe.double())
-    with torch.no_grad():
-        out, lse = document_attention.forward(q, k, v, bounds, D**-0.5)
-        grads = document_attention.backward(probe, q, k, v, bounds, out, lse, D**-0.5)
-    names = "result", "gradient of q", "gradient of k", "gradient of v"
-    wants = exact.detach(), *(t.grad for t in wide)
-    for name, ours, want in zip(names, (out, *grads), wants, strict=True):
-        assert want is not None
-        near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
+class _AttentionCase:
+    """Operands, and in float64 the result, its log-sum-exp to base 2, and the gradients of q, k and v."""
+
+    def __init__(self, device: torch.device, S: int, D: int, V: int):
+        starts = torch.tensor([0, 1, 2, 20, 50], device=device)
+        ends = torch.tensor([1, 2, 20, 50, S], device=device)
+        which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
+        self.bounds, self.scale = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous(), D**-0.5
+        self.q, self.k, self.v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2) for i, w in enumerate((D, D, V)))
+        self.probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
+        wide = [t.double().requires_grad_() for t in (self.q, self.k, self.v)]
+        mask = document_mask(self.bounds, torch.float64, D, V)
+        exact = attention_core(wide[0], wide[1], wide[2], self.scale, mask)
+        self.gradients = torch.autograd.grad(exact, wide, self.probe.double())
+        self.out = exact.detach()
+        logits = (wide[0] @ wide[1].mT).detach() * self.scale
+        self.lse = logits.masked_fill(~visible(mask, S, device), -torch.inf).logsumexp(-1) / math.log(2)
+        self.where = f"of attention, {(S, D, V)}"
+
+
+def _attention_forward(case: _AttentionCase) -> None:
+    out, lse = document_attention.forward(case.q, case.k, case.v, case.bounds, case.scale)
+    near(out, case.out, 8 * BF16_ROUNDING, f"result {case.where}")
+    near(lse, case.lse, BF16_ROUNDING, f"log-sum-exp {case.where}")
+
+
+def _attention_backward(case: _AttentionCase) -> None:
+    """The gradient of a score is a difference (`ds` there); its parts, one of them from the rounded result, are several
+    times as large as it is."""
+    out, lse = case.out.to(case.q.dtype), case.lse.float()
+    grads = document_attention.backward(case.probe, case.q, case.k, case.v, case.bounds, out, lse, case.scale)
+    for name, ours, exact in zip("qkv", grads, case.gradients, strict=True):
+        near(ours, exact, 8 * BF16_ROUNDING, f"gradient of {name} {case.where}")
 
 
 def heads(device: torch.device) -> None:
@@ -95,7 +117,10 @@ def heads(device: torch.device) -> None:
 
 
 def optimizer(device: torch.device) -> None:
-    """AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    """Norms of gradients; AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    gradients = [plain(device, n, dtype=torch.float32) for n in (1, 5000, 37)]
+    norms = GradientNorms([1, 5000, 37, 3], device)([*gradients, None])
+    near(norms, torch.stack([*(g.double().norm() for g in gradients), norms.new_zeros(())]), FP32_SUM, "gradient norms")
     for moments in (torch.float32, torch.bfloat16):
         _optimizer(device, moments)
 

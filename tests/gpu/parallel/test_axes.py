@@ -28,10 +28,10 @@ RUN = [
     "trainer.device=cuda",
 ]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
-COMPILED = ["precision.backend=cuda", "compile.enabled=true"]
-RECIPES = {"fp32": ["precision=fp32", "compile.enabled=false"], "bf16": ["precision=bf16", *COMPILED]}
-RECIPES |= {name: [f"precision={name}", *COMPILED] for name in ("fp8_delayed", "fp8_block")}
-RECIPES |= {"muon": ["precision=fp32", "compile.enabled=false", "optim=muon_wsd"]}
+EAGER, COMPILED = "compile.enabled=false", "compile.enabled=true"
+RECIPES = {"fp32": ["precision=fp32", EAGER], "bf16": ["precision=bf16", "precision.backend=cuda", COMPILED]}
+RECIPES |= {name: [f"precision={name}", "precision.backend=cuda", EAGER] for name in ("fp8_delayed", "fp8_block")}
+RECIPES |= {"muon": ["precision=fp32", EAGER, "optim=muon_wsd"]}
 AXES = [f"parallel.{axis}=2" for axis in ("context", "tensor", "pipeline")]
 CASES = [(recipe, axis) for recipe in RECIPES for axis in AXES if recipe != "muon"] + [("muon", "parallel.shard=2")]
 
