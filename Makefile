@@ -2,7 +2,7 @@
 # make test     runs every check; make test-all also the whole products of options, of which make test meets each pair
 # make test-elsewhere   runs the tests of numbers as another CPU computes them
 # make test-versions    runs them with the oldest and the newest torch that pyproject.toml allows, each in a venv of its own
-# make soak     kills, stops, damages and resumes runs at random, and damages 50 files:  make soak ARGS="--rounds 200 --faults 200 --seed 3"
+# make soak     kills, stops, damages and resumes runs at random:  make soak ARGS="--faults 200 --seed 3"
 # make setup    only makes .venv
 #
 # Each makes .venv by itself when it is missing, or when pyproject.toml or the constraints have changed. A machine with an NVIDIA GPU
@@ -31,7 +31,7 @@ NUMBERS := tests/models tests/precision/test_*.py tests/trainer/step tests/train
 	tests/trainer/recovery tests/trainer/health/test_health.py
 TORCHES := 2.11.0 2.13.0
 
-.PHONY: train test test-all test-elsewhere test-versions soak setup
+.PHONY: train test types suite test-all test-elsewhere test-versions soak setup
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -41,15 +41,22 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	$(MAKE) -j 2 types suite
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/pytest $(TIMED); fi
+
+# pyright keeps one core busy for a minute: beside the suite, not before it
+types: $(VENV)/.installed-test
+	$(BIN)/pyright
+
+# PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports
+suite: $(VENV)/.installed-test
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
 
 test-elsewhere: $(VENV)/.installed-test
-	$(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
 
 test-versions:
 	@for version in $(TORCHES); do \

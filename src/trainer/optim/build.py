@@ -5,7 +5,6 @@ import torch
 from models import DeepSeek
 from models.matrices import division
 from precision import Plan
-from precision.errors import UserError
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.launch.world import World
@@ -23,8 +22,8 @@ def build_optimizer(
     world: World | None = None,
     degrees: Degrees = ONE_PROCESS,
 ) -> Optimizer:
-    """For the model that the plan was made for. world, degrees: who shares its weights, and how. UserError where Muon
-    would leave out a weight that it should update."""
+    """For the model that the plan was made for. world, degrees: who shares its weights, and how. ValueError where Muon
+    would leave out a weight that it should update: a model that has one needs a rule."""
     c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
     if c.name is OptimizerName.adamw:
         return Optimizer(model, no_decay, c, steps, device, world)
@@ -32,7 +31,7 @@ def build_optimizer(
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
-            raise UserError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
+            raise ValueError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
     return Muon(model, no_decay, c, steps, device, found, world)
 
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ import precision.config
 import trainer.config
 import trainer.config.data
 from precision.config import Precision
-from trainer.config import Config, Schedule, Switch, Where, load
+from trainer.config import Config, Schedule, Switch, Where, load, meant_by, unknown_key
+from trainer.config.other_frameworks import KEYS, OURS
 from trainer.config.schema import keys_of, nearest
 from trainer.forecast.preflight import check
 
@@ -79,8 +81,14 @@ def test_every_config_file_composes_loads_and_can_be_trained(choice: str, tmp_pa
     check(config)
 
 
-@pytest.mark.parametrize("model", GROUPS["model"])
-@pytest.mark.parametrize("recipe", RECIPES)
+def each_once(recipes: list[str], models: list[str]) -> list[Any]:
+    """All pairs; those that meet each recipe and each model once come without the mark `exhaustive`."""
+    few = {(recipes[i % len(recipes)], models[i % len(models)]) for i in range(max(len(recipes), len(models)))}
+    pairs = itertools.product(recipes, models)
+    return [pytest.param(*pair, marks=() if pair in few else pytest.mark.exhaustive) for pair in pairs]
+
+
+@pytest.mark.parametrize(("recipe", "model"), each_once(RECIPES, GROUPS["model"]))
 def test_any_recipe_goes_with_any_model_and_changes_neither_it_nor_the_optimizer(recipe: str, model: str):
     without, config = load(composed(f"model={model}")), load(composed(f"+recipe={recipe}", f"model={model}"))
     assert dataclasses.replace(config, precision=without.precision) == without
@@ -207,3 +215,10 @@ def test_a_slip_of_the_finger_is_refused_and_a_real_key_named(plain: dict[str, A
     assume(not parent or dataclasses.is_dataclass(keys_of(Config)[parent]))  # below a null there is no place to slip
     with pytest.raises(ValueError, match=f"^{re.escape(slip)}=1: there is no such key; .*$"):
         load(changed(plain, slip, 1))
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
+    assert set(KEYS) <= set(keys_of(Config)) and not set(OURS) & set(keys_of(Config))
+    assert sum(len(names.split()) for names in KEYS.values()) == len(OURS)  # none is listed twice
+    assert "did you mean trainer.max_steps?" in unknown_key("training.steps", 10)
+    assert meant_by("tensor-model-parallel-size") == "parallel.tensor" and meant_by("model") == "model"
