@@ -37,7 +37,7 @@ def test_a_run_without_the_keys_that_came_later_is_evaluated_sampled_and_resumed
         return {**made, "config": tree} if knows else made
 
     monkeypatch.setattr("trainer.build.made_by", made_then)
-    words = "+recipe=fp8_delayed", "run.name=old", "run.resume=auto"
+    words = "+recipe=fp8_delayed", "run.name=old", "run.resume=auto", "eval.at_end=2000"
     done = Trainer(config(*words, "trainer.max_steps=2", "checkpoint.every=2")).train()
     path = done.folder / "config.yaml"
     path.write_text(yaml.safe_dump(with_keys_of(OLD, yaml.safe_load(path.read_text()))))
