@@ -8,9 +8,11 @@ from pathlib import Path
 from models.flops import count_parameters
 from precision import Plan
 from trainer.config import Config
+from trainer.config.timeline import Timeline, widest
 from trainer.config_diff import printable
 from trainer.data import Prepared
 from trainer.forecast.cost import RATES, Machine, cost
+from trainer.forecast.course import course
 from trainer.forecast.gpus import target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.unusual import unusual
@@ -31,12 +33,12 @@ def header(
     """Labels and values, one a line. processes: ranks of the job."""
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar
     count, where = count_parameters(config.model), target(config)
-    step = t.global_batch_size * t.sequence_length
+    timeline, step = Timeline(t), t.global_batch_size * t.sequence_length
     trained, experts = (
-        step * t.max_steps,
+        timeline.tokens(timeline.steps),
         f"{config.model.num_experts} experts" if config.model.num_experts else "dense",
     )
-    memory = sum(forecast(config, plan, degrees, where.gpu_memory)[0].values())
+    memory = sum(forecast(widest(config), plan, degrees, where.gpu_memory)[0].values())
     backends = sorted({row.recipe.backend for row in plan.gemms.values()})
     fp8 = plan.fp8_shares_at(t.sequence_length)[0]
     name = "CPU" if where.gpu is None else where.gpu.name
@@ -51,15 +53,17 @@ def header(
         ("device", f"{name}, {ranks(degrees)}; {', '.join(backends)} backend; {fp8:.0%} of the GEMM FLOPs in FP8"),
         (
             "tokens",
-            f"{step:,} a step, {trained:,} in {t.max_steps:,} steps: {trained / facts.num_tokens:.2g} epochs",
+            f"{step:,} a step{' at first' * bool(timeline.stretches[1:])}, {trained:,} in {timeline.steps:,} steps: "
+            f"{trained / facts.num_tokens:.2g} epochs",
         ),
+        *course(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),
     ]
     if where.gpu is not None and "H200" in where.gpu.name:
         flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
         machine = Machine(processes, min(processes, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
         seconds = cost(config, plan, degrees, machine).step
-        left = timedelta(seconds=round(seconds * t.max_steps))
+        left = timedelta(seconds=round(seconds / step * trained))
         rows.append(("time", f"{left} by forecast, {step / seconds:,.0f} tokens/s, as measured on an H200"))
     rows += [("unusual", line) for line in unusual(config, facts.num_tokens, facts.num_documents)]
     return [*rows, ("", "")]
