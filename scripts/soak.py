@@ -86,7 +86,7 @@ class Course:
         return self.folder / "run"
 
     def start(self, name: str) -> None:
-        """Start (or go on with) the run of this name."""
+        """Start or resume the run of this name."""
         words = [*COMMON, *self.words, f"run.dir={self.folder}", f"run.name={name}", f"trainer.max_steps={self.steps}"]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

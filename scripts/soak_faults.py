@@ -2,7 +2,7 @@
 
 A small run that has rewound is made once. Each fault then befalls a copy of its folder and of its prepared data: a bit
 is flipped, a file is cut off or removed, a checkpoint is renamed or exchanged with another. The copy is resumed, and
-what comes of it is one of
+the result is one of
 
     noticed   refused in one line, or an event or a warning says what was damaged; or another checkpoint was used
     same      the run ends with the bits of the undamaged one: what was damaged decides nothing, or is written again

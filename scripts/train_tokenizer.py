@@ -34,7 +34,7 @@ def run() -> None:
     parser.add_argument("--vocab-size", type=int)
     own, sys.argv[1:] = parser.parse_known_args()
     if own.out is None:
-        raise UserError("--out: where shall it be written? give --out tokenizer.json")
+        raise UserError("--out: missing; name the file to write, such as --out tokenizer.json")
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")

@@ -5,7 +5,7 @@ what a short one does.
     {"start": {"words": [...], "folder": "...",         its process id
                "outputs": ["out", "err"],
                "environment": {...}}}
-    {"codes": [PID, ...]}                               the exit code of each, null while it runs; a code is told once
+    {"codes": [PID, ...]}                               the exit code of each, null while it runs; reported once
 
 Each program is a fork that becomes what `python WORDS` would be: its own folder, environment, arguments, outputs,
 signals and `__main__`. A file is given by its path, a module as `-m NAME`, code as `-c CODE`. What such a program

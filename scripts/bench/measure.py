@@ -122,7 +122,7 @@ def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[st
     prepared: list[tuple[Variant, Callable[[], object]]] = []
     timings: dict[str, Timing] = {}
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-    pool: Any = None  # of all graphs, on one stream: nobody reads what one leaves, so the next may overwrite it
+    pool: Any = None  # of all graphs, on one stream: results are not read, so the next graph may overwrite them
     for variant in variants:
         for run in attempt(variant.name, lambda v=variant, p=pool: [_prepare(v, not options.no_graph, stream, p)]):
             timings[variant.name] = Timing(variant.name, "python" if torch.cuda.is_available() else "cpu")

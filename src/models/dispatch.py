@@ -5,9 +5,9 @@
                          (r + 1) E/P - 1. A token travels to the processes of its K experts, their results travel back
                          (expert parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
 
-What travels in which format is `precision.wire`; here is who sends how much to whom. Each process counts its rows for
-each other one and tells it. How many rows each pair exchanges, the collectives want to know on the host: that is one
-copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
+`precision.wire` defines the format of what travels; this module decides how many rows each pair of processes exchanges.
+Each process counts its rows for every other one and sends the counts. The collectives need them on the host: that is
+one copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
 the copy's start and its use, so that the device has work while the host waits. Everything else stays on the device.
 
 All processes of a group make the same forward and backward passes, evaluation and recomputation included: each is a
@@ -16,8 +16,8 @@ cuda_graph does not go with it. Nothing is lost by it where experts are one oper
 
 *Gradients.* Tokens of P processes meet an expert's weights, whose gradient is therefore a sum over P processes. So each
 process's loss has to come as its share of the whole run's mean (divided by the number of all microbatches of all
-processes), and gradients are added up, not averaged, over whoever holds the same experts: as `trainer.parallel` does
-with all weights. Experts then need no factor of their own.
+processes), and gradients are added up, not averaged, over the processes that hold the same experts: as
+`trainer.parallel` does with all weights. Experts then need no factor of their own.
 
 Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R rows sent, A rows arrived.
 """
@@ -156,7 +156,7 @@ class AllToAllDispatcher:
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
-        """See `Dispatcher`: addresses the tokens, counts them, tells the others."""
+        """See `Dispatcher`: addresses the tokens, counts them, sends the counts to the others."""
         kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
         parcels = Parcels.address(expert_TK, self.size, len(self.experts), kernels)
         sent = parcels.counts()

@@ -126,7 +126,7 @@ def matrices(config: ModelConfig) -> list[Matrix]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of our tensors, by the names of `name_map`: of a model that nobody has built."""
+    """Shapes of our tensors, by the names of `name_map`, without building the model."""
     c, D, E, F = config, config.hidden_size, config.num_experts, config.moe_intermediate_size
     queries, shared = c.num_heads * c.qk_head_dim, c.num_shared_experts * F
     known: dict[str, tuple[int, ...]] = {

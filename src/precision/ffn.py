@@ -73,8 +73,7 @@ def expert_ffn(
 
 
 def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
-    """Whether the whole layer runs in kernels (`is_fused`). Not while somebody wants to see what is cast (see
-    `observe`)."""
+    """Whether the whole layer runs in kernels (`is_fused`). Not while an observer is set (see `observe`)."""
     return not is_observed() and is_fused(gate_up.recipe, down.recipe)
 
 

@@ -10,8 +10,8 @@
 E4M3 has no infinity and one NaN code per sign; E5M2 has both. What `.to(float8)` makes of a value out of range differs
 between devices and versions (NaN, infinity, or the largest value even for Inf), so every cast here clamps explicitly:
 finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf, therefore
-whoever casts also records the absolute maximum of what was there (see `scaling`), and a step that saw a non-finite one
-is dropped.
+every cast also records the absolute maximum of its input (see `scaling`), and a step with a non-finite maximum is
+dropped.
 
 Source of the formats: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """

@@ -2,9 +2,9 @@
 
     kurtosis(x) = mean(x^4) / mean(x^2)^2          uncentred, over the features of one token (arXiv 2505.20524)
 
-A `Kurtosis` stands in the model where a tensor passes and is given it; by itself it does nothing. While somebody
-samples, it adds to `sums` [2] FP64 the kurtosis of every k-th token, and how many tokens these were. Rows of nothing
-but zeros stand for no token and do not count. `sequences` [2] gets the same of all the numbers of a sequence together
+A `Kurtosis` is called with a tensor of the model; by itself it does nothing. While a sampler is set (`observe`), it
+adds to `sums` [2] FP64 the kurtosis of every k-th token, and the number of these tokens. Rows of zeros stand for no
+token and do not count. `sequences` [2] gets the same of all the numbers of a sequence together
 (the rows of it that are looked at), which also sees a few huge tokens: what the code of that paper measures. Rows that
 are in no sequence any more, the experts', count as one.
 

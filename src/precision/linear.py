@@ -223,7 +223,7 @@ class _GemmLayer(nn.Module):
         self.operand_version = self.weight._version
 
     def _tell(self, weight: Tensor, made: WeightOperand) -> None:
-        """Show a weight; to whoever samples, once a step."""
+        """Show a weight to the sampler, once a step."""
         if is_sampled() and self._shown != sampling_number():
             self._shown = sampling_number()
         elif not is_observed():

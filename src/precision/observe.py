@@ -14,7 +14,7 @@ runs at each call; there, after the cast, stands `if is_sampled()`. So nothing i
 sampled, and one that is not pays for an `if`. Rows that a kernel never had in memory are made again, for the sample
 alone, by the same kernels. Where plain ops cast and are traced, an operator that does nothing else (`octet::report`)
 stands behind them. A CUDA graph replays kernels and no Python: a graph of a sampled pass is one of its own, which shows
-its casts to whoever sampled when it was recorded. So observers work on the device alone, on memory that stays.
+its casts to the sampler that was set when it was recorded. So observers work on the device alone, on memory that stays.
 
 Whose a cast is goes by the slot's `place`, its row of the arena as a number in host memory: compiled blocks share a
 graph, and of a tensor on the GPU inductor may hand on a copy, so that its address says nothing.
@@ -33,13 +33,13 @@ from torch import Tensor
 from precision.formats import BY_NAME, Format
 
 SAMPLE = 4096
-"""At most so many rows of a cast are shown to whoever samples, ..."""
+"""The most rows of a cast that the sampler is shown, ..."""
 SAMPLE_ON_CPU = 32
-"""... where a step has few and each is dear: so many."""
+"""... and on a CPU, where a step has few rows and each is expensive."""
 
 
 class Observer(Protocol):
-    """Is told of casts."""
+    """Called with each cast."""
 
     def __call__(
         self, place: int, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None, /
@@ -56,12 +56,12 @@ _samplings = 0
 
 
 def is_observed() -> bool:
-    """Whether somebody watches apart, so that kernels that cast on the way are to step aside."""
+    """Whether an observer is set, so that layers leave out kernels that cast on the way."""
     return _observer is not None
 
 
 def is_sampled() -> bool:
-    """Whether somebody samples the step that runs. For operators' bodies and what is never traced."""
+    """Whether a sampler is set for the current step. For operators' bodies and code that is never traced."""
     return _sampler is not None
 
 
@@ -71,8 +71,8 @@ def sampler() -> Observer | None:
 
 
 def sampling_number() -> int:
-    """Counts the times that somebody has begun to sample: what is cast again and again from the same numbers (a weight,
-    whenever it has been gathered) need be shown once."""
+    """How many times sampling has begun: what is cast repeatedly from the same numbers (a weight, whenever it has been
+    gathered) is shown once."""
     return _samplings
 
 
@@ -127,14 +127,14 @@ def part_of(scale_inv: Tensor, part: slice) -> Tensor:
 def tell(
     place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
 ) -> None:
-    """Show x to whoever watches, as it is. place: of a slot; None: nobody's. Not to be traced."""
+    """Show all of x to the observer or sampler. place: of a slot; None: of no slot. Not to be traced."""
     watcher = _observer or _sampler
     if watcher is not None and place is not None:
         watcher(int(place), x.detach(), data, scale_inv, fmt, live)
 
 
 def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
-    """Show rows of x [..., C] to whoever samples. Not to be traced."""
+    """Show rows of x [..., C] to the sampler. Not to be traced."""
     if place is None or not x.numel():
         return
     x, data = x.reshape(-1, x.shape[-1]), data.reshape(-1, data.shape[-1])
@@ -144,7 +144,7 @@ def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, 
 
 
 def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
-    """Show a weight [(G,) N, K] to whoever watches: whole, or on a CPU to whoever samples every k-th row of N."""
+    """Show a weight [(G,) N, K]: all of it; on a CPU every k-th row of N to the sampler."""
     if _sampler is not None and weight.device.type == "cpu":
         N = weight.shape[-2]
         rows = torch.arange(0, N, -(-weight[..., 0].numel() // SAMPLE_ON_CPU) | 1)

@@ -5,7 +5,7 @@ once, by the kernel that makes it. So what travels from a fused op to a `Linear`
 data with its scale, and perhaps the BF16 tensor beside it. A `Feed` says, at construction, what the consumers of one
 tensor need.
 
-Autograd sees one edge, the `carrier`: the BF16 tensor itself where somebody reads it, else a stand-in of its shape that
+Autograd sees one edge, the `carrier`: the BF16 tensor itself if a consumer reads it, else a stand-in of its shape that
 owns no memory. Consumers return the gradient of the *unquantised* tensor to it (straight-through, as every FP8 recipe
 does).
 """
@@ -81,8 +81,8 @@ class Consumer(Protocol):
 class Feed:
     """What the consumers of one tensor need of it: FP8 in which slot, the plain tensor, or both.
 
-    Consumers in FP8 come to share one arena row and one quantisation. `tensor=True` says that someone besides them (a
-    router) reads the plain tensor.
+    Consumers in FP8 come to share one arena row and one quantisation. `tensor=True`: another consumer (a router)
+    reads the plain tensor.
     """
 
     def __init__(self, *consumers: Consumer, tensor: bool = False):

@@ -141,7 +141,7 @@ class Plan:
             raise UserError(f"precision.table.norm={precision.value}: norms compute in fp32; set it to fp32")
         if op == "moe.dispatch" and precision is Precision.fp8:
             experts = self.gemms.get(name.removesuffix("dispatch") + "experts.gate_up")
-            if experts is not None and not experts.recipe.reads_fp8:  # nobody to read FP8 at the other end
+            if experts is not None and not experts.recipe.reads_fp8:  # the receiving end does not read FP8
                 precision, why = Precision.bf16, "follows moe.experts"
         if op == "attn.core" and precision is Precision.fp8 and self.kernels != REFERENCE:
             precision, why = Precision.bf16, "no FP8 kernel"

@@ -6,10 +6,10 @@
     transformer_engine    transformer_engine; refused where it is missing            reference; FP16 refused
     auto                  the fastest that can serve here, by the measured rates     reference
 
-`auto` without measured rates, because nobody measured this GPU or this kind of op, keeps the recipe and takes cuda on
-sm_90, Transformer Engine on newer GPUs where it is installed, else reference; the plan says so in one line. BF16 rows
-take that same default: the rates compare FP8. Transformer Engine's modules return BF16, so rows with another result
-(the router's FP32) stay with reference.
+`auto` without measured rates for this GPU or this kind of op keeps the recipe and takes cuda on sm_90, Transformer
+Engine on newer GPUs where it is installed, else reference; the plan has a note about it. BF16 rows take that same
+default: the rates compare FP8. Transformer Engine's modules return BF16, so rows with another result (the router's
+FP32) stay with reference.
 
 `precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row is left in BF16.
 
@@ -83,7 +83,7 @@ class Resolver:
         self._rows: dict[str, tuple[Choice, Accumulation]] = {}
         if config.never_slower and config.backend is BackendChoice.reference:
             raise UserError(
-                "precision.never_slower=true: backend=reference is for checking, nobody measures it; "
+                "precision.never_slower=true: backend=reference is for checking and has no measured speed; "
                 "set precision.never_slower=false or precision.backend=auto"
             )
         self._scaling = f"{config.scaling.method.value}/{config.scaling.granularity.value}"

@@ -59,7 +59,7 @@ class Slot:
 
     `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. Of a stack
     they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other one has,
-    and fills its own. `place` [1] int64, in host memory: the first of its rows, for whoever watches (see `observe`).
+    and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
     """
 
     def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):

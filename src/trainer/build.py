@@ -78,7 +78,7 @@ class Run:
             last.callback(self.sinks.close, error)
             if self.config.health.dashboard and self.world.is_first:
                 last.callback(write_at_end, self.folder.path, error)
-            last.enter_context(suppress(CheckpointError))  # it has been told, and what ended the run comes first
+            last.enter_context(suppress(CheckpointError))  # already reported; the error that ended the run comes first
             last.callback(self.checkpointer.close)
             last.callback(self.power.close)
             last.callback(self.loader.close)

@@ -1,4 +1,4 @@
-"""Configs by their keys, joined by dots: what is compared, and what differs is told by. Needs no torch."""
+"""Configs as flat mappings of dotted keys, for comparing them and naming what differs. Needs no torch."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def is_secret(key: str) -> bool:
 
 
 def printable(key: str, value: Any) -> Any:
-    """The value of a config key, as far as anybody may see it."""
+    """The value of a config key for display, secrets hidden."""
     return HIDDEN if value is not None and is_secret(key) else value
 
 

@@ -171,8 +171,8 @@ class Trainer:
         def seen(done: int) -> None:
             r.sinks.doing(f"evaluating {done:,}/{count:,}")
             if stop is not None and (name := stop.heard()) is not None:
-                goes_on = "all steps are trained, and the last evaluation goes on; a second signal ends it"
-                r.sinks.event("signal", self.step, f"{name}: {goes_on}")
+                state = "all steps are trained, and the last evaluation continues; a second signal ends it"
+                r.sinks.event("signal", self.step, f"{name}: {state}")
 
         batches = validation_batches(r.data.validation, length, size, most)
         loss = mean_loss(e.model, batches, size, e.world, seen)

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def milliseconds() -> Callable[[Callable[[], object]], float]:
-    """milliseconds(run): median time of the GPU for one call, which says something only while nobody else uses it."""
+    """milliseconds(run): median time of the GPU for one call; meaningful only while no other process uses the GPU."""
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
         pytest.skip("several workers share the GPU, so that no time means anything: run this without -n")
 

@@ -1,4 +1,4 @@
-"""On a GPU the kernels behind the health metrics run at memory's speed, wait for nobody, and reach beyond 2^31 numbers.
+"""On a GPU the kernels behind the health metrics run at memory's speed, never wait, and reach beyond 2^31 numbers.
 
 pytest tests/gpu/test_health_kernels.py -s          # prints what they reach
 

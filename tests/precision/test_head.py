@@ -64,8 +64,8 @@ def test_equals_pytorch_with_its_gradients(name: str, chunk: int, recipe: Recipe
 
 
 def test_gradients_in_fp16_are_made_under_the_loss_scale(recipe: Recipe) -> None:
-    """Autograd tells the factor of the loss too late: they are rounded by then. Too small a scale loses them, too large
-    a one makes them infinite, and what is between leaves no trace."""
+    """Autograd passes the loss scale too late, when they are rounded. Too small a scale loses them, too large a one
+    makes them infinite, and one between leaves no trace."""
     layer = head(recipe("fp16"))
     found = {}
     for power in (-20, 0, 10, 30):

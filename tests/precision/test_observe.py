@@ -1,4 +1,4 @@
-"""Whoever observes sees every cast, as it was made, and leaves nothing behind."""
+"""An observer sees every cast, as it was made, and leaves nothing behind."""
 
 from collections import Counter
 from collections.abc import Callable

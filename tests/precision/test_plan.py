@@ -64,7 +64,7 @@ def test_exception_by_name(recipe: Recipe) -> None:
     config.rules.exceptions = [RulesException("layers.*.moe.experts.*", Precision.bf16)]
     plan = resolve(config)
     assert formats(plan, "layers.2.moe.experts.gate_up")[0] == "bf16"
-    assert plan.tensors["layers.2.moe.dispatch"].decided_by == "follows moe.experts", "nobody reads FP8 there"
+    assert plan.tensors["layers.2.moe.dispatch"].decided_by == "follows moe.experts", "nothing reads FP8 there"
     assert formats(plan, "layers.2.attn.q")[0] == "e4m3"
 
 

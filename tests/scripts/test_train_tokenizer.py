@@ -58,7 +58,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(train: Run, tmp_path: Path
 
 def test_mistakes_are_one_line(train: Run, tmp_path: Path) -> None:
     for words, message in [
-        ((), "--out: where shall it be written?"),
+        ((), "--out: missing; name the file to write"),
         (("--out", "no/where.json"), "--out=no/where.json: cannot be a file there"),
         (("--out", "t.json", "--vocab-size", "256"), "model.vocab_size=256: a byte-level tokenizer"),
         (("--out", "t.json", "data=bins"), "data.source=bins: has no text to learn from"),

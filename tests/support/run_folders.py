@@ -13,7 +13,7 @@ TEXTS = {"config.yaml": "lr: 1\n", "overrides.txt": "", "environment.json": "{}\
 
 
 def quiet(kind: str, step: int, message: str, **what: Any) -> None:
-    """Nobody listens."""
+    """Ignores the event."""
 
 
 def save(path: Path, *steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What differs between two configs is told by key."""
+"""Differences between two configs are reported by key."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -310,7 +310,7 @@ def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: C
     count = int(told[-1].rpartition("/")[2].replace(",", ""))
     assert len(told) > 1 and told[-1] == f"evaluating {count}/{count}"
     (event,) = events(trainer.run.folder.path, "signal")
-    assert event["message"].startswith("SIGINT: all steps are trained, and the last evaluation goes on; a second")
+    assert event["message"].startswith("SIGINT: all steps are trained, and the last evaluation continues; a second")
 
 
 def test_told_to_stop_in_the_last_step_it_does_not_begin_the_last_evaluation(config: Configs) -> None:

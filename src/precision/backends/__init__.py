@@ -20,7 +20,7 @@ _ON_DEMAND = {"cuda": ("precision.backends.cuda", "CudaBackend")}  # name: (modu
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name; imported if nobody has asked for it before."""
+    """The backend of that name; imported on first use."""
     if name not in _BACKENDS:
         module, cls = _ON_DEMAND[name]
         _BACKENDS[name] = getattr(import_module(module), cls)()

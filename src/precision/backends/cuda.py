@@ -52,7 +52,7 @@ class CudaBackend:
         recipe: GemmRecipe,
         place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape and its inverse scales; records the amax. (The operator tells whoever samples.)"""
+        """FP8 data of x's shape and its inverse scales; records the amax. (The operator calls the observer.)"""
         data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text, place)
         data, inv = data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
         if is_observed():

@@ -61,14 +61,14 @@ class Backend(Protocol):
         recipe: GemmRecipe,
         place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape [..., K] and its inverse scales; records the amax. place: the slot's: whoever watches
-        is told of the cast (see `observe`)."""
+        """FP8 data of x's shape [..., K] and its inverse scales; records the amax. place: the slot's, passed to
+        observers with the cast (see `observe`)."""
         ...
 
     def quantize_grad(
         self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
     ) -> GradOperand:
-        """An output gradient [R, N] for both of its GEMMs; records the amax, and tells of it as `quantize` does."""
+        """An output gradient [R, N] for both of its GEMMs; records the amax, and calls observers as `quantize` does."""
         ...
 
     def quantize_weight(

@@ -17,8 +17,8 @@ first microbatch of a step and keeps it (`is_first_microbatch`); evaluation quan
 the arena's row itself, the scale a copy of the arena's, taken when the step's weights are made. History, commit and
 drop, checkpoint and logs are therefore the arena's, as for every other backend, and TE's own history is never used (TE
 updates it in a global list, from which the module is kept). A row without history scales by its own amax, as everywhere
-here; that takes a look at whether there is history, a synchronisation a step until all rows have one. TE's cast lets
-a NaN pass by the amax: it shows in the loss instead. With current and block scaling TE tells no amax and turns a
+here; that takes a look at whether there is history, a synchronisation a step until all rows have one. TE's cast
+ignores a NaN in the amax: it shows in the loss instead. With current and block scaling TE returns no amax and turns a
 non-finite one into scale 1, so it is measured here, one more pass over x and dy. (A GroupedLinear with current scaling
 scales each expert's rows by themselves; the arena shows the scale of the whole tensor.)
 

@@ -113,7 +113,7 @@ def _forward_kernel(
         q2 = _rows(q, m, q_row, S, D, D1, D2)
     acc = tl.zeros((M, DV), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    top = tl.full((M,), -1.0e38, tl.float32)  # finite, so that a block that nobody sees adds nothing
+    top = tl.full((M,), -1.0e38, tl.float32)  # finite, so that a block without a visible key adds nothing
     acc, total, top = _attend(
         acc, total, top, q1, q2, m, start_m, k, v, k_row, v_row, first, whole, S, scale, D, V, D1, D2, DV, N, True
     )

@@ -1,6 +1,6 @@
 """RMSNorm (arXiv 1910.07467) that casts, forward and backward.
 
-    forward   y = x rstd gain, rstd = 1 / sqrt(mean(x^2) + eps);  FP8 of BF16(y), and y itself if somebody reads it
+    forward   y = x rstd gain, rstd = 1 / sqrt(mean(x^2) + eps);  FP8 of BF16(y), and y itself if it has a reader
     backward  dx = rstd (g - n mean(g n)),  n = x rstd,  g = dy gain;   dgain = sum over rows of dy n
 
 A row stays in registers while it is normalised and cast.

@@ -65,7 +65,7 @@ WAIT = timedelta(hours=2)
 SEEN = 30.0
 """Seconds after which rank 0 must see what other ranks have written; network file systems are late."""
 
-# DCP says so even when it is told that there is only one process.
+# DCP warns even with no_dist=True.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -168,7 +168,7 @@ class Checkpointer:
                 raise
 
     def settle(self) -> None:
-        """Return when nothing is being written any more, whatever came of it."""
+        """Return when nothing is being written any more, successful or not."""
         if self._pending is not None:
             self._pending.exception()
 
@@ -229,7 +229,7 @@ class Checkpointer:
 class _Checkpoint(SafetensorsWriter):
     """The storage of one checkpoint: `temporary` until rank 0 has seen that it is whole, `path` from then on.
 
-    What fails in here, on whichever rank, DCP tells all ranks.
+    DCP raises an error of any rank on all ranks.
     """
 
     def __init__(self, temporary: Path, path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Reading a checkpoint: what is in it comes to where it belongs, whichever ranks wrote it.
+"""Reading a checkpoint, whichever ranks wrote it, into the state of the ranks that resume.
 
-A run that goes on has its tensors already, perhaps shared by other ranks than those that saved. They are filled in
-place, each rank's part from the boxes that overlap it: nothing is read that the rank does not hold, and nothing is held
-twice. What has no place yet comes as new tensors on the CPU.
+A run that resumes has its tensors already, perhaps sharded over other ranks than those that saved. They are filled in
+place, each rank's part from the boxes that overlap it: a rank reads only what it holds, and holds nothing twice.
+State without a tensor to fill is returned as new tensors on the CPU.
 """
 
 import json

@@ -63,7 +63,7 @@ class HostBuffers:
         if pin and len(buffer):
             cudart: Any = torch.cuda.cudart()
             if int(cudart.cudaHostRegister(buffer.data_ptr(), len(buffer), 0)) == 0:
-                # Before the buffer goes, also when nobody calls release; not at exit, when CUDA is gone already.
+                # Before the buffer goes, also without a call of release; not at exit, when CUDA is gone already.
                 self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, buffer.data_ptr())
                 self._unpin.atexit = False
             else:

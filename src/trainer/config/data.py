@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from precision.errors import UserError
 
+SETTINGS = (
+    *("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming"),
+    *("validation_path", "validation_split"),
+)
+"""Of a source, in the section or in an entry of `mix`."""
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
 
 
@@ -20,6 +25,9 @@ class Source(Enum):
     files = "files"
     hf = "hf"
     bins = "bins"
+
+
+HAVE_PATHS = (Source.text, Source.files, Source.hf)
 
 
 class Format(Enum):
@@ -64,6 +72,10 @@ class MixEntry:
     """As data.revision."""
     streaming: bool | None = None
     """As data.streaming."""
+    validation_path: str | None = None
+    """As data.validation_path."""
+    validation_split: str | None = None
+    """As data.validation_split."""
 
 
 @dataclass
@@ -103,7 +115,12 @@ class DataConfig:
     all_exhausted: until each has been read whole, the small ones again and again."""
     validation_fraction: float = 0.05
     """Share of the documents that is held out, each by a hash: of a file's path where a file is a document, else of the
-    text, so that equal documents are on one side."""
+    text, so that equal documents are on one side. 0: none, where validation_path or validation_split names others."""
+    validation_path: str | None = None
+    """text, files, hf: a folder, file or dataset of the same kind that is held out as a whole; all of `path` is trained
+    on then, but for the files that are in both."""
+    validation_split: str | None = None
+    """hf: the split that is held out as a whole; all of `split` is trained on then."""
     tokenizer: str | None = None
     """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training text."""
     tokenizer_sample_mb: int = 64
@@ -154,18 +171,30 @@ class SourceConfig:
     """As in `DataConfig`."""
     streaming: bool
     """As in `DataConfig`."""
+    validation_path: str | None
+    """As in `DataConfig`."""
+    validation_split: str | None
+    """As in `DataConfig`."""
+
+    @property
+    def held_out(self) -> SourceConfig | None:
+        """What `validation_path` and `validation_split` name; None where a share of this source is held out."""
+        split = self.validation_split if self.source is Source.hf else None
+        path = self.validation_path if self.source in HAVE_PATHS else None
+        if path is None and split is None:
+            return None
+        return replace(self, path=path or self.path, split=split or self.split)
 
 
 def source_configs(data: DataConfig) -> list[SourceConfig]:
     """The sources of `data`, in order."""
-    keys = ("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming")
-    own = {key: getattr(data, key) for key in keys}
+    own = {key: getattr(data, key) for key in SETTINGS}
     exclude = tuple(data.exclude)
     if not data.mix:
         return [SourceConfig(name=data.source.value, key="data", weight=None, exclude=exclude, **own)]
     entries = []
     for number, entry in enumerate(data.mix):
-        given = {key: value for key in keys if (value := getattr(entry, key)) is not None}
+        given = {key: value for key in SETTINGS if (value := getattr(entry, key)) is not None}
         key = f"data.mix[{number}]"
         entries.append(SourceConfig(name=entry.name, key=key, weight=entry.weight, exclude=exclude, **(own | given)))
     return entries
@@ -176,10 +205,16 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
     _check_mix(data)
     for part in source_configs(data):
         _check_part(part)
-    if not 0.0 < data.validation_fraction < 1.0:
+    if not 0.0 <= data.validation_fraction < 1.0:
         raise UserError(
             f"data.validation_fraction={data.validation_fraction}: must lie between 0 and 1, for example 0.05"
         )
+    for part in source_configs(data):
+        if data.validation_fraction == 0 and part.held_out is None and part.source is not Source.bins:
+            raise UserError(
+                f"data.validation_fraction=0: holds nothing out of {part.name} to evaluate on: set {part.key}."
+                f"validation_path={'FOLDER' if part.source in HAVE_PATHS else 'FOLDER with data=text'}, or 0.01"
+            )
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         inside = Path(data.tokenizer) / "tokenizer.json"
         problem = "a folder" if Path(data.tokenizer).is_dir() else "there is no such file"
@@ -191,7 +226,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         if getattr(data, key) < 1:
             raise UserError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
     if data.workers is not None and data.workers < 1:
-        raise UserError(f"data.workers={data.workers}: somebody has to do it: set at least 1, or null for one a core")
+        raise UserError(f"data.workers={data.workers}: too few; set at least 1, or null for one a core")
     if not data.end_of_text:
         raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
@@ -205,8 +240,9 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
 def _check_mix(data: DataConfig) -> None:
     if not data.mix:
         return
-    if data.path is not None:
-        raise UserError(f"data.path={data.path}: data.mix names the sources: give each its path there, or no mix")
+    for key in ("path", "validation_path"):
+        if (value := getattr(data, key)) is not None:
+            raise UserError(f"data.{key}={value}: data.mix names the sources: give each its {key} there, or no mix")
     names = [entry.name for entry in data.mix]
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
@@ -241,13 +277,19 @@ def _check_part(part: SourceConfig) -> None:
     if not path:
         given = "null" if path is None else "''"
         raise UserError(f"{key}.path={given}: {key}.source={part.source.value} needs {wanted}")
-    if part.source is Source.hf:
+    _check_path(f"{key}.path", path, part.source)
+    if part.validation_path is not None and part.held_out is not None:
+        _check_path(f"{key}.validation_path", part.validation_path, part.source)
+
+
+def _check_path(key: str, path: str, source: Source) -> None:
+    if source is Source.hf:
         if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-            raise UserError(f"{key}.path={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
+            raise UserError(f"{key}={path}: neither a folder nor a name on the hub, as OWNER/NAME: correct it")
     elif Path(path).is_file():
-        if part.source not in (Source.files, Source.text):
-            why = f"a file, and {key}.source={part.source.value} reads a folder"
-            raise UserError(f"{key}.path={path}: {why}: give a folder, or read one file with source=files")
+        if source not in (Source.files, Source.text):
+            why = f"a file, and data.source={source.value} reads a folder"
+            raise UserError(f"{key}={path}: {why}: give a folder, or read one file with source=files")
     elif not Path(path).is_dir():
-        kind = "folder or file" if part.source in (Source.files, Source.text) else "folder"
-        raise UserError(f"{key}.path={path}: there is no such {kind}: give an existing one")
+        kind = "folder or file" if source in (Source.files, Source.text) else "folder"
+        raise UserError(f"{key}={path}: there is no such {kind}: give an existing one")

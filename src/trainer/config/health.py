@@ -19,8 +19,8 @@ class PowerConfig:
 
 @dataclass
 class AlertsConfig:
-    """When somebody is told that something is wrong. Each threshold names its rule; null: that rule is off. What each
-    means and what to do: docs/health.md."""
+    """When an alert is raised. Each threshold names its rule; null: that rule is off. What each means and what to do:
+    docs/health.md."""
 
     enabled: bool
     """Watch what is logged; alerts go to the console, events.jsonl, W&B, and the two below."""
@@ -80,7 +80,7 @@ class AlertsConfig:
 
 @dataclass
 class HealthConfig:
-    """What is watched beside the loss, and when somebody is told."""
+    """Metrics beside the loss, and when they raise an alert."""
 
     every: int | None
     """Steps between looks inside: the step is sampled and shows what its casts and activations do; null: with every
@@ -93,7 +93,7 @@ class HealthConfig:
     power: PowerConfig
     """Power and heat."""
     alerts: AlertsConfig
-    """When somebody is told."""
+    """When an alert is raised."""
 
 
 def check_power(power: PowerConfig, gpu: bool) -> None:

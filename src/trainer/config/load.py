@@ -51,7 +51,7 @@ def unknown_key(key: str, value: Any) -> str:
 
 
 def meant_by(name: str) -> str | None:
-    """The key, or the choice of a recipe, that somebody probably meant who wrote `name`; None if nothing is like it."""
+    """The key or the recipe that `name` is probably a misspelling of; None if nothing is like it."""
     keys = keys_of(Config)
     values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes none
     meant = nearest(name, [*values, RECIPE], ELSEWHERE)

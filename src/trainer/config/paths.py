@@ -1,8 +1,8 @@
 """A config as a run keeps it: its paths are absolute, so that its folder can be used from anywhere.
 
-On the command line a path is relative to where the command is given. `config.yaml` outlives that: whoever evaluates,
-samples or replays a run later reads from it where the text and the cache are. What is no path stays as it is: names on
-the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is taken away.
+On the command line a path is relative to the working directory. `config.yaml` outlives that: scripts that evaluate,
+sample or replay a run later read from it where the text and the cache are. Values that are no paths stay as they are:
+names on the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is resolved.
 """
 
 import os
@@ -16,6 +16,7 @@ from trainer.config.data import Source
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.config.data import DataConfig, MixEntry
 
 NO_PATHS = "never", "auto"
 """What `run.resume` says besides a path."""
@@ -37,7 +38,7 @@ def _plain(value: Any) -> Any:
 def anchored(config: "Config") -> "Config":
     """A copy of `config` that means the same in any folder as `config` in this one."""
     run, data, alerts = config.run, config.data, config.health.alerts
-    mix = [replace(entry, path=_source(entry.path, entry.source or data.source)) for entry in data.mix]
+    mix = [replace(entry, **_sources(entry, entry.source or data.source)) for entry in data.mix]
     return replace(
         config,
         run=replace(
@@ -48,7 +49,7 @@ def anchored(config: "Config") -> "Config":
         ),
         data=replace(
             data,
-            path=_source(data.path, data.source),
+            **_sources(data, data.source),
             mix=mix,
             tokenizer=_path(data.tokenizer),
             cache_dir=os.path.abspath(data.cache_dir),
@@ -59,6 +60,10 @@ def anchored(config: "Config") -> "Config":
 
 def _path(path: str | None) -> str | None:
     return None if path is None else os.path.abspath(path)
+
+
+def _sources(data: "DataConfig | MixEntry", source: Source) -> dict[str, str | None]:
+    return {key: _source(getattr(data, key), source) for key in ("path", "validation_path")}
 
 
 def _source(path: str | None, source: Source) -> str | None:

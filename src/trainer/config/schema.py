@@ -1,4 +1,4 @@
-"""Dataclasses as a schema: the keys they allow, what each key wants, and which key somebody probably meant.
+"""Dataclasses as a schema: the keys they allow, what each key wants, and the nearest key to a misspelt one.
 
 A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.exceptions[0].match`.
 """

@@ -197,7 +197,7 @@ class CheckpointConfig:
     """What survives a crash."""
 
     every: Span
-    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run that is told to stop saves
+    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run that a signal stops saves
     first."""
     keep: int
     """This many of the newest checkpoints stay on disk; 0: all."""
@@ -335,7 +335,7 @@ class DebugConfig:
 
 @dataclass
 class Config:
-    """Everything a run is told."""
+    """All settings of a run."""
 
     run: RunConfig
     """Its name, and what it starts from."""

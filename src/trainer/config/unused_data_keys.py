@@ -1,4 +1,4 @@
-"""Settings of the `data` section that change nothing where they stand, for whoever believes that they do.
+"""Settings of the `data` section that have no effect together with the others, so that a run can warn of them.
 
 Not mentioned: what is as `configs/data/` has it, and settings of the machine (`workers`, `cache_dir`), which one keeps
 for all runs alike.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.data import DataConfig, Source, SourceConfig, Stop, source_configs
+from trainer.config.data import HAVE_PATHS, DataConfig, Source, SourceConfig, Stop, source_configs
 
 FOLDERS = {Source.stdlib, Source.text, Source.files}
 READ_BY = {
@@ -21,6 +21,8 @@ READ_BY = {
     "split": {Source.hf},
     "revision": {Source.hf},
     "streaming": {Source.hf},
+    "validation_path": set(HAVE_PATHS),
+    "validation_split": {Source.hf},
 }
 PREPARING = ("validation_fraction", "tokenizer_sample_mb", "skip_damaged", "shard_mb")
 GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
@@ -47,13 +49,18 @@ def without_effect(data: DataConfig) -> list[str]:
     if sources[0].source is Source.bins:
         given = [key for key in PREPARING if _is_given(key, getattr(data, key))]
         lines += [_line(f"data.{key}", getattr(data, key), "bins are prepared already") for key in given]
-    elif data.tokenizer is not None and _is_given("tokenizer_sample_mb", data.tokenizer_sample_mb):
+        return lines
+    fraction = data.validation_fraction
+    if fraction and _is_given("validation_fraction", fraction) and all(part.held_out for part in sources):
+        why = "validation_path or validation_split says what is held out"
+        lines.append(_line("data.validation_fraction", fraction, why))
+    if data.tokenizer is not None and _is_given("tokenizer_sample_mb", data.tokenizer_sample_mb):
         lines.append(_line("data.tokenizer_sample_mb", data.tokenizer_sample_mb, "data.tokenizer is trained already"))
     return lines
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Whether somebody has set it."""
+    """Whether the user has set it."""
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped

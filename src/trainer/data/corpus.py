@@ -4,7 +4,7 @@ A document is a file. Its side is decided by the SHA-256 of its path inside the 
 below `validation_fraction` it is validation. So the split needs no seed, no list to keep, and does not move when other
 files come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
 
-The fingerprint tells one state of the source from another. It covers each file's path, size and modification time, as
+The fingerprint identifies a state of the source. It covers each file's path, size and modification time, as
 make and rsync do: listing a folder is fast at any size, and the price of a needless rebuild (a touched file) is small.
 """
 

@@ -1,4 +1,4 @@
-"""`trainer.document_masking`: the model is told which token documents begin with, or nothing (`models.documents`)."""
+"""`trainer.document_masking`: the model gets the token that documents begin with, or None (`models.documents`)."""
 
 from models import DeepSeek
 from trainer.config import TrainerConfig

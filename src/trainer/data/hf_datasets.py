@@ -1,10 +1,10 @@
 """Hugging Face datasets, by the library `datasets`: from the hub, from a folder that `save_to_disk` made, or from one
 of files, as they are kept on the hub. Streaming or not, the rows come as columns of Arrow, in batches.
 
-A dataset of the hub is taken for what it was when it was prepared: nothing is asked of the hub again, so that a machine
-without a network can train on what is in the cache. Another state of it is another `revision`. Which commit was read,
-`pin` tells: a preparation that is begun again continues with the same one or not at all. (Without a network `datasets`
-gives the newest commit of its own cache, whatever revision it is asked for; which one that is, it tells.)
+A prepared dataset is not compared with the hub again, so that a machine without a network can train on what is in the
+cache. Another state of the dataset is another `revision`. `pin` returns the commit that was read: a preparation that
+resumes uses the same commit or fails. (Without a network `datasets` gives the newest commit of its own cache, whatever
+revision it is asked for; it does report which one.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precision.errors import UserError
 from trainer.config.data import SourceConfig
 from trainer.data.records import BLOCK_BYTES, Block, Rows, SkipLog, as_bytes, check_column
 
-STREAM_ROWS = 256  # read at once where nobody knows how long they are
+STREAM_ROWS = 256  # read at once while their length is unknown
 MOST_ROWS = 16384
 
 
@@ -119,7 +119,7 @@ class Dataset:
                 if isinstance(rows, datasets.DatasetDict):
                     if part.split not in rows:
                         names = ", ".join(map(str, rows))
-                        raise UserError(f"{part.key}.split={part.split}: {root} has the splits {names}: set one")
+                        raise UserError(f"{part.key}.path={root}: has no split {part.split}: set one of {names}")
                     rows = rows[part.split]
                 rows = rows.to_iterable_dataset() if part.streaming else rows
             else:

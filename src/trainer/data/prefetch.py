@@ -5,9 +5,9 @@ A step must not wait for a disk, so a batch is read, widened to int64 and on its
     thread    read windows -> pinned host memory -> copy to the GPU on a stream of its own -> event
     trainer   the stream that computes waits for the event (not the host)
 
-The thread only runs what it is given, in order. It knows no cursor: what has been read ahead and is then not wanted,
-after a rewind, say, is dropped, and nobody's state has to be put back. What goes wrong in it is raised where the result
-is asked for, and only if it is. It is a daemon: a disk that never answers does not keep the process from ending.
+The thread only runs what it is given, in order. It knows no cursor: results that are no longer wanted, after a rewind,
+say, are dropped, and no state has to be restored. An error in it is raised where the result is asked for, and only
+then. It is a daemon: a disk that never answers does not keep the process from ending.
 """
 
 from __future__ import annotations

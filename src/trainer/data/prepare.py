@@ -6,11 +6,11 @@ Large corpora have train-00000.bin, train-00001.bin, ...; several sources valida
 a hash of everything that the contents depend on: the sources' fingerprints and the settings. A changed source therefore
 has another name, and a run that still reads the old bins keeps them. The folder is built under another name, shard by
 shard (`packing`), and renamed when complete, so that one killed halfway is never taken for a whole one; the next
-process keeps the shards that are whole and goes on. A file lock lets one process build while others wait for it.
+process keeps the complete shards and continues. A file lock lets one process build while others wait for it.
 
 What is damaged (files that cannot be read, documents that are not text) is an error that names it, unless
-`data.skip_damaged` allows to leave it out. What is left out is decided once, here, and stands in prepared.json: a run
-that goes on has the same tokens in the same order, whatever has become of the source.
+`data.skip_damaged=true`, which leaves it out. What is left out is decided once, here, and recorded in prepared.json:
+a run that resumes has the same tokens in the same order, even if the source has changed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def find_or_build(
 ) -> Prepared:
     """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
-    folder: where they shall be instead of in the cache. Safe to call from several processes at once, which then share
-    `check_whole`: files that were altered are found there. UserError, one line, for settings that cannot work, a source
+    folder: where to put them instead of the cache. Safe to call from several processes at once, which then share
+    `check_whole`: it finds files that were altered. UserError, one line, for settings that cannot work, a source
     without text, what is damaged (unless `data.skip_damaged`), and sidecars that are not what they were when written.
     """
     check_data(data, vocab_size)
@@ -103,7 +103,7 @@ def find_or_build(
             if not place.is_dir():
                 _build(place, readers, data, vocab_size, key, report)
                 built = True
-        except OSError as error:  # of writing: what cannot be read has been told
+        except OSError as error:  # of writing: read errors are UserErrors already
             kept = any(_partial(place).glob("done-*.json"))
             if not kept:
                 shutil.rmtree(_partial(place), ignore_errors=True)
@@ -144,7 +144,7 @@ def _check_entries(entries: int, vocab_size: int) -> None:
 
 
 def _check_end(prepared: Prepared, end_of_text: str) -> None:
-    """Whoever samples or exports the model later asks the config which token ends a text."""
+    """Check data.end_of_text: scripts that sample or export the model read it from the config."""
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     for shard in (*prepared.train.shards, *prepared.validation.shards):
         end = shard.sidecar.end_of_text
@@ -197,7 +197,7 @@ def _partial(folder: Path) -> Path:
 def _build(
     folder: Path, readers: Sequence[Reader], data: DataConfig, vocab_size: int, key: str, report: Progress
 ) -> None:
-    """Make `folder` from the sources, or go on with what a dead process has made of it: the caller holds its lock."""
+    """Make `folder` from the sources, or continue what a dead process has left; the caller holds its lock."""
     partial = _partial(folder)
     partial.mkdir(exist_ok=True)
     if not (partial / SUMMARY).is_file():

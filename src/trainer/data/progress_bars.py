@@ -1,4 +1,4 @@
-"""Preparing data in front of somebody: a bar for each stage on a terminal, a line elsewhere, nothing from the cache."""
+"""Progress of preparing data: a bar for each stage on a terminal, a line elsewhere, nothing from the cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def find_or_build_with_bars(data: DataConfig, vocab_size: int) -> Prepared:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """Something that shows the stages it is told of."""
+    """Shows the progress of stages."""
     console = Console()
     tasks: dict[str, TaskID] = {}
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:

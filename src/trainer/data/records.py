@@ -30,7 +30,7 @@ LONGEST_BYTES = 1 << 28
 COUNTED_BYTES = 1 << 30
 """Of a file: lines so far into it are counted for a message."""
 EMPTY = "empty"
-ONE_VALUE = "one JSON value over several lines, and one object a line is wanted (jq -c '.[]' makes that of an array)"
+ONE_VALUE = "one JSON value for the whole file, and one object a line is wanted (jq -c '.[]' makes that of an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
@@ -51,7 +51,7 @@ class Skipped:
     path: str
     why: str
     count: int
-    """Documents. 0: a file, or the rest of one, whose documents nobody can count."""
+    """Documents. 0: a file, or the rest of one, whose documents cannot be counted."""
     first: str
     """Where the first of them is; empty for a file."""
 
@@ -126,6 +126,22 @@ class Block(Protocol):
 def position(data: bytes) -> float:
     """Hash of a document as a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """A block whose documents are all held out, or all trained on."""
+
+    block: Block
+    held_out: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block.num_bytes
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        for piece in self.block.pieces(fraction, log):
+            yield piece._replace(held_out=self.held_out)
 
 
 @dataclass(frozen=True)
@@ -210,11 +226,11 @@ def parse_lines(
             log.add(label, "not UTF-8 text", where)
             continue
         except (ValueError, RecursionError):
-            starts = here == 0 and line.strip() in (b"[", b"{")
+            starts = here == 0 and (line.lstrip().startswith(b"[") or line.strip() == b"{")
             log.add(label, ONE_VALUE if starts else "not JSON", where)
             continue
         if not isinstance(record, dict):
-            log.add(label, "not a JSON object", where)
+            log.add(label, ONE_VALUE if here == 0 and isinstance(record, list) else "not a JSON object", where)
         elif column not in record:
             has = ", ".join(list(record)[:9])
             log.add(label, f"no key {column}, which data.text_column names", where, which=f"which has {has}")

@@ -1,4 +1,4 @@
-"""Writing bins: one file of tokens at a time, its sidecar after it, both on the disk before anybody is told."""
+"""Writing bins: one file of tokens at a time, then its sidecar, both on the disk before the caller gets the result."""
 
 from __future__ import annotations
 

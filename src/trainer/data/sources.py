@@ -15,7 +15,9 @@ own.)
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,6 +32,7 @@ from trainer.data.records import (
     Block,
     Lines,
     LinesRead,
+    OneSided,
     RowGroup,
     SkipLog,
     TextFile,
@@ -53,7 +56,7 @@ class Reader(Protocol):
     fingerprint: str
     """Another one for another state of the source."""
     num_bytes: int
-    """About how much text it is; 0 if nobody knows."""
+    """Approximate size of its text; 0 if unknown."""
 
     def pin(self, commit: str | None) -> str | None:
         """Read no other state than `commit` from now on. Returns the state, if the source names it; before anything is
@@ -71,6 +74,12 @@ class Reader(Protocol):
 
 def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
     """UserError, one line, if there is nothing to read."""
+    if part.held_out is not None:
+        return TwoSided(part, part.held_out)
+    return _open(part, validation_fraction)
+
+
+def _open(part: SourceConfig, validation_fraction: float | None) -> Reader:
     if part.source is Source.hf:
         from trainer.data.hf_datasets import Dataset
 
@@ -78,19 +87,51 @@ def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
     return Files(part, validation_fraction)
 
 
+class TwoSided:
+    """A source that is trained on as a whole, and one that is held out as a whole, which comes first: a mixture may
+    end before all of the text has been read."""
+
+    def __init__(self, part: SourceConfig, held_out: SourceConfig) -> None:
+        self.part, self._same = part, part.path == held_out.path
+        self._train, self._held_out = _open(part, None), _open(held_out, None)
+        if isinstance(self._train, Files) and isinstance(self._held_out, Files):
+            self._train.leave_out(self._held_out)
+        both = f"{self._train.fingerprint}\nheld out {self._held_out.fingerprint}"
+        self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
+        sizes = self._train.num_bytes, self._held_out.num_bytes
+        self.num_bytes = sum(sizes) if all(sizes) else 0
+
+    def pin(self, commit: str | None) -> str | None:
+        commit = self._train.pin(commit)
+        self._held_out.pin(commit if self._same else None)
+        return commit
+
+    def blocks(self, log: SkipLog) -> Iterator[Block]:
+        for held_out, source in ((True, self._held_out), (False, self._train)):
+            for block in source.blocks(log):
+                yield OneSided(block, held_out)
+
+    def sample(self, num_bytes: int) -> Iterator[Block]:
+        for block in self._train.sample(num_bytes):
+            yield OneSided(block, False)
+
+
 class Files:
     """The files of a folder."""
 
-    def __init__(self, part: SourceConfig, validation_fraction: float) -> None:
+    def __init__(self, part: SourceConfig, validation_fraction: float | None) -> None:
+        """validation_fraction: None holds out nothing."""
         self.part = part
         self._corpus = corpus = scan(part)
         self.fingerprint = corpus.fingerprint
         self._kinds = {document.path: self._kind(document.path) for document in corpus.documents}
         known = not any(packed for _, packed in self._kinds.values())
         self.num_bytes = corpus.num_bytes if known else 0
-        texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
         self._divided: int | None = None
         self._held_out: set[str] = set()
+        if validation_fraction is None:
+            return
+        texts = [document for document in corpus.documents if self._kinds[document.path][0] is Format.text]
         if len(corpus.documents) == len(texts) == 1 and known:
             self._divided = self._divide(texts[0], validation_fraction)
             return
@@ -101,6 +142,20 @@ class Files:
                 f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
                 f"for training, and only a text that is one file, not compressed, is divided: {fix}"
             )
+
+    def leave_out(self, other: Files) -> None:
+        """Read no file that `other` reads. UserError if none is left."""
+        theirs = {other._corpus.root / document.path for document in other._corpus.documents}
+        corpus = self._corpus
+        kept = tuple(document for document in corpus.documents if corpus.root / document.path not in theirs)
+        if not kept:
+            raise UserError(
+                f"{self.part.key}.validation_path={self.part.validation_path}: has every file of {self.part.path}: "
+                "nothing is left to train on; give other text"
+            )
+        self._corpus = replace(corpus, documents=kept)
+        self.fingerprint = self._corpus.fingerprint
+        self.num_bytes = self._corpus.num_bytes if self.num_bytes else 0
 
     def _divide(self, text: Document, validation_fraction: float) -> int:
         """Where the held-out part of the only file begins."""
@@ -205,7 +260,7 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
 
 def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
     """The lines of a compressed file. Of one that is damaged, those before the damage."""
-    rest: list[bytes] = []  # of a line that goes on
+    rest: list[bytes] = []  # of a line that continues in the next block
     size = begin = lines = 0
     skipping = False  # a line that is too long
     try:

@@ -2,7 +2,8 @@
 
 It reads pickles from its standard input (a `Packing`, then `Work`, until the input ends) and answers each with one on
 its standard output: a `Done`, or an `Excuse`; before that with numbers, which are bytes of text read. When the process
-that started it is gone, its input ends and so does it, at once: what it was writing has a name that nobody looks at.
+that started it is gone, its input ends and so does it, at once: the file it was writing has a temporary name that no
+reader opens.
 """
 
 from __future__ import annotations

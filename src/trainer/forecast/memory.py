@@ -15,9 +15,9 @@
     BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
                       as it runs
 
-In a step of one microbatch activations go as gradients come, block by block: both are told as they are when together
-they are most. (With more, the gradients of the first are there while the second keeps its activations; and where CUDA
-graphs were recorded, they stay.)
+In a step of one microbatch activations are freed as gradients are made, block by block: both are given at the moment
+when their sum is largest. (With more microbatches, the gradients of the first exist while the second keeps its
+activations; with recorded CUDA graphs they stay allocated.)
 
 Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
 """

@@ -39,7 +39,7 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that somebody should know. message: one line: what, how much against what, and what to do."""
+    """Something that the user should know. message: one line: what, the value and its threshold, and what to do."""
 
     rule: str
     """Name of the rule: the key of its threshold."""
@@ -56,7 +56,7 @@ class Alert:
 
     @property
     def about(self) -> str:
-        """What is told apart: the same rule about another tensor is another alert."""
+        """What the alert is about: the same rule about another tensor is another alert."""
         return self.tensor or self.block or ""
 
     def what(self) -> dict[str, Any]:

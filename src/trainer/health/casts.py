@@ -62,7 +62,7 @@ class Rows:
 
 
 class Casts:
-    """Statistics of the casts that it is told of (an `observe.Observer`)."""
+    """Statistics of casts (an `observe.Observer`)."""
 
     def __init__(self, rows: Rows, device: torch.device):
         self._rows = rows

@@ -12,7 +12,7 @@
 What is collected leaves the device in the trainer's one copy. Passes and collectives are the same on all ranks.
 
 tensors.jsonl: a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [blocks with experts]}} when a run starts or
-goes on, then a line for each logged step, lists in the order of those names:
+resumes, then a line for each logged step, lists in the order of those names:
 
     {"step": N, "fp8": {"scale": [...], "amax": [...]}, "blocks": {"max_logit"},
                     "moe": {"load_max_over_mean", "entropy", "bias_max"}}

@@ -18,7 +18,7 @@ Reasons for a reduced clock (`Gpu.reasons`, a bit mask):
     THERMAL      too hot, core or memory: the driver lowers the clock, or the board does
     HARDWARE     the board protects itself: too hot, too much current, the power supply's brake; clocks halve or worse
 
-What lowers a clock without anything being wrong is not among them: idling, and clocks that somebody has set. THERMAL
+What lowers a clock without anything being wrong is not among them: idling, and clocks set by an administrator. THERMAL
 and HARDWARE overlap: a board that is too hot has both.
 """
 

@@ -196,7 +196,7 @@ class Sampler:
             while not self._stop.wait(max(due - time.monotonic(), 0.0)):
                 self.sample()
                 due = max(due + self._seconds, time.monotonic())  # what was missed is not made up for
-        except Exception as error:  # Lost, or what nobody foresaw: a reading that stands still must not pass for one
+        except Exception as error:  # Lost or any other: a reading that stands still must not pass for one
             with self._lock:
                 self._lost = True
             logging.getLogger(__name__).warning("NVML has lost %s: %s", self._gpu.uuid, error)
@@ -307,7 +307,7 @@ class PowerMeter:
 
 
 def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, steps: int) -> dict[str, Any]:
-    """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that nobody knows is left out.
+    """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that no rank has is left out.
 
     whole: whether every GPU of the job is among them: what a token costs is said only then.
     """

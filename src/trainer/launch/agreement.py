@@ -1,7 +1,7 @@
-"""The ranks of a run do the same: same config, same code, same torch. Who differs is told before anything is built.
+"""Checks that all ranks have the same config, code and torch, and names the rank that differs before building anything.
 
-Nodes are set up by hand, and a stale checkout or another override on one of them would else train something that
-nobody asked for, or wait for ever in a collective that the others do not make.
+Nodes are set up by hand. A stale checkout or another override on one of them would train something unintended, or wait
+for ever in a collective that the others do not make.
 """
 
 import hashlib

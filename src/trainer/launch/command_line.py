@@ -4,8 +4,8 @@ Hydra composes and nothing more. Its task function only collects what was compos
 composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
-errors take several, and advise to add a mistyped key to the config: they are told again here. Everything else is a bug
-and keeps its traceback. Of many processes one says it.
+errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
+and keeps its traceback. Of many processes one prints it.
 
 This module imports no torch before something has gone wrong: `--help` is quick.
 """
@@ -236,7 +236,7 @@ def _own_warnings_in_one_line() -> Iterator[None]:
 def _nobody_reads(stream: TextIO) -> bool:
     """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
     state = select.poll()
-    state.register(stream.fileno(), 0)  # tells of errors alone
+    state.register(stream.fileno(), 0)  # reports errors alone
     if not state.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -335,7 +335,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
 
 def _given(key: str, arguments: list[str]) -> str:
-    """The value that the command line gives a key, as far as anybody may see it."""
+    """The value that the command line gives a key, for display, secrets hidden."""
     for argument in reversed(arguments):
         name, _, value = argument.partition("=")
         if name.lstrip("+~").partition("@")[0] == key:

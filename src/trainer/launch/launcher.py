@@ -1,4 +1,4 @@
-"""What a launcher says to a process in its environment: torchrun, or whoever sets the same variables.
+"""What a launcher sets in a process's environment: torchrun, or any launcher with the same variables.
 
     RANK  LOCAL_RANK  WORLD_SIZE  LOCAL_WORLD_SIZE             which of how many processes this is, and on its node
     MASTER_ADDR  MASTER_PORT                                   where the job's store is

@@ -1,10 +1,10 @@
 """SIGINT, SIGTERM and SIGHUP: finish the step, save, leave; all ranks after the same one.
 
 A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
-of hosts and not of GPUs: has anybody been told to stop? It is under way while the next step runs, and read at that
-one's end, so that nobody waits for it: the run stops one step later than a single process would. Since the ranks of a
-run cannot be more than one step apart, it also tells a rank that hangs: the others wait for it there, or, if they
-ask for a number of their GPU's first, in the operation that the GPU waits in.
+of hosts and not of GPUs: has any rank received a signal? It is under way while the next step runs, and read at the end
+of that step, so that no rank waits for it: the run stops one step later than a single process would. Since the ranks of
+a run cannot be more than one step apart, it also exposes a rank that hangs: the others wait for it there, or, if they
+read a number from their GPU first, in the operation that the GPU waits in.
 """
 
 from __future__ import annotations

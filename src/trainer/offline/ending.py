@@ -28,7 +28,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 
 def say(text: str) -> None:
-    """Print, if anybody still reads, in the characters that the terminal has."""
+    """Print in the characters that the terminal has; ignores a closed stream."""
     encoding, screen = sys.stdout.encoding or "utf-8", BestEffortStream(sys.stdout)
     screen.write(text.encode(encoding, "replace").decode(encoding) + "\n")
     screen.flush()

@@ -72,7 +72,7 @@ class Imported:
 
     @property
     def overrides(self) -> list[str]:
-        """What train.py is told to resume from it, as a shell wants it."""
+        """Arguments of train.py that resume from it, quoted for a shell."""
         words = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
         words.append(_override("run.init_from", str(self.folder)))
         if self.tokenizer is not None:

@@ -5,7 +5,7 @@ leaves parameters, moments and step counts as they were when it is false, and th
 *committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
 own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
 
-The kernel is `precision.kernels.adamw` on a GPU with Triton (it tells norms, too), else torch's fused AdamW, which
+The kernel is `precision.kernels.adamw` on a GPU with Triton (it returns norms, too), else torch's fused AdamW, which
 takes flag and divisor as `found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it
 writes the scaled gradients back.
 

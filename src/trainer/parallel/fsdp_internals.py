@@ -120,7 +120,7 @@ def groups(model: nn.Module) -> Iterator[tuple[Any, Group]]:
 
 
 def let_dynamo_guard(module: nn.Module) -> None:
-    """Have Dynamo guard on what modules below are: of "FSDP-managed" ones it skips the guards by which it tells a block
-    in FP8 from one in BF16."""
+    """Have Dynamo guard on what modules below are: of "FSDP-managed" ones it skips the guards that distinguish a
+    block in FP8 from one in BF16."""
     for part in module.modules():
         part._is_fsdp_managed_module = False  # type: ignore[assignment]

@@ -62,7 +62,7 @@ class Receiver(Protocol):
 class GatherFormat:
     """What FSDP asks a shard: what to send, and what the gathered whole becomes.
 
-    whole: of a large weight. FSDP's message then has what travels beside the numbers, or what nobody reads.
+    whole: of a large weight. FSDP's message then has what travels beside the numbers, or unused bytes.
     """
 
     def __init__(self, layer: Receiver, ranks: int):

@@ -11,9 +11,9 @@ It reads the evidence that the step left behind (`evidence`), after the fact and
                train.bin, the tokenizer what text
 
 A dropped step changes nothing: as long as no other step has been committed, the same microbatch can be run again with
-every tensor looked at (`sightings`), which tells how many numbers were not finite, and in which sequences. That is done
-at once on CPUs, and on a single GPU if the last step before a log was a bad one; several GPUs are not kept waiting, nor
-brought into a pass that may need more memory than a step. Else the event names the command that does it,
+every tensor probed (`nonfinite_probe`), which counts the numbers that were not finite, by sequence. That is done at
+once on CPUs, and on a single GPU if the last step before a log was a bad one. Several GPUs are not kept waiting, and
+such a pass may need more memory than a step. Otherwise the event names the command that does it,
 scripts/replay_step.py.
 
 Numbers: a window is counted in the run's stream, as the data cursor counts; tokens are offsets into train.bin.
@@ -205,7 +205,7 @@ class Diagnosis:
             try:
                 bad.what["text"] = text_of(self._loader, self._tokenizer, first)
                 text = json.dumps(bad.what["text"], ensure_ascii=False)
-            except (OSError, ValueError) as error:  # what is told of a run is not worth the run
+            except (OSError, ValueError) as error:  # the report is not worth the run
                 text = f"({' '.join(str(error).split())})"
             which = "" if len(served) == 1 else "the first one "
             bad.details.append(f"{which}tokens {begin:,} to {end:,} of {self._loader.bins.path.name}: {text}")

@@ -83,7 +83,7 @@ class Ladder:
 
     @property
     def streak_begins(self) -> int | None:
-        """First step of a row that goes on: a checkpoint from before it may be needed. None: there is no row."""
+        """First step of the current streak: a checkpoint from before it may be needed. None: no streak."""
         return self.streak[0].step if self.streak else None
 
     def choose(

@@ -1,8 +1,8 @@
 """NonfiniteProbe: every tensor of one forward and backward pass, in the order in which it came, looked at on the way.
 
-What the arena keeps of a tensor is its amax. Here a pass is made again, off the record (`trainer.step.second_pass`),
-and of each tensor is told how many of its numbers are not finite, in which sequences, and what the cast into FP8 did
-to it:
+The arena keeps only the amax of a tensor. Here a pass runs a second time without effect on the run
+(`trainer.step.second_pass`), and reports of each tensor how many numbers are not finite, in which sequences, and what
+the cast into FP8 did to it:
 
     NAME           what a GEMM, a sublayer (its `AmaxProbe`), a block, the embedding or the final norm gives
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorReading:
-    """A tensor. sequences: those of the microbatch that hold a number that is not finite, as far as its shape tells.
+    """A tensor. sequences: those of the microbatch with a number that is not finite, if its shape shows them.
 
     saturated, underflown: shares of the numbers, None if it was not cast. kept: the tensor.
     """
@@ -74,7 +74,7 @@ class NonfiniteProbe:
 
     @property
     def bad_sequences(self) -> list[int]:
-        """Sequences of the first tensor that is bad and tells."""
+        """Sequences of the first tensor with any."""
         return next((row.sequences for row in self.rows.values() if row.sequences), [])
 
     @torch.no_grad()

@@ -270,7 +270,7 @@ class RunFolder:
 def check_place(run: "RunConfig") -> Path | None:
     """What `RunFolder.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
 
-    Returns the folder, which need not exist; None for an unnamed new run, which gets one that nobody has.
+    Returns the folder, which need not exist; None for an unnamed new run, which gets an unused name.
     """
     if run.name is None and run.resume == "never":
         return None

@@ -52,7 +52,7 @@ class Screen(Protocol):
         ...
 
     def doing(self, what: str) -> None:
-        """Say what goes on between two steps, until the next metrics. Cheap, too."""
+        """Show what happens between two steps, until the next metrics. Cheap, too."""
         ...
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class BestEffortStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, if there is still somebody who reads."""
+        """Write, if the stream still has a reader."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -112,7 +112,7 @@ class BestEffortStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, if there is still somebody who reads."""
+        """Flush, if the stream still has a reader."""
         try:
             self._stream.flush()
         except OSError as error:

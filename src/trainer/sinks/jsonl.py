@@ -19,8 +19,8 @@ from trainer.files import trim
 class JsonLines:
     """Appends objects to `path`, one a line. Any thread may write.
 
-    A write that fails is not raised: training is worth more than a line about it. `warn` is told when that begins and
-    when it is over.
+    A write that fails is not raised: training is worth more than a line about it. `warn` is called when that begins
+    and when it is over.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:

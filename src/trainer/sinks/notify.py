@@ -1,4 +1,4 @@
-"""Word to somebody who is not looking: a webhook (HTTP POST) and a command of the user's.
+"""Notifications for an absent user: a webhook (HTTP POST) and a command of the user's.
 
 What goes out is what a person would want to be woken for: alerts, rewinds, failures (of a checkpoint, say), the end of
 a run that could not continue. A notice is one JSON object,
@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 from precision.errors import UserError
 
 TOLD = frozenset({"alert", "rollback", "failure"})
-"""Kinds of events that are told; so is any that has a `rule` or says that something `failed`."""
+"""Kinds of events that are sent; so is any with a `rule` or with `failed`."""
 
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 30.0

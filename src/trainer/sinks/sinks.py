@@ -7,7 +7,7 @@ event(kind, ...)                        x            x             x
 progress(step), doing(what)                          x
 summary(...)                                         x             x
 
-An event that is an alert goes to W&B as one, and what is worth waking somebody for to `health.notify`.
+An event that is an alert goes to W&B as an alert; alerts and failures go to `health.notify`, too.
 
 Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and says nothing on the
 screen but that something failed on it.
@@ -151,7 +151,7 @@ class Sinks:
     def ended(self, news: News) -> None:
         """The job ends because of something on some rank: write it down, and leave the terminal as it was.
 
-        Any thread calls, and the process exits right after. Where rank 0 is gone, it is another rank that is told.
+        Any thread calls, and the process exits right after. If rank 0 is gone, another rank calls it.
         """
         # a file of its own: the others may be closed, or be another rank's
         events = JsonLines(self._folder / EVENTS, self._log.write)
@@ -180,7 +180,7 @@ class Sinks:
         self._screen.progress(step)
 
     def doing(self, what: str) -> None:
-        """What goes on between two steps, in a few words, until the next metrics."""
+        """What happens between two steps, in a few words, until the next metrics."""
         self._screen.doing(what)
 
     def header(self, rows: Iterable[tuple[str, str]]) -> None:
@@ -250,7 +250,7 @@ class Sinks:
         self.close(error)
 
     def _tell_of_end(self, error: BaseException) -> None:
-        """A run that cannot continue is told of; one that somebody has stopped is not. Of many ranks, `ended` tells."""
+        """Notify that the run cannot continue; not if the user has stopped it. Of many ranks, `ended` does it."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
         if self._alone and not asked_for:
             message = " ".join(str(error).split()) or type(error).__name__

@@ -9,7 +9,7 @@ told; `metrics.jsonl` has everything. What the server does not get stays on the 
 
 Numbers only. W&B's history only grows: steps that are run again, after a resume or a rewind, stand there twice. So
 `step` is a metric like others and the axis of all of them (W&B would refuse its own step going back), and
-`recovery/rewinds` tells the lines of one course from those of the next.
+`recovery/rewinds` distinguishes the lines before a rewind from those after it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class WandbTracker:
 
     `mode`: online, offline, or auto: online with an API key (`wandb login`), offline without; WANDB_MODE, which wandb
     itself reads, decides before auto does. Online that does not answer becomes offline; any other failure ends
-    tracking, and nothing else. Both are told once, through `alarm`, from the thread.
+    tracking, and nothing else. Both are reported once, through `alarm`, from the thread.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Engine:
         return self.world.rank % self.degrees.stage // self.degrees.sequence, self.degrees.data
 
     def share_of(self, batch: Tensor) -> Tensor:
-        """This rank's sequences of a whole batch [B, ...], where nobody has read them alone."""
+        """This rank's sequences of a whole batch [B, ...], for a batch that every rank has read whole."""
         part, parts = self.data_share
         return batch.chunk(parts)[part]
 
@@ -166,7 +166,7 @@ def build_model(
 ) -> tuple[Plan, DeepSeek]:
     """The resolved plan and the model on `device`, weights drawn from the seed.
 
-    saved: `Plan.backends()` of the start of a run that goes on, to choose the same backends. degrees: of the ranks that
+    saved: `Plan.backends()` of the start of a run that resumes, to choose the same backends. degrees: of the ranks that
     share its weights. total: memory of the smallest of their GPUs, bytes.
     """
     degrees, config = degrees or Degrees(), widest(config)

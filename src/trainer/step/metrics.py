@@ -119,7 +119,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside is nobody's."""
+        """Time spent inside is not counted."""
         began, self.is_paused = time.perf_counter(), True
         yield
         self.is_paused = False

@@ -11,7 +11,7 @@ addresses each time, so
     weights       the GEMMs' operands are refreshed in place, scales and amaxes are rows of one arena: all at rest
     nothing       may wait for the host, or choose by a value that is on the device
 
-A replay runs no Python, and so would show nobody what it casts (`precision.observe`). Microbatches of a step that is
+A replay runs no Python, and so shows no observer what it casts (`precision.observe`). Microbatches of a step that is
 sampled have a graph of their own, which adds to gradients, for the first one to zeros: that changes no bit of them.
 
 Before a recording the same microbatch runs the plain way, on the stream that will record: kernels are compiled, tuned

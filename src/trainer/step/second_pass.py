@@ -3,11 +3,11 @@
 Between two steps nothing is on the way: gradients are gone, gathered weights are freed, the data cursor and the random
 numbers are the host's. What a pass leaves behind is known, and is put away here:
 
-    maxima in the arena       taken down before, put back after; scales and histories are only read
+    maxima in the arena       saved before, restored after; scales and histories are only read
     compute weights           made again at the start; the next step does the same from the same masters and scales
-    gradients                 dropped, each as soon as whoever wants it has seen it
+    gradients                 dropped, each as soon as the caller has seen it
     weights gathered by FSDP  freed before and after
-    load of the experts       an output of the model: nobody takes it
+    load of the experts       an output of the model: not used
     debug.inject              disarmed: a fault belongs to its step
 
 The pass is eager, whatever the run is: nothing is compiled for it, and a CUDA graph of the step is left alone. (It

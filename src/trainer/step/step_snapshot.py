@@ -1,7 +1,7 @@
-"""StepSnapshot: what is kept of a bad step on the device until the host looks, and what it says.
+"""StepSnapshot: what is kept of a bad step on the device until the host reads it, and its evaluation.
 
-A good step must not wait for the host, so nobody asks in the step whether it was bad. Each step copies its numbers into
-a small buffer on the device, a good one into a slot that nobody reads, a bad one into the next free slot:
+A good step must not wait for the host, so the host does not ask in the step whether it was bad. Each step copies its
+numbers into a small buffer on the device, a good one into a slot that is never read, a bad one into the next free slot:
 
     amax [M, N + 1]   this rank's amaxes after each of its M microbatches, before ranks put theirs together, and the
                       microbatch's loss beside them. Amaxes are maxima, so the first row with a number that is not

@@ -66,12 +66,12 @@ def test_a_sampled_step_is_the_step(engine: Engines, recipe: str, way: str) -> N
     rows, tokens = Rows(e.arena), batch(e, 3)
     casts, kurtosis = Casts(rows, e.device), BlockKurtosis(e.model.iter_blocks())
     plain, again = passes(e, tokens), passes(e, tokens)
-    assert not kurtosis.sums.any(), "nobody has asked"
+    assert not kurtosis.sums.any(), "no sampler is set"
     with sampling(casts), torch.compiler.set_stance("fail_on_recompile"):
         watched = passes(e, tokens)
     seen, sums = casts._parts.sum(1), kurtosis.sums
     after = passes(e, tokens)
-    assert torch.equal(seen, casts._parts.sum(1)) and torch.equal(sums, kurtosis.sums), "nobody asks any more"
+    assert torch.equal(seen, casts._parts.sum(1)) and torch.equal(sums, kurtosis.sums), "no sampler is set any more"
     for found in (watched, after):
         for part, noise, theirs in zip(found, again, plain, strict=True):
             if torch.equal(noise, theirs):

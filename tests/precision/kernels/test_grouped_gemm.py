@@ -14,7 +14,7 @@ GROUPS = [(0, 128), (128, 128), (128, 384)]  # first and last row: the second ex
 
 
 def groups(size: int = 512) -> Route:
-    """Experts at GROUPS of `size` rows, the rest of which belong to nobody."""
+    """Experts at GROUPS of `size` rows, the rest of which belong to no expert."""
     none = torch.zeros(size, dtype=torch.int32, device=DEVICE)
     starts, ends = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in zip(*GROUPS, strict=True))
     tile_expert = torch.tensor([0, 2, 2, 3], dtype=torch.int32, device=DEVICE)

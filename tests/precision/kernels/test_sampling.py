@@ -95,7 +95,7 @@ def build(config: PrecisionConfig, backend: str, dense: bool) -> tuple[Layer, Sc
 
 
 def step(layer: Layer, arena: ScalingArena, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
-    """All that comes of a step."""
+    """All results of a step."""
     torch.manual_seed(2)
     x = (torch.randn(ROWS, WIDTH) * torch.logspace(-1, 1, ROWS)[:, None]).to(DEVICE, torch.bfloat16).requires_grad_()
     expert = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(ROWS)]).to(DEVICE)

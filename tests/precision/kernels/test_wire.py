@@ -157,7 +157,7 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("name", "backend"), [run for run in RUNS if run[0] in RECIPES])
 def test_a_row_of_zeros_leaves_no_trace(recipe: Recipe, name: str, backend: str) -> None:
-    """What experts are given to which nobody sent a token."""
+    """What experts receive that no token was sent to."""
     layer, arena = build(recipe(name), backend)
     begin_step(layer, arena)
     before = arena.amax.clone()

@@ -13,7 +13,7 @@ from trainer.checkpoint import Checkpointer
 
 
 class Events:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, str, dict[str, Any]]] = []

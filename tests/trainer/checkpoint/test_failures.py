@@ -34,7 +34,7 @@ FILES = ("manifest.json", "rank00000.safetensors", "state.json", "tensors.json")
 
 
 def quiet(kind: str, step: int, message: str, **what: Any) -> None:
-    """Nobody listens."""
+    """Ignores the event."""
 
 
 def truncate(path: Path) -> None:

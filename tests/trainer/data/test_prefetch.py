@@ -1,4 +1,4 @@
-"""What is read ahead is what would have been read, and nobody notices it: not the cursor, not a rewind, not the end."""
+"""Reading ahead gives the same batches, and leaves no trace in the cursor, in a rewind or at the end."""
 
 import gc
 import os

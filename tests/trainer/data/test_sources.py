@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,31 @@ def test_of_one_text_the_last_part_is_held_out(
         ValueError, match=r"validation_fraction=0\.2: leaves nothing of input\.txt, 1 bytes, for validation"
     ):
         prepare_for(source=Source.text, path=str(tmp_path / path), glob="*.txt")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved splits", "hub"])
+def test_text_of_ones_own_is_held_out(prepare_for: Prepare, tmp_path: Path, kind: str) -> None:
+    own = write(tmp_path / "own", kind, made_up(9, "own"))["path"]
+    given = write(tmp_path / "all", kind, TEXTS)
+    result = prepare_for(**given, validation_path=own, validation_fraction=0.0)
+    assert texts_of(result) == TEXTS and texts_of(result, "validation") == made_up(9, "own")
+    entry = MixEntry("a", 1.0, path=given["path"], validation_path=own)
+    both = prepare_for(**{**given, "path": None}, mix=[entry, replace(entry, name="b", weight=9.0)])
+    assert [bins.sidecar.num_documents for _, bins in both.validations] == [9, 9]
+
+
+def test_a_file_that_is_held_out_is_not_trained_on(prepare_for: Prepare, tmp_path: Path) -> None:
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text(f"text {n} " * 9)
+    given: dict[str, Any] = {"source": Source.text, "path": str(tmp_path), "glob": "*.txt", "validation_fraction": 0.0}
+    result = prepare_for(**given, validation_path=str(tmp_path / "1.txt"))
+    assert (texts_of(result), texts_of(result, "validation")) == (["text 0 " * 9, "text 2 " * 9], ["text 1 " * 9])
+    with pytest.raises(ValueError, match=r"data\.validation_path=.*: has every file of"):
+        prepare_for(**given, validation_path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"data\.validation_path=nowhere: there is no such folder or file"):
+        prepare_for(**given, validation_path="nowhere")
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0: holds nothing out of text"):
+        prepare_for(**given)
 
 
 @pytest.fixture

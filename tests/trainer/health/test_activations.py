@@ -20,7 +20,7 @@ from trainer.step.train_step import train_step
 CPU = torch.device("cpu")
 
 
-def nobody(place: int, x: Tensor, data: Tensor, inv: Tensor, fmt: Format, live: Tensor | None = None) -> None:
+def ignored(place: int, x: Tensor, data: Tensor, inv: Tensor, fmt: Format, live: Tensor | None = None) -> None:
     """Does not look at casts."""
 
 
@@ -46,10 +46,10 @@ def test_places(config: Callable[..., Config], recipe: str, recompute: str, monk
     kurtosis = BlockKurtosis(model.iter_blocks())
     tokens = torch.randint(320, (1, 25), generator=torch.Generator().manual_seed(0))
     train_step(engine, 1, tokens, 1)
-    assert not kurtosis.sums.any(), "nobody has asked"
+    assert not kurtosis.sums.any(), "no sampler is set"
     kept = set(model.state_dict())
     assert not any("kurtosis" in name for name in kept)
-    with sampling(nobody):
+    with sampling(ignored):
         train_step(engine, 2, tokens, 1)
     means = kurtosis.means(World(CPU))
     torch.testing.assert_close(means["qkv"][1], of(torch.cat([seen["q"], seen["kv"]], -1)).mean(), rtol=1e-5, atol=0)
@@ -72,7 +72,7 @@ def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
         modules[row](tensor)
     assert not sums.any()
     monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 4096)
-    with sampling(nobody):
+    with sampling(ignored):
         modules[0](x.view(2, 2000, 256)[..., :100], x.view(2, 2000, 256)[..., 100:])
         modules[1](one)
     torch.testing.assert_close(sums[0], torch.tensor([float(of(x).sum()), 4000.0]).double(), rtol=1e-5, atol=0)
@@ -83,7 +83,7 @@ def test_numbers_and_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert float(sums[1, 0] / sums[1, 1]) == pytest.approx(256) and sums[1, 1] == 6 and not sums[2].any()
     monkeypatch.setattr(observe, "SAMPLE_ON_CPU", 1000)
-    with sampling(nobody):
+    with sampling(ignored):
         modules[2](x)
     torch.testing.assert_close(sums[2], torch.tensor([float(of(x[::5]).sum()), 800.0]).double(), rtol=1e-5, atol=0)
 
@@ -94,7 +94,7 @@ def test_a_huge_token_is_seen_over_a_sequence_only(monkeypatch: pytest.MonkeyPat
     bind_kurtosis([module], CPU)
     x = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 100
-    with sampling(nobody):
+    with sampling(ignored):
         module(x)
     assert module.sums is not None and module.sequences is not None
     by_token, by_sequence = (float(sums[0] / sums[1]) for sums in (module.sums, module.sequences))

@@ -1,4 +1,4 @@
-"""What is wrong is said once, again when it comes again, and a run that goes on knows what was said before."""
+"""An alert is raised once, again when its condition returns, and a resumed run knows the alerts raised before."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
 
 
 def test_a_healthy_run_says_nothing_and_one_that_diverges_does(config: Configs) -> None:
-    """Whole runs: 22 steps with a fitting learning rate, 6 with one a thousand times too high, which then goes on."""
+    """Whole runs: 22 steps with a fitting learning rate, 6 with one a thousand times too high, which then resumes."""
 
     def alerts_of(run: Path) -> list[dict]:
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -127,7 +127,7 @@ def test_what_throttling_costs_is_measured_by_the_clock(nvml, clock) -> None:
     s = sampler()
     capped = {"reasons": 0x04, "sm_clock": 1485}
     assert samples(s, gpu, clock, capped).speed == pytest.approx(0.75)  # of the maximum, 1980
-    # locked to 1650 by somebody: what it reaches without throttling is the measure from then on
+    # locked to 1650 from outside: what it reaches without throttling is the measure from then on
     free = {"reasons": 0x02, "sm_clock": 1650}
     reading = samples(s, gpu, clock, free, capped)
     assert reading.speed == pytest.approx((1 + 1 + 0.9) / 3, abs=0.05)

@@ -193,7 +193,7 @@ def test_silence_is_no_death_in_a_phase_that_says_so(
 
 
 def test_a_number_of_a_process_means_nothing_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A neighbour in another container whose number is nobody's here is not gone."""
+    """A neighbour in another container, whose process number is unused here, is not gone."""
     host, _, namespace = this_process()
     gone: list[Any] = []
     watch_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 pid:[1]"})._meet()

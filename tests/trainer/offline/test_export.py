@@ -104,7 +104,7 @@ def theirs(folder: Path, **how: Any) -> Any:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, and that its index tells where they are."""
+    """All tensors of a folder, checked against its index."""
     found = {}
     for name, file in json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].items():
         with safe_open(folder / file, framework="pt") as opened:

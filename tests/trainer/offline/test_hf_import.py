@@ -226,7 +226,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_may_be_somebodys_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_process_is_left_alone(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
     export(checkpoint, tmp_path / "made", MODEL, Numbers.fp32, None)
     (tmp_path / "out.partial").mkdir()
@@ -328,7 +328,9 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
         refused("eos_token=.* is not the text of a token", whole)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak since a moment")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the peak since a given moment"
+)
 def test_memory_is_that_of_some_rows(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """80 MB of masters pass through 20 MB, both ways. In a process of its own: what others left is not measured."""
     done = run_python(__file__, tmp_path)

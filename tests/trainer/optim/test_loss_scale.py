@@ -1,4 +1,4 @@
-"""Loss scaling: GradScaler's decisions, gradients without the scale, and an overflow that is told from a NaN."""
+"""Loss scaling: GradScaler's decisions, gradients without the scale, and overflows are distinguished from NaNs."""
 
 import json
 from collections.abc import Callable

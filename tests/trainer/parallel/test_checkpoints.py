@@ -82,7 +82,7 @@ SCENES = [
 
 
 def quiet(kind: str, step: int, message: str, **what: Any) -> None:
-    """Nobody listens."""
+    """Ignores the event."""
 
 
 def overrides(folder: Path, scene: Scene) -> list[str]:
@@ -200,7 +200,7 @@ def damage(path: Path) -> None:
 
 
 def prepare(scene: Scene, runs: Path) -> None:
-    """What a scene finds: before any of its ranks goes on."""
+    """What a scene finds, before any of its ranks resumes."""
     if scene.name in ("damaged", "killed"):
         shutil.copytree(runs / "a", runs / scene.name)
     if scene.kind == "copy" and not (runs / "kept").exists():

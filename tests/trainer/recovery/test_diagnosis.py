@@ -1,4 +1,4 @@
-"""What is told of a bad step: tensor, rank, microbatch and text; and that a good one pays nothing for it."""
+"""What is reported of a bad step: tensor, rank, microbatch and text; and that a good one pays nothing for it."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def text_at(trainer: Trainer, tokens: list[int]) -> str:
 def test_a_text_that_cannot_be_read_costs_the_text_and_not_the_run(
     config: Configs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The tokenizer is a file of the data's cache, which somebody may clear under a run."""
+    """The tokenizer is a file of the data's cache, which a user may clear during a run."""
     monkeypatch.setattr(diagnosis, "load_tokenizer", lambda path: load_tokenizer(tmp_path / "gone.json"))
     _, event = event_of(config(*FP8, fault("activation")))
     assert event["windows"] == [4, 4] and len(event["tokens"]) == 1 and "text" not in event

@@ -135,7 +135,7 @@ def test_a_run_that_cannot_go_back_stops_and_says_why(config: Configs, keys: lis
 
 
 def test_a_stop_in_a_row_leaves_what_the_ladder_goes_back_to(config: Configs) -> None:
-    """Two dropped steps, then the end; whoever goes on meets the third. `keep` would leave the last checkpoint only."""
+    """Two dropped steps, then the end; the resumed run meets the third. `keep` would leave the last checkpoint only."""
     keys = (*RUN, BAD_DATA, "checkpoint.keep=1")
     run = Trainer(config(*keys, "trainer.max_steps=9")).train().folder
 

@@ -1,4 +1,4 @@
-"""Word goes out by webhook and command, and whatever those do, nobody waits for them."""
+"""Notices go out by webhook and command, and the run never waits for them."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_both_get_the_whole_event(server: Server, tmp_path: Path) -> None:
     assert warned == []
 
 
-@pytest.mark.parametrize("trouble", ["status", "nobody", "slow"])
+@pytest.mark.parametrize("trouble", ["status", "refused", "slow"])
 def test_a_webhook_that_does_not_work_is_told_of_once(
     server: Server, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +143,7 @@ def test_the_end_waits_for_what_is_on_its_way_but_not_long(server: Server, monke
     server.answers.set()
 
 
-def test_what_is_worth_waking_somebody_for() -> None:
+def test_alerts_rewinds_and_failures_are_sent() -> None:
     told = [
         ("alert", {}),
         ("rollback", {}),
@@ -187,7 +187,7 @@ def test_a_run_that_is_told_to_stop_needs_no_word(server: Server, config: Callab
 def test_the_end_of_a_job_of_many_ranks_is_told_once(
     server: Server, config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """By whichever rank tells the news; not by what the failure of others makes of each rank's own end."""
+    """By the rank that reports the failure; not by the others' errors that follow from it."""
     logging = config("run.name=many").logging
     run = RunFolder(tmp_path, "many", "never", "bf16", {"config.yaml": "trainer: {seed: 1}\n"})
     for rank in (0, 1):

@@ -163,7 +163,7 @@ def alerts(run: RunFolder) -> list[str]:
 def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
     run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
 ) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(wandb_module, "INIT_SECONDS", 1.0)
     setup, told, in_time = wandb.setup, threading.Event(), list[bool]()

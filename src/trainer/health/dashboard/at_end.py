@@ -1,7 +1,7 @@
 """`dashboard.html` in the run folder, written when a run ends, however it ends.
 
-A page about the run is never worth the run: whatever goes wrong here is told in one line, and a file system that does
-not answer is waited for a while and no longer.
+The page is never worth the run: an error here is reported in one line, and the wait for a file system that does not
+answer is limited.
 """
 
 import logging

@@ -67,7 +67,7 @@ const SECTIONS = [
     line("MFU", "of the BF16 peak", [["perf/mfu", "MFU"]], { form: "share" }),
     line("Bubble", "of a step's passes, mean of the ranks", [["perf/bubble", "measured"], ["perf/bubble_forecast", "forecast"]], { form: "share", low: 0 }),
     line("Stragglers", "slowest rank, above the others' median", [["ranks/gpu_slowness", "its GPU"], ["ranks/data_wait", "its data, of a step"]], { form: "share", low: 0 }),
-    line("Rate of a GPU", "TFLOP/s", [["perf/tflops_per_gpu", "TFLOP/s"]]),
+    line("Model FLOPs", "TFLOP/s a device, recomputation not counted", [["perf/tflops_per_gpu", "TFLOP/s"]]),
     line("Time of a step", "seconds", [["perf/step_seconds", "step"]]),
     line("Memory", "GiB", [["memory/peak_gib", "peak"], ["memory/allocated_gib", "now"]], { exact: true }),
   ]],
@@ -135,6 +135,7 @@ function take(data) {
   }
   view.full = low < high ? [low, high] : low === high ? [low - 1, low + 1] : [0, 1];
   view.remark = data.remark;
+  view.differences = data.differences;
   view.time = data.time;
 }
 const seenKinds = new Set();
@@ -147,7 +148,7 @@ function drawHead() {
     ["recipe", ({ recipe }) => recipe], ["state", (about) => stateOf(about), "left wide"],
     ["steps", (about) => [`${grouped(about.step)}${about.goal && about.goal !== about.step ? ` of ${grouped(about.goal)}` : ""}`, about.goal ? el("span", { class: "progress" }, el("i", { style: { width: `${clamp((100 * about.step) / about.goal, 0, 100)}%` } })) : ""]],
     ["tokens", ({ tokens }) => tokens && short(tokens, 3)], ["loss, last 50 steps", ({ loss }) => isNumber(loss) && forms.loss(loss)], ["validation", ({ validation }) => isNumber(validation) && forms.loss(validation)],
-    ["against the first", (about, run) => run !== first && gapOf(run)],
+    ["loss vs first run", (about, run) => run !== first && gapOf(run)],
     ["tokens/s", (about) => about.tokens_per_second && short(about.tokens_per_second, 3)], ["MFU", ({ mfu }) => isNumber(mfu) && forms.share(mfu)], ["peak GiB", ({ peak_gib }) => isNumber(peak_gib) && short(peak_gib, 3)],
     ["J/token", (about) => about.joules_per_token && short(about.joules_per_token, 3)], ["dropped", ({ skipped }) => isNumber(skipped) && grouped(skipped)], ["alerts", ({ alerts }) => grouped(alerts)],
   ];
@@ -163,7 +164,17 @@ function drawHead() {
     el("p", { class: "sub" }, "Octet training run", several ? "s" : "", document.body.dataset.live === "true" ? "" : `, as of ${made} UTC`),
     el("table", { class: "runs" }, el("thead", {}, head), el("tbody", {}, ...rows)),
     view.remark ? el("p", { class: "remark" }, view.remark) : "",
+    several ? differences() : "",
   );
+}
+
+// The config keys in which the runs differ, one column a run.
+function differences() {
+  const { length } = view.differences, open = document.querySelector("#head details")?.open ?? length <= 12;
+  if (!length) return el("p", { class: "sub" }, "The configs of these runs do not differ.");
+  const head = el("tr", {}, el("th", {}, "key"), ...view.runs.map((run, i) => el("th", {}, el("i", { class: "dot", style: { background: `var(--s${i % 8})` } }), run.name)));
+  const rows = view.differences.map(([key, values]) => el("tr", {}, el("td", { class: "key" }, ...key.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")])), ...values.map((value) => el("td", {}, value === "" ? el("small", {}, "not set") : value))));
+  return el("details", { class: "differences", open: open || null }, el("summary", {}, `${length} config ${length === 1 ? "key differs" : "keys differ"}`), el("div", { class: "card scroll" }, el("table", { class: "list" }, el("thead", {}, head), el("tbody", {}, ...rows))));
 }
 
 // In the last validation that both have had, else in the training loss.
@@ -223,11 +234,13 @@ function drawCharts() {
   if (!main.firstChild) {
     for (const section of SECTIONS) {
       section.grid = el("div", { class: "grid" });
+      grids.observe(section.grid);
       section.box = el("section", { hidden: true }, el("h2", {}, section[0]), section.grid);
       main.append(section.box);
     }
     SECTIONS.events = el("section");
     SECTIONS.other = el("div", { class: "grid" });
+    grids.observe(SECTIONS.other);
     SECTIONS.others = el("details", { hidden: true }, el("summary", {}, "Other metrics"), SECTIONS.other);
     main.append(SECTIONS.events, SECTIONS.others);
   }
@@ -247,11 +260,25 @@ function drawCharts() {
 }
 const extra = new Set();
 
+// Cards share a row evenly, and no row is half empty: as many in each as it takes for the number of rows.
+function balance(grid) {
+  const columns = Math.max(1, Math.floor((grid.clientWidth + 12) / 422)), wide = Math.min(2, columns);
+  const cards = [...grid.children].sort((a, b) => a.style.order - b.style.order);
+  let units = 0, most = 1;
+  const close = () => { most = Math.max(most, Math.ceil(units / Math.ceil(units / columns || 1))); units = 0; };
+  for (const card of cards) card.classList.contains("all") ? close() : (units += card.classList.contains("wide") ? wide : 1);
+  close();
+  grid.style.setProperty("--columns", Math.min(most, columns));
+  grid.style.setProperty("--wide", wide);
+}
+const grids = new ResizeObserver((entries) => entries.forEach(({ target }) => balance(target)));
+
 function place(spec, grid, order) {
   spec.panel = new spec.type(spec);
   spec.panel.element.style.order = order;
   view.panels.push(spec.panel);
   grid.append(spec.panel.element);
+  balance(grid);
 }
 
 // Live ------------------------------------------------------------------------------------------------------------------

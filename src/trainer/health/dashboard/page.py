@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config_diff import HIDDEN, flat, is_secret
 from trainer.health.dashboard.decimate import curves, gap, grid
 from trainer.health.dashboard.read import Run
 from trainer.health.dashboard.summary import TRAIN, VALIDATION, summary
@@ -31,6 +32,8 @@ EVENTS = 1_500
 """Of all runs together; of more, those of a kind that there are most of are left out, save the first and the last."""
 NEVER = 2**31
 """Buckets, where nothing is to be put together."""
+DIFFERENCES = 200
+"""Of the configs of several runs, at most."""
 MESSAGE = 400
 """Characters of an event's message."""
 ORDER_OF_DATA = ("trainer", "seed"), ("trainer", "global_batch_size"), ("trainer", "sequence_length"), ("data", "path")
@@ -81,7 +84,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
             "events": events(run, EVENTS // len(runs), 0 if cursor is None else cursor.events),
         }
         out.append(row)
-    return {"time": time.time(), "remark": remark(runs), "runs": out}
+    return {"time": time.time(), "remark": remark(runs), "differences": differences(runs), "runs": out}
 
 
 def names(runs: Sequence[Run]) -> list[str]:
@@ -106,6 +109,19 @@ def remark(runs: Sequence[Run]) -> str:
                     "tokens, and only the gap in validation loss counts"
                 )
     return ""
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Config keys in which the runs differ, with the value of each run as text ("" where it has no such key). Not those
+    that say where a run is; of secrets that they differ."""
+    configs = [flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = []
+    for key in keys if all(run.config for run in runs) else ():
+        values = [json.dumps(config[key]) if key in config else "" for config in configs]
+        if len(set(values)) > 1 and not key.startswith("run."):
+            rows.append((key, [HIDDEN if value and is_secret(key) else value.strip('"')[:MESSAGE] for value in values]))
+    return rows[:DIFFERENCES]
 
 
 def latest(run: Run) -> dict[str, Any]:

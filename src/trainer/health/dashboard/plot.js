@@ -193,7 +193,7 @@ function hideTip() {
 // A panel ------------------------------------------------------------------------------------------------------------------
 
 class Panel {
-  // A card with a title, a legend, and two canvases: the drawing, and over it the cursor, which moves without drawing anew.
+  // A card with a title, a legend, and two canvases: the drawing, and over it the cursor, which moves without a redraw.
   constructor(spec) {
     this.spec = spec;
     this.left = 52;

@@ -4,8 +4,8 @@
     GET /data?since=T   JSON: what is new since the answer that named the token T, and a new token
 
 The page asks every few seconds. A token stands for how far each run had been sent; one that is not known (the server
-was started again) or no longer true (a run went back) brings everything. Nobody but this machine is served, and no page
-of another site that has a name resolve to this machine: the Host that is asked for has to be the loopback's.
+was started again) or no longer true (a run went back) brings everything. Only this machine is served, and no page
+of another site whose name resolves to this machine: the request's Host has to be the loopback's.
 """
 
 import itertools

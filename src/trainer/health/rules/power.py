@@ -1,7 +1,7 @@
 """Rules about the GPUs' heat and clocks, from the gpu/ keys (`trainer.health.power`).
 
-A GPU at its power limit is at work, not in trouble: nothing is said of it. What is said is what somebody can mend: air
-or water that does not cool, a power supply that brakes, memory that fails.
+A GPU at its power limit works as intended: there is no alert. Alerts are about what an administrator can repair: air
+or water that does not cool, power throttling by the supply, memory that fails.
 """
 
 from typing import ClassVar

@@ -71,7 +71,7 @@ def pending_operation(seconds: float = 0.0) -> str | None:
     `all_gather of [16, 64]`.
 
     From torch's flight recorder, which keeps the last two thousand or so of each backend; NCCL's come first, since
-    nothing but the recorder tells which one a GPU waits in. None if there is none, or torch does not record.
+    only the recorder knows which one a GPU waits in. None if there is none, or torch does not record.
     """
     from torch._C import _distributed_c10d as c10d
 

@@ -1,4 +1,4 @@
-"""The watch: a thread of each process that sees to it that nobody waits for one that is gone. See `rank_group`."""
+"""A thread of each process that reports a dead rank, so that no other waits for it. See `rank_group`."""
 
 import contextlib
 import json

@@ -345,7 +345,7 @@ class Guest(_Lobby):
             self._on_end(str(message["news"]), int(message["code"]), 0, False)
 
     def _lost(self, line: _Line, how: str) -> None:
-        # nobody is there to choose one: one of each node, and rank 1
+        # without rank 0 none can choose the rank that reports: one of each node does, and rank 1
         first = self._launch.local_rank == 0 or self._launch.rank == 1
         name = line.name() if line.rank == 0 else f"rank 0 ({self._launch.address}:{self._launch.port})"
         self._on_end(f"error: {name} {how}, {_BEFORE}", 1, 0, first)

@@ -107,8 +107,12 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     data = payload(runs)
     assert [run["name"] for run in data["runs"]] == ["a/mine", "b/mine"] and data["remark"] == ""
     other = small(tmp_path, "other")
-    (other / "config.yaml").write_text("trainer: {max_steps: 10, seed: 2}\n")
-    assert "trainer.seed" in payload([*runs, opened(other)])["remark"]
+    runs[0].config = {"trainer": {"max_steps": 10, "seed": 1}, "hub_token": "a", "run": {"name": "a"}}
+    (other / "config.yaml").write_text("trainer: {max_steps: 10, seed: 2}\nhub_token: b\nrun: {name: b}\nnew: x\n")
+    data = payload([runs[0], opened(other)])
+    assert "trainer.seed" in data["remark"]
+    expected = [("trainer.seed", ["1", "2"]), ("hub_token", ["(not shown)"] * 2), ("new", ["", "x"])]
+    assert data["differences"] == expected
 
 
 def test_what_the_head_says(long_run: Run) -> None:
