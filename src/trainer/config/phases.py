@@ -112,6 +112,8 @@ class PhaseConfig:
     """Learning rate, with optim.schedule=phases: the warm-up multiplies it."""
     lr_shape: Shape = Shape.constant
     """constant: lr holds from the phase's start on; linear, cosine: it is reached at the phase's end."""
+    lr_until: Span | None = None
+    """With lr_shape linear or cosine: where lr is reached, in a later phase; null: at this one's end."""
     mtp_loss_weight: float | None = None
     """As model.mtp_loss_weight."""
     router_bias_update_rate: float | None = None

@@ -79,12 +79,11 @@ class Timeline:
             self._add(f"trainer.phases[{number}]", phase, number == len(t.phases) - 1)
         self.steps = self._end()
         """Of the whole run."""
-        self._stretches = [each for each in self._stretches if each.first <= self.steps] or self._stretches[:1]
 
     @property
     def stretches(self) -> list[Stretch]:
-        """All of them, in order."""
-        return list(self._stretches)
+        """All that the run comes to, in order."""
+        return [each for each in self._stretches if each.first <= max(self.steps, 1)]
 
     def at(self, step: int) -> Stretch:
         """The stretch of step number `step`, from 1."""
@@ -241,11 +240,14 @@ def with_epochs(config: Config, tokens: int) -> Config:
 
 def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
     """The phases that move the learning rate: (steps before, last step, rate, how)."""
-    return [
-        (each.begin, timeline.steps if each.end == ENDLESS else each.end, each.config.lr, each.config.lr_shape)
-        for each in timeline.phases
-        if each.config.lr is not None
-    ]
+    moves = []
+    for each in timeline.phases:
+        if each.config.lr is not None:
+            until = each.config.lr_until
+            end = timeline.steps if each.end == ENDLESS else each.end
+            end = end if until is None else timeline.steps_of(until)
+            moves.append((each.begin, end, each.config.lr, each.config.lr_shape))
+    return moves
 
 
 def steps_of_tree(tree: Any) -> int | None:

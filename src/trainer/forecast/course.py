@@ -1,12 +1,13 @@
 """What changes along a run, in lines: its phases with their steps, for dry runs and the header; and their checks."""
 
 import math
+from itertools import pairwise
 from typing import NoReturn
 
 from precision.errors import UserError
 from trainer.config import Config, Schedule
 from trainer.config.phases import Shape, is_share
-from trainer.config.timeline import ENDLESS, Phase, Timeline
+from trainer.config.timeline import ENDLESS, Phase, Timeline, rates
 from trainer.forecast.words import short
 
 
@@ -28,8 +29,20 @@ def check_phases(config: Config) -> None:
                 _refuse(f"{key}.{name}", value, "out of range", "set 1 or more")
         if phase.lr is None and phase.lr_shape is not Shape.constant:
             _refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to come to", f"set {key}.lr")
+        if phase.lr_until is not None and phase.lr_shape is Shape.constant:
+            _refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant is there at once", "set linear or cosine")
         if phase.mtp_loss_weight and not config.model.num_mtp_layers:
             _refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
+    moves = rates(timeline)
+    for (_, end, rate, _), (begin, *_) in pairwise(moves):
+        if begin < end:
+            why = f"the rate is on its way to {rate:g} until step {end}"
+            _refuse("trainer.phases", f"lr from step {begin + 1} on", why, "let one move end before the next begins")
+    for begin, end, rate, _ in moves:
+        if end <= begin < timeline.steps:
+            _refuse(
+                "trainer.phases", f"lr {rate:g}", f"it is reached before it begins, at step {begin + 1}", "set more"
+            )
     if timeline.epochs is not None and any(p.until is not None and is_share(p.until) for p in config.trainer.phases):
         why = "with a length in epochs the text has to be read first"
         _refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
@@ -64,7 +77,8 @@ def _line(timeline: Timeline, phase: Phase) -> str:
     batch = f"{first.batch:,}" if not c.batch_ramp else f"{first.batch:,} growing to {c.global_batch_size:,}"
     parts = [f"{batch} x {last.length:,}"]
     if c.lr is not None:
-        parts.append(f"lr {c.lr:g}" + (f" at its end, {c.lr_shape.value}" if c.lr_shape is not Shape.constant else ""))
+        by = "at its end" if c.lr_until is None else f"by {c.lr_until}"
+        parts.append(f"lr {c.lr:g}" + (f" {by}, {c.lr_shape.value}" if c.lr_shape is not Shape.constant else ""))
     parts += [f"{name} {value:g}" for name in ("mtp_loss_weight", "router_bias_update_rate")
               if (value := getattr(c, name)) is not None]  # fmt: skip
     cut = ", cut by the run's end" if phase.end != ENDLESS and phase.end > end else ""

@@ -98,6 +98,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
         _name_runs(jobs)
         _check_resumed(jobs)
     for job in jobs:
+        _replace_length(job)
         _fit_restarts(job.tree, launch)
     return jobs
 
@@ -135,6 +136,15 @@ def _explain_option(usage: str) -> str:
     meant = meant_by(option.lstrip("-").partition("=")[0])
     hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
+
+
+def _replace_length(job: Job) -> None:
+    """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
+    for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
+        both = f"trainer.{key}", f"trainer.{other}"
+        if both[0] in given and both[1] not in given and OmegaConf.select(job.tree, both[0]) is not None:
+            OmegaConf.update(job.tree, both[1], None, force_add=True)
 
 
 def _fit_restarts(tree: DictConfig, launch: Launch) -> None:

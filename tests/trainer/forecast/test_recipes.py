@@ -10,6 +10,7 @@ import pytest
 from composed import config_of
 
 from trainer.config import Config
+from trainer.config.timeline import Timeline
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import target
 from trainer.forecast.preflight import check, report
@@ -53,7 +54,8 @@ def test_a_whole_recipe_fits_its_gpus_and_uses_all_of_them(recipe: str) -> None:
     config, (_, gpus) = planned(recipe), machine(recipe)
     degrees = resolve(config.parallel, gpus)
     assert degrees.world == gpus
-    assert config.optim.warmup_steps < config.trainer.max_steps
+    timeline = Timeline(config.trainer)
+    assert timeline.steps_of(config.optim.warmup_steps) < timeline.steps
     assert config.trainer.sequence_length <= config.model.max_position_embeddings
     assert does_not_fit(config, check(config), degrees, target(config), gpus) is None
 
