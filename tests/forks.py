@@ -28,10 +28,14 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+# Python 3.12 warns where other threads run; here they are a program's own, which does what fork and exec would
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 IMPORTED = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.context import ContextSplit
-from models.layers import apply_rope, rope_table
-from precision import attention_core
+from models.layers import rope_table
+from precision import apply_rope, attention_core
 
 
 class Messages(ContextSplit):

@@ -22,7 +22,7 @@ from models.mla import MLA
 from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
-from models.stage import Stage
+from models.stage import Pipeline, Stage
 from models.tensor import TensorSplit
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
 from precision.errors import UserError
@@ -70,8 +70,8 @@ class DeepSeek(nn.Module):
         """Of these, those that compute losses of different positions: all, but for `tensor`."""
         self.tensor: TensorSplit | None = None
         """The ranks that heads and vocabulary are cut over (`split_weights`); None: this process has all."""
-        self.stage: Stage | None = None
-        """The part of the blocks that this process computes (`take_stage`); None: all."""
+        self.pipeline: Pipeline | None = None
+        """The stages that this process computes (`take_stages`); None: it computes all blocks."""
         self.mtp_loss_weight = config.mtp_loss_weight
         self.router_bias_update_rate = config.router_bias_update_rate
         """Both may change along a run."""
@@ -85,16 +85,16 @@ class DeepSeek(nn.Module):
 
         With `context` of the positions of this rank: the mean over the group's ranks is the loss of the sequences.
         """
-        return self._computed(tokens, ())[1]
+        return self._computed(tokens, (), None)[1]
 
-    def forward_stage(self, tokens: Tensor, *carried: Tensor) -> tuple[tuple[Tensor, ...], Losses]:
-        """As `forward`, the part of `stage`. carried: of the stage before, none on the first: the stream [B, S, D], and
+    def forward_stage(self, stage: Stage, tokens: Tensor, *carried: Tensor) -> tuple[tuple[Tensor, ...], Losses]:
+        """As `forward`, the part of a stage. carried: of the stage before, none on the first: the stream [B, S, D], and
         with MTP the embedded tokens [B, S + 1, D]; with `context` of its positions, and of K tokens behind them.
 
         Returns what this stage makes of that for the next one, and its losses: zero for what others have. Their sums
         over the stages are the model's.
         """
-        return self._computed(tokens, carried)
+        return self._computed(tokens, carried, stage)
 
     def carried_shapes(self, B: int, S: int) -> list[tuple[int, int, int]]:
         """Shapes of what stages pass on, in the residual stream's dtype; see `forward_stage`."""
@@ -102,7 +102,9 @@ class DeepSeek(nn.Module):
         further = 1 if self.context is None else depths
         return [(B, S // ranks, D)] + [(B, S // ranks + further, D)] * (depths > 0)
 
-    def _computed(self, tokens: Tensor, carried: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Losses]:
+    def _computed(
+        self, tokens: Tensor, carried: tuple[Tensor, ...], stage: Stage | None
+    ) -> tuple[tuple[Tensor, ...], Losses]:
         S = tokens.shape[1] - 1
         if len(self.mtp) >= S:
             raise UserError(
@@ -119,12 +121,13 @@ class DeepSeek(nn.Module):
         rope_2SP = self._rope(S, tokens.device)
         documents = None if self.end_of_text is None else documents_of(tokens, self.end_of_text)
         masked = () if documents is None else self._mask(documents[:, :S])
-        h_BSD, balance, loads = self._main(h_BSD, rope_2SP, masked)
+        h_BSD, balance, loads = self._main(h_BSD, rope_2SP, masked, stage)
+        is_last = stage is None or stage.is_last
         mtp = lm = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
-        if self.is_last_stage:
+        if is_last:
             lm = self.loss(h_BSD, self.scored(targets_ahead(tokens, 1)))
         for k, block in enumerate(self.mtp, start=1):
-            if not self.is_last_stage:
+            if not is_last:
                 loads.append(self._no_load(h_BSD.device))
                 continue
             ahead, targets = tokens_ahead(embedded, k, own), targets_ahead(tokens, k + 1)
@@ -143,7 +146,7 @@ class DeepSeek(nn.Module):
             mtp = mtp + (loss if mean is None else loss * ((targets != IGNORED).sum() / mean))
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
         total = lm + self.mtp_loss_weight * mtp + balance
-        made = () if self.is_last_stage else (h_BSD,) if carried or not len(self.mtp) else (h_BSD, embedded)
+        made = () if is_last else (h_BSD,) if carried or not len(self.mtp) else (h_BSD, embedded)
         return made, Losses(lm, mtp, balance, load, total)
 
     @torch.no_grad()
@@ -167,20 +170,20 @@ class DeepSeek(nn.Module):
         Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
         are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
         """
-        if not self.is_last_stage:
+        if self.pipeline is not None and not self.pipeline.has_last:
             return
         mean = targets.clamp(min=1).to(self.lm_head.weight.device) / microbatches
         # in place: a recorded graph reads it where it was
         self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 
-    def hidden(self, tokens: Tensor, carried: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, carried: Tensor | None = None, stage: Stage | None = None) -> Tensor:
         """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype; with `context`
-        at this rank's positions (`own`). carried: the stream of the stage before, if there is
-        one; then, and of stages before the last, the stream behind this stage's blocks."""
+        at this rank's positions (`own`). stage: compute this one alone, of the stream that the one before `carried`;
+        of stages before the last the stream behind their blocks."""
         refresh_weights(self)
         masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
         h_BSD = self.embed(self.own(tokens)) if carried is None else carried
-        return self._main(h_BSD, self._rope(tokens.shape[1], tokens.device), masked)[0]
+        return self._main(h_BSD, self._rope(tokens.shape[1], tokens.device), masked, stage)[0]
 
     def own(self, x: Tensor) -> Tensor:
         """x [B, S, ...] at this rank's positions: all, without `context`."""
@@ -217,23 +220,22 @@ class DeepSeek(nn.Module):
         elif part is self.lm_head:
             tensor.keep(part, 0)
 
-    def take_stage(self, stage: Stage) -> None:
-        """Pipeline parallelism: from now on this process computes the blocks of `stage`, and others the rest."""
-        self.stage = stage
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether final norm, head and MTP are computed here."""
-        return self.stage is None or self.stage.is_last
+    def take_stages(self, pipeline: Pipeline) -> None:
+        """Pipeline parallelism: from now on this process computes its stages of `pipeline`, and others the rest."""
+        self.pipeline = pipeline
 
     def here(self, part: nn.Module) -> bool:
         """Whether one of the `parts` is computed here."""
-        if self.stage is None:
+        if self.pipeline is None:
             return True
         if part is self.embed:
-            return self.stage.is_first
-        own = list(self.layers)[self.stage.begin : self.stage.end]
-        return any(part is block for block in own) or (self.stage.is_last and part not in self.layers)
+            return self.pipeline.has_first
+        own = (part is block for stage in self.pipeline.stages for block in self.layers[stage.begin : stage.end])
+        return any(own) or (self.pipeline.has_last and part not in self.layers)
+
+    def blocks_of(self, stage: Stage) -> list[nn.Module]:
+        """Its blocks; of the last one MTP's, too."""
+        return [*self.layers[stage.begin : stage.end], *(self.mtp if stage.is_last else ())]
 
     def logits(self, h_BSD: Tensor) -> Tensor:
         """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
@@ -318,13 +320,15 @@ class DeepSeek(nn.Module):
             ahead_BSD = torch.where(self.own(out_BS)[..., None], end_1D, ahead_BSD)
         return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
 
-    def _main(self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _main(
+        self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple, stage: Stage | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """State after the final norm, or behind the stage's blocks; its summed balance losses; loads of all blocks with
         experts."""
         balance = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         loads = []
         for i, block in enumerate(self.layers):
-            if self.stage is not None and not self.stage.begin <= i < self.stage.end:
+            if stage is not None and not stage.begin <= i < stage.end:
                 if isinstance(block, MoEBlock):
                     loads.append(self._no_load(h_BSD.device))
                 continue
@@ -332,7 +336,7 @@ class DeepSeek(nn.Module):
             if isinstance(block, MoEBlock):
                 balance = balance + loss
                 loads.append(load_E)
-        return normed(h_BSD, self.norm) if self.is_last_stage else h_BSD, balance, loads
+        return normed(h_BSD, self.norm) if stage is None or stage.is_last else h_BSD, balance, loads
 
     def _no_load(self, device: torch.device) -> Tensor:
         """Of a block that another stage computes."""

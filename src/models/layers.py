@@ -5,9 +5,8 @@ RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain; in FOG's model
 SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half
 the gate.
 
-RoPE (arXiv 2104.09864), interleaved: dimensions 2j and 2j + 1 at position p turn by the angle p w_j, with
-w_j = theta^(-2j / R). Queries and keys only ever meet in dot products, so the turned pairs may be written as two halves
-(as transformers does) instead of interleaved.
+RoPE (arXiv 2104.09864; `precision.rotary` turns by it): pair j at position p turns by the angle p w_j, with
+w_j = theta^(-2j / R).
 
 YaRN (arXiv 2309.00071) stretches the context by a factor s: a pair that turns more than beta_fast times within the
 original length L keeps w_j, one that turns less than beta_slow times gets w_j / s, with a linear ramp between:
@@ -177,10 +176,3 @@ def _rope_growth(yarn: YarnConfig) -> float:
 def _growth(yarn: YarnConfig, a: float) -> float:
     """m(s, a) = 0.1 a ln s + 1."""
     return 0.1 * a * math.log(yarn.factor) + 1.0
-
-
-def apply_rope(x_BSHR: Tensor, rope_2SP: Tensor) -> Tensor:
-    """Turn x [B, S, H, R], pairs interleaved, by its position; FP32 inside, result in x's dtype, pairs as halves."""
-    cos_SHP, sin_SHP = rope_2SP[:, :, None, :].unbind()
-    even, odd = x_BSHR.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat([even * cos_SHP - odd * sin_SHP, odd * cos_SHP + even * sin_SHP], -1).to(x_BSHR.dtype)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from models.context import ContextSplit
-from models.layers import RMSNorm, apply_rope, normed
+from models.layers import RMSNorm, normed
 from models.tensor import TensorSplit
 from precision import (
     AttentionCore,
@@ -47,10 +47,13 @@ from precision import (
     MaxLogits,
     Operand,
     Plan,
+    apply_rope,
     attention_core,
+    attention_inputs,
     deliver,
     latent_attention,
     returns_lse,
+    turn_last,
 )
 
 LATENT_NORM_EPS = 1e-6
@@ -111,7 +114,7 @@ class MLA(nn.Module):
         self.max_logits = MaxLogits(num_heads)
         self.context: ContextSplit | None = None  # the ranks that sequences are cut over
         self.tensor: TensorSplit | None = None  # those that the heads' weights are cut over
-        self.num_heads, self.softmax_scale = num_heads, softmax_scale
+        self.num_heads, self.softmax_scale, self.kernels = num_heads, softmax_scale, plan.kernels
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
 
@@ -137,7 +140,7 @@ class MLA(nn.Module):
         q_BSx, latent, k_rope = self._queries(x), *self._latent(x, own_2SP)
         kv_BSx = self.kv_b(latent)
         self.kurtosis(q_BSx, kv_BSx)
-        return self._expanded(self._by_head(q_BSx, group_2SP), kv_BSx, k_rope, rope_2SP, mask)
+        return self._expanded(q_BSx, kv_BSx, k_rope, rope_2SP, mask)
 
     def knows_logits(self, device: torch.device, documents: bool) -> bool:
         """Whether `max_logits` is raised on this device. documents: whether attention stays within them."""
@@ -149,28 +152,23 @@ class MLA(nn.Module):
         """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
         positions. Without gradients."""
         first = cache.length == 0
-        q_BTHd = self._by_head(self._queries(x), rope_2SP)
+        q_BTx = self._queries(x)
         latent, k_rope = self._latent(x, rope_2SP)
         turned = k_rope if self.k_head_norm is None else apply_rope(k_rope, rope_2SP)
         cache.append(latent.read() if isinstance(latent, Operand) else latent, turned[:, :, 0], k_rope[:, :, 0])
         if first:
-            return self._expanded(q_BTHd, self.kv_b(latent), k_rope, rope_2SP)
+            return self._expanded(q_BTx, self.kv_b(latent), k_rope, rope_2SP)
         w_k_HNC, w_v_HVC = cache.weights
+        q_BTHd = turn_last(normed(self._by_head(q_BTx), self.q_head_norm), rope_2SP)
         q_nope, q_rope = q_BTHd.to(self.core_dtype).split(self.q_widths, -1)
         q_BTHC = torch.einsum("bthn,hnc->bthc", q_nope, w_k_HNC)
         q = torch.cat([q_BTHC, q_rope], -1).transpose(1, 2)
         out_BHTC = latent_attention(q, cache.latent_BLx, self.kv_a_widths[0], self.softmax_scale, cache.rstd_BHL)
         return self.o(torch.einsum("bhtc,hvc->bthv", out_BHTC, w_v_HVC).flatten(2))
 
-    def _by_head(self, q_BSx: Tensor, rope_2SP: Tensor) -> Tensor:
-        """Queries [B, S, H, N + R], normed and turned."""
-        q_BSHd = normed(q_BSx.unflatten(-1, (self.num_heads, -1)), self.q_head_norm)
-        return self._turned(q_BSHd, rope_2SP)
-
-    def _turned(self, x_BSHd: Tensor, rope_2SP: Tensor) -> Tensor:
-        """RoPE on the last R features."""
-        nope, rope = x_BSHd.split(self.q_widths, -1)
-        return torch.cat([nope, apply_rope(rope, rope_2SP)], -1)
+    def _by_head(self, x_BSx: Tensor) -> Tensor:
+        """[B, S, H, ...]."""
+        return x_BSx.unflatten(-1, (self.num_heads, -1))
 
     def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
         """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before. With
@@ -186,21 +184,22 @@ class MLA(nn.Module):
         return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
 
     def _expanded(
-        self, q_BSHd: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
+        self, q_BSx: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention among these positions, of keys and values [B, S, H (N + V)] as `kv_b` makes them; see `_by_head`,
-        `_latent` -> [B, S, D]."""
-        kv_BSHx = kv_BSx.unflatten(-1, (self.num_heads, -1))
-        if self.context is None:
-            k_rope = k_rope.expand(-1, -1, self.num_heads, -1)
-        else:  # from here to the result: all positions, own heads
+        """Attention among these positions, of queries [B, S, H (N + R)], keys and values [B, S, H (N + V)] as the
+        projections make them; k_r as from `_latent`, rope of whole sequences -> [B, S, D]."""
+        q_BSHd, kv_BSHx = self._by_head(q_BSx), self._by_head(kv_BSx)
+        if self.context is not None:  # from here to the result: all positions, own heads
             k_rope = self.context.for_heads(k_rope[:, :, 0], self.num_heads // self.context.size)
             q_BSHd, kv_BSHx = self.context.to_heads(q_BSHd), self.context.to_heads(kv_BSHx)
-        k_nope_BSHN, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
-        k = torch.cat([k_nope_BSHN, k_rope], -1)
-        if self.k_head_norm is not None:
-            k = self._turned(normed(k, self.k_head_norm), rope_2SP)
-        q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q_BSHd, k, v_BSHV))
+        if self.k_head_norm is None:
+            q, k, v_BSHV = attention_inputs(q_BSHd, kv_BSHx, k_rope, rope_2SP, self.kernels)
+        else:
+            k_nope, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
+            k = torch.cat([k_nope, k_rope.expand(-1, -1, q_BSHd.shape[2], -1)], -1)
+            q = turn_last(normed(q_BSHd, self.q_head_norm), rope_2SP)
+            k = turn_last(normed(k, self.k_head_norm), rope_2SP)
+        q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q, k, v_BSHV))
         out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask, self.max_logits.row)
         out_BSHV = out_BHSV.transpose(1, 2)
         if self.context is not None:

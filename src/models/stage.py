@@ -1,7 +1,10 @@
-"""Pipeline parallelism: a stage is some neighbouring blocks, computed by ranks of its own.
+"""Pipeline parallelism: a stage is some neighbouring blocks; a rank computes one stage, or several.
 
     the first one    embedding, its blocks
     the last one     its blocks, final norm, head, multi-token prediction
+
+With several stages a rank the stages go round the ranks (arXiv 2104.04473, section 2.2): of p ranks, rank i has the
+stages i, p + i, 2 p + i, ...
 
 A stage passes on its stream [B, S, D]. With MTP the embedded tokens [B, S + 1, D] travel beside it, unchanged, and
 their gradient comes back the same way: the embedding stays one tensor of the first stage. The balance loss of a block
@@ -27,14 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """This process's stage: `index` of `count`, of the main model's blocks `begin` to `end`, which is not one of them.
-    group: a rank of each stage, in their order."""
+    """Number `index` of `count`: the main model's blocks `begin` to `end`, which is not one of them."""
 
     index: int
     count: int
     begin: int
     end: int
-    group: "ProcessGroup"
 
     @property
     def is_first(self) -> bool:
@@ -46,17 +47,35 @@ class Stage:
         """Whether it has head and MTP."""
         return self.index == self.count - 1
 
-    def receive(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What the stage before sends, on the device of `like`; None on the first one."""
-        if self.is_first:
-            return None
+
+@dataclass(frozen=True)
+class Pipeline:
+    """This process's place in a pipeline: its `stages`, the first ones first. owners: the rank of each stage of all.
+    group: the ranks of the pipeline."""
+
+    stages: tuple[Stage, ...]
+    owners: tuple[int, ...]
+    group: "ProcessGroup"
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first stage is computed here."""
+        return self.stages[0].is_first
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is computed here."""
+        return self.stages[-1].is_last
+
+    def receive(self, stage: Stage, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the stage before one of these sends, from another rank; on the device of `like`."""
         x = torch.empty(shape, dtype=dtype, device=like.device)
-        torch.distributed.recv(x, group=self.group, group_src=self.index - 1)
+        torch.distributed.recv(x, group=self.group, group_src=self.owners[stage.index - 1])
         return x
 
-    def send(self, x: Tensor) -> None:
-        """To the next stage."""
-        torch.distributed.send(x.contiguous(), group=self.group, group_dst=self.index + 1)
+    def send(self, stage: Stage, x: Tensor) -> None:
+        """What one of these stages made, to the next stage, of another rank."""
+        torch.distributed.send(x.contiguous(), group=self.group, group_dst=self.owners[stage.index + 1])
 
 
 def block_flops(plan: Plan, sequence_length: int) -> tuple[list[float], float]:

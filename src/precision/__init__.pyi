@@ -26,6 +26,9 @@ from precision.operand import Feed as Feed
 from precision.operand import GradRows as GradRows
 from precision.operand import Operand as Operand
 from precision.plan import Plan as Plan
+from precision.rotary import apply_rope as apply_rope
+from precision.rotary import attention_inputs as attention_inputs
+from precision.rotary import turn_last as turn_last
 from precision.rows import GemmRow as GemmRow
 from precision.scaling import ScalingArena as ScalingArena
 from precision.topk_experts import choose_experts as choose_experts

@@ -18,7 +18,7 @@ Results are in the residual stream's format (the router's in FP32), weight gradi
 import copy
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,7 +242,7 @@ class Plan:
 
         return share(whole), share(blocks)
 
-    def of_blocks(self, layers: range, last: bool) -> "Plan":
+    def of_blocks(self, layers: Collection[int], last: bool) -> "Plan":
         """The rows of these blocks of the main model, and of what stands beside the blocks; with `last` those of MTP,
         else without a width of the head."""
 

@@ -56,7 +56,8 @@ def test_fp32_sums_have_no_bias(sums: ModuleType, model: str, kind: str, mode: s
 @pytest.mark.parametrize("kernel", ["linear nt", "linear wgrad", "grouped nt", "grouped wgrad"])
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_fast_sums_lose_what_the_emulation_says(sums: ModuleType, kernel: str, mode: str) -> None:
-    """The reference's emulation of the tensor cores, on other numbers of mean 1."""
+    """The reference's emulation of the tensor cores, on other numbers of mean 1. cuBLAS, which serves linears, may cut
+    a sum into parts, four at most here, that it adds up in FP32."""
     from precision.backends.products import truncated_matmul
 
     torch.manual_seed(0)
@@ -64,6 +65,7 @@ def test_fast_sums_lose_what_the_emulation_says(sums: ModuleType, kernel: str, m
         x, w = torch.randn(64, length, device="cuda") + 1, torch.randn(length, 64, device="cuda") + 1
         x, w = ((t * (448 / t.abs().max())).to(torch.float8_e4m3fn).float() for t in (x, w))
         want = x.double() @ w.double()
-        emulated = float((truncated_matmul(x, w).double() - want).mean() / want.mean())
+        parts = (1, 4) if kernel.startswith("linear") else (1, 1)
+        most, least = (float((truncated_matmul(x, w, length // n).double() - want).mean() / want.mean()) for n in parts)
         bias, _ = sums.error(kernel, sums.MODES[mode], length, 1.0, True)
-        assert 1 / 1.5 < bias / emulated < 1.5, f"sums over {length}"
+        assert least / 1.5 >= bias >= most * 1.5, f"sums over {length}"

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from models import DeepSeek, ModelConfig, NormPosition
 from models.block import DenseBlock, MoEBlock
 from models.hf import to_hf_config
-from models.layers import apply_rope, rope_table
-from precision import Linear, Operand, Plan, begin_step, bind
+from models.layers import rope_table
+from precision import Linear, Operand, Plan, apply_rope, begin_step, bind
 from precision.plain import in_bf16
 
 Build = Callable[..., DeepSeek]

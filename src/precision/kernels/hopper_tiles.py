@@ -96,21 +96,12 @@ def _operands(sx, sy, s, W: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _sum(
-    c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M: gl.constexpr, N: gl.constexpr,
-    S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
-    W: gl.constexpr,
+def accumulate(
+    sx, sy, full, empty, ahead, it, steps, S: gl.constexpr, K16: gl.constexpr, G: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """One tile, W columns of it: the sum in the tensor cores, then its scales. Steps done so far go in and out."""
-    K16: gl.constexpr = 16 if MODE == const.PLAIN else 32
+    """The sum of one tile in the tensor cores, a group's 64 rows and W columns of it, FP32. Steps done so far go in and
+    out."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, K16])
-    ROWS: gl.constexpr = MODE == const.ROW and not WGRAD
-    if ROWS:
-        f = gl.load(scale_a + m + G * 64 + gl.arange(0, 64, gl.SliceLayout(1, L)))
-        at = n + gl.arange(0, sf.shape[0], gl.BlockedLayout([sf.shape[0] // 128], [32], [4], [0]))
-        sf.store(gl.load(scale_b + e * N + at, mask=at < N, other=1.0))
-    elif MODE != const.PLAIN:
-        f = gl.load(scale_a) * gl.load(scale_b + (0 if WGRAD else e))
     acc = gl.full([64, W], 0.0, gl.float32, L)
     for k in range(steps):
         s = it % S
@@ -127,6 +118,26 @@ def _sum(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if steps > 0:
         mbarrier.arrive(empty.index((it - 1) % S), count=1)
+    return acc, it
+
+
+@gluon.jit
+def _sum(
+    c, sx, sy, sf, buf, full, empty, ahead, scale_a, scale_b, it, e, m, n, steps, M: gl.constexpr, N: gl.constexpr,
+    S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """One tile, W columns of it: the sum in the tensor cores, then its scales. Steps done so far go in and out."""
+    K16: gl.constexpr = 16 if MODE == const.PLAIN else 32
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, K16])
+    ROWS: gl.constexpr = MODE == const.ROW and not WGRAD
+    if ROWS:
+        f = gl.load(scale_a + m + G * 64 + gl.arange(0, 64, gl.SliceLayout(1, L)))
+        at = n + gl.arange(0, sf.shape[0], gl.BlockedLayout([sf.shape[0] // 128], [32], [4], [0]))
+        sf.store(gl.load(scale_b + e * N + at, mask=at < N, other=1.0))
+    elif MODE != const.PLAIN:
+        f = gl.load(scale_a) * gl.load(scale_b + (0 if WGRAD else e))
+    acc, it = accumulate(sx, sy, full, empty, ahead, it, steps, S, K16, G, W)
     if ROWS:
         acc = acc * gl.expand_dims(f, 1) * gl.expand_dims(sf.slice(0, W).load(gl.SliceLayout(0, L)), 0)
     elif MODE != const.PLAIN:

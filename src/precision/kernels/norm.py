@@ -32,37 +32,37 @@ from precision.kernels.common import (
 
 
 @triton.jit
-def _normed(x, gain, r, c, R, C, eps):
-    """x divided by its rows' root mean square, times gain; its place, and 1 / root mean square."""
+def _normed(x, gain, r, c, R, C, XS, eps):
+    """x divided by its rows' root mean square, times gain; the result's place, and 1 / root mean square."""
     inside = (r < R)[:, None] & (c < C)[None, :]
     i = r[:, None] * C + c[None, :]
-    v = tl.load(x + i, mask=inside, other=0).to(tl.float32)
+    v = tl.load(x + r[:, None] * XS + c[None, :], mask=inside, other=0).to(tl.float32)
     one = tl.rsqrt(tl.sum(v * v, 1) / C + eps)
     return as_bf16(v * one[:, None] * tl.load(gain + c, mask=c < C, other=0)[None, :]), i, inside, one
 
 
 @triton.jit
 def _amax_kernel(
-    x, gain, scale_row, own, R, C, eps, DELAYED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+    x, gain, scale_row, own, R, C, XS, eps, DELAYED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """amax of the result into `own`, unless its scale is known."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((BR, BC), tl.int32)
         for strip in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
             r = (strip * BR + tl.arange(0, BR)).to(tl.int64)
-            v, _, _, _ = _normed(x, gain, r, tl.arange(0, BC), R, C, eps)
+            v, _, _, _ = _normed(x, gain, r, tl.arange(0, BC), R, C, XS, eps)
             largest = tl.maximum(largest, abs_bits(v))
         tl.atomic_max(own, tl.max(largest), sem="relaxed")
 
 
 @triton.jit
 def _forward_kernel(
-    x, gain, y, y8, rstd, scale_row, own, amax, inv, R, C, eps,
+    x, gain, y, y8, rstd, scale_row, own, amax, inv, R, C, XS, eps,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     MODE: tl.constexpr, PLAIN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
-    v, i, inside, one = _normed(x, gain, r, tl.arange(0, BC), R, C, eps)
+    v, i, inside, one = _normed(x, gain, r, tl.arange(0, BC), R, C, XS, eps)
     tl.store(rstd + r, one, mask=r < R)
     if PLAIN:
         tl.store(y + i, v.to(tl.bfloat16), mask=inside)
@@ -92,7 +92,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, STRIPS, BC: tl.constexpr):
+def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, XS, STRIPS, BC: tl.constexpr):
     c = tl.arange(0, BC)
     inside = c < C
     g = tl.load(gain + c, mask=inside, other=0)
@@ -100,7 +100,7 @@ def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, STRIPS, BC: tl.constexp
     for r in range(tl.program_id(0), R, STRIPS):
         i = tl.cast(r, tl.int64) * C + c
         one = tl.load(rstd + r)
-        n = tl.load(x + i, mask=inside, other=0).to(tl.float32) * one
+        n = tl.load(x + tl.cast(r, tl.int64) * XS + c, mask=inside, other=0).to(tl.float32) * one
         d = tl.load(dy + i, mask=inside, other=0).to(tl.float32)
         total += d * n
         d *= g
@@ -112,9 +112,9 @@ def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, STRIPS, BC: tl.constexp
 def rms_norm(
     x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: Cast | None, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [R, C] BF16, gain [C] FP32 -> y [R, C] BF16 (empty unless `plain`), FP8 data and inverse scales as `cast` makes
-    them (empty without `how`), rstd [R] FP32."""
-    R, C = x.shape
+    """x [R, C] BF16, features side by side, gain [C] FP32 -> y [R, C] BF16 (empty unless `plain`), FP8 data and inverse
+    scales as `cast` makes them (empty without `how`), rstd [R] FP32."""
+    (R, C), XS = x.shape, x.stride(0)
     new = {"device": x.device, "dtype": torch.float32}
     y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
     rstd, inv = torch.empty(R, **new), torch.empty(0, **new)
@@ -130,20 +130,22 @@ def rms_norm(
         own = torch.zeros(1, device=x.device, dtype=torch.int32) if mode == const.TENSOR.value else own
     tiles, blocks = cdiv(R, BR), {"BR": BR, "BC": BC, "num_warps": row_warps(BC)}
     if mode == const.TENSOR.value:
-        _amax_kernel[(min(STRIPS, tiles),)](x, gain, scale_row, own, R, C, eps, DELAYED=constants["DELAYED"], **blocks)
+        _amax_kernel[(min(STRIPS, tiles),)](
+            x, gain, scale_row, own, R, C, XS, eps, DELAYED=constants["DELAYED"], **blocks,
+        )  # fmt: skip
     _forward_kernel[(tiles,)](
-        x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, eps,
+        x, gain, y, y8, rstd, scale_row, own, as_bits(amax), inv, R, C, XS, eps,
         **constants, MODE=mode, PLAIN=plain, **blocks,
     )  # fmt: skip
     return y, y8 if mode else y.new_empty(0), inv.t() if mode == const.BLOCK.value else inv, rstd
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x [R, C] BF16, rstd [R] -> dx [R, C] in x's dtype, dgain [C] FP32."""
-    R, C = x.shape
+    """dy, x [R, C] BF16, x's features side by side, rstd [R] -> dx [R, C] in x's dtype, dgain [C] FP32."""
+    (R, C), XS = x.shape, x.stride(0)
     strips = min(STRIPS, max(R, 1))  # each sums dgain over its rows
-    dx = torch.empty_like(x)
+    dx = x.new_empty(R, C)
     partial = torch.empty(strips, C, device=x.device, dtype=torch.float32)
     BC = power_of_2(C)
-    _backward_kernel[(strips,)](dy, x, gain, rstd, dx, partial, R, C, strips, BC, num_warps=row_warps(BC))
+    _backward_kernel[(strips,)](dy, x, gain, rstd, dx, partial, R, C, XS, strips, BC, num_warps=row_warps(BC))
     return dx, partial.sum(0)

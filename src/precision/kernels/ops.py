@@ -11,9 +11,15 @@ from torch import Tensor
 from precision.kernels import cast as _cast
 from precision.kernels import const
 from precision.kernels import norm as _norm
+from precision.kernels import rotary as _rotary
 from precision.kernels.common import Cast, padded_rows
 from precision.observe import every, is_sampled, part_of, tell, tell_rows
 from precision.operators import operator
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, features side by side; rows may lie apart, as parts of wider ones do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _scale_shape(how: Cast, rows: int, columns: int) -> tuple[int, ...]:
@@ -93,7 +99,7 @@ def rms_norm(
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.norm.rms_norm`; how empty: no FP8."""
-    x, made = x.contiguous(), Cast.parse(how) if how else None
+    x, made = _readable(x), Cast.parse(how) if how else None
     y, data, inv, rstd = _norm.rms_norm(x, gain, eps, scale_row, amax, made, plain)
     if is_sampled() and made is not None and place is not None:
         part = every(x)
@@ -119,9 +125,32 @@ def _(
 @operator("rms_norm_backward")
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.norm.rms_norm_backward`."""
-    return _norm.rms_norm_backward(dy.contiguous(), x.contiguous(), gain, rstd)
+    return _norm.rms_norm_backward(dy.contiguous(), _readable(x), gain, rstd)
 
 
 @torch.library.register_fake(rms_norm_backward)
 def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty_like(gain)
+
+
+@operator("turn_heads")
+def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.rotary.turn_heads`."""
+    return _rotary.turn_heads(q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous())
+
+
+@torch.library.register_fake(turn_heads)
+def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+@operator("turn_heads_backward")
+def turn_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.rotary.turn_heads_backward`."""
+    return _rotary.turn_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous())
+
+
+@torch.library.register_fake(turn_heads_backward)
+def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (B, S, H, D), V, R = dq.shape, dv.shape[-1], 2 * table.shape[-1]
+    return dq.new_empty(B, S, H, D), dq.new_empty(B, S, H, D - R + V), dq.new_empty(B, S, R)

@@ -11,7 +11,7 @@ import time
 import torch
 
 from precision.backends.availability import HOPPER
-from precision.selftest.table import CHECKS, Check
+from precision.selftest.table import CHECKS, Check, share_of
 from precision.selftest.twins import Mismatch
 
 
@@ -24,7 +24,7 @@ def main() -> int:
     device = torch.device("cuda", 0)
     hopper = torch.cuda.get_device_capability(device) == HOPPER
     torch.backends.cuda.matmul.allow_tf32 = False  # the twins' own products
-    for check in [check for check in CHECKS if hopper or not check.hopper][share::count]:
+    for check in share_of([check for check in CHECKS if hopper or not check.hopper], share, count):
         if not run(check, device):
             return 3
     return 0

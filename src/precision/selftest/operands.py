@@ -122,7 +122,8 @@ def _weight(w: Tensor, how: Cast, where: str) -> None:
 def norms(device: torch.device) -> None:
     """RMSNorm, forward and backward, with and without a cast."""
     for R, C in ((5, 48), (37, 144)):
-        x, gain, dy = plain(device, R, C) * 3, plain(device, C, dtype=torch.float32), plain(device, R, C, seed=1)
+        x = (plain(device, R, C + 16) * 3)[:, :C]  # rows of a wider tensor
+        gain, dy = plain(device, C, dtype=torch.float32), plain(device, R, C, seed=1)
         wide = x.double().requires_grad_(), gain.double().requires_grad_()
         exact = F.rms_norm(wide[0], (C,), wide[1], 1e-5)
         exact.backward(dy.double())

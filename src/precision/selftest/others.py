@@ -1,15 +1,18 @@
-"""Checks of what is no GEMM: choice of experts, attention, loss, optimizer, statistics."""
+"""Checks of what is no GEMM: choice of experts, attention and its inputs, loss, optimizer, statistics."""
+
+import math
 
 import torch
 
-from precision.attention import attention_core, document_mask
+from precision.attention import attention_core, document_mask, visible
 from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3
-from precision.kernels import cast_statistics, cross_entropy, document_attention
+from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
 from precision.kernels.adamw import FusedAdamW
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
+from precision.rotary import attention_inputs
 from precision.selftest.operands import plain
 from precision.selftest.twins import BF16_ROUNDING, BF16_STEP, FP32_SUM, near, same
 from precision.topk_experts import plain_choice
@@ -41,35 +44,75 @@ def losses(device: torch.device) -> None:
 
 def attention_mla(device: torch.device) -> None:
     """Attention within documents with MLA's head sizes."""
-    _attention(device, 150, 192, 128)
+    _attention_forward(_AttentionCase(device, 150, 192, 128))
+
+
+def attention_mla_backward(device: torch.device) -> None:
+    """The gradients of it."""
+    _attention_backward(_AttentionCase(device, 150, 192, 128))
 
 
 def attention_small(device: torch.device) -> None:
-    """Attention within documents with head sizes that are no powers of two."""
-    _attention(device, 77, 24, 16)
+    """Both with head sizes that are no powers of two."""
+    case = _AttentionCase(device, 77, 24, 16)
+    _attention_forward(case)
+    _attention_backward(case)
 
 
-def _attention(device: torch.device, S: int, D: int, V: int) -> None:
-    """Forward and backward. The gradient of a score is a difference (`ds` there); its parts, one of them from the
-    rounded result, are several times as large as it is."""
-    starts = torch.tensor([0, 1, 2, 20, 50], device=device)
-    ends = torch.tensor([1, 2, 20, 50, S], device=device)
-    which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
-    bounds = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous()
-    q, k, v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2).requires_grad_() for i, w in enumerate((D, D, V)))
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    mask = document_mask(bounds, torch.float64, D, V)
-    exact = attention_core(wide[0], wide[1], wide[2], D**-0.5, mask)
-    probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
-    exact.backward(probe.double())
-    with torch.no_grad():
-        out, lse = document_attention.forward(q, k, v, bounds, D**-0.5)
-        grads = document_attention.backward(probe, q, k, v, bounds, out, lse, D**-0.5)
-    names = "result", "gradient of q", "gradient of k", "gradient of v"
-    wants = exact.detach(), *(t.grad for t in wide)
-    for name, ours, want in zip(names, (out, *grads), wants, strict=True):
-        assert want is not None
-        near(ours, want, 8 * BF16_ROUNDING, f"{name} of attention, {(S, D, V)}")
+class _AttentionCase:
+    """Operands, and in float64 the result, its log-sum-exp to base 2, and the gradients of q, k and v."""
+
+    def __init__(self, device: torch.device, S: int, D: int, V: int):
+        starts = torch.tensor([0, 1, 2, 20, 50], device=device)
+        ends = torch.tensor([1, 2, 20, 50, S], device=device)
+        which = torch.searchsorted(ends, torch.arange(S, device=device), right=True)
+        self.bounds, self.scale = torch.stack([starts[which], ends[which]]).int()[:, None].contiguous(), D**-0.5
+        self.q, self.k, self.v = (plain(device, 1, S, 2, w, seed=i).transpose(1, 2) for i, w in enumerate((D, D, V)))
+        self.probe = plain(device, 1, S, 2, V, seed=3).transpose(1, 2)
+        wide = [t.double().requires_grad_() for t in (self.q, self.k, self.v)]
+        mask = document_mask(self.bounds, torch.float64, D, V)
+        exact = attention_core(wide[0], wide[1], wide[2], self.scale, mask)
+        self.gradients = torch.autograd.grad(exact, wide, self.probe.double())
+        self.out = exact.detach()
+        logits = (wide[0] @ wide[1].mT).detach() * self.scale
+        self.lse = logits.masked_fill(~visible(mask, S, device), -torch.inf).logsumexp(-1) / math.log(2)
+        self.where = f"of attention, {(S, D, V)}"
+
+
+def _attention_forward(case: _AttentionCase) -> None:
+    out, lse = document_attention.forward(case.q, case.k, case.v, case.bounds, case.scale)
+    near(out, case.out, 8 * BF16_ROUNDING, f"result {case.where}")
+    near(lse, case.lse, BF16_ROUNDING, f"log-sum-exp {case.where}")
+
+
+def _attention_backward(case: _AttentionCase) -> None:
+    """The gradient of a score is a difference (`ds` there); its parts, one of them from the rounded result, are several
+    times as large as it is."""
+    out, lse = case.out.to(case.q.dtype), case.lse.float()
+    grads = document_attention.backward(case.probe, case.q, case.k, case.v, case.bounds, out, lse, case.scale)
+    for name, ours, exact in zip("qkv", grads, case.gradients, strict=True):
+        near(ours, exact, 8 * BF16_ROUNDING, f"gradient of {name} {case.where}")
+
+
+def heads(device: torch.device) -> None:
+    """Queries and keys, turned, and their gradients, in another order of memory too."""
+    for S, H, N, R, V in ((5, 3, 24, 8, 16), (3, 17, 128, 64, 128)):
+        sizes = (H, N + R), (H, N + V), (R,)
+        q, kv, k_rope = (plain(device, 2, S, *size, seed=i) for i, size in enumerate(sizes))
+        angle = plain(device, S, R // 2, dtype=torch.float32)
+        table = torch.stack([angle.cos(), angle.sin()])
+        wide = [t.double().requires_grad_() for t in (q, kv, k_rope)]
+        exact = attention_inputs(wide[0], wide[1], wide[2][:, :, None], table.double())
+        probes = [plain(device, 2, H, S, width, seed=i).transpose(1, 2) for i, width in enumerate((N + R, N + R, V))]
+        torch.autograd.backward(exact, [probe.double() for probe in probes])
+        where = f"with {H} heads of {N} + {R} and {V}"
+        for name, ours, want in zip("qk", rotary.turn_heads(q, kv, k_rope, table), exact, strict=False):
+            near(ours, want.detach(), BF16_ROUNDING, f"{name} {where}")
+        for name, ours, leaf in zip(
+            ("q", "kv", "k_rope"), rotary.turn_heads_backward(probes[0], probes[1], probes[2], table), wide, strict=True
+        ):
+            assert leaf.grad is not None
+            near(ours, leaf.grad, BF16_ROUNDING, f"gradient of {name} {where}")
 
 
 def optimizer(device: torch.device) -> None:

@@ -3,13 +3,13 @@
 A kernel that is not here fails a test (`tests/precision/selftest`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, OPTIMIZER, ROUTER, STATISTICS
-from precision.selftest import operands, others, products
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, ROTARY, ROUTER, STATISTICS
+from precision.selftest import muon, operands, others, products
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 
 _ATTENTION = _of("document_attention", "forward", "delta", "keys", "queries")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
-CHECKS = (  # those that compile longest first: processes take them in turn, and each check compiles its own variants
-    Check(ATTENTION, others.attention_mla, _ATTENTION, hopper=False),
+CHECKS = (  # those that compile longest first: see `share_of`; each check compiles its own variants
+    Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
     Check(EXPERTS, products.experts_products_row, _EXPERTS),
     Check(EXPERTS, products.experts_products_block, _EXPERTS),
     Check(EXPERTS, products.experts_products_fast, _EXPERTS),
     Check(EXPERTS, products.experts_products_bf16, _EXPERTS[1:]),
+    Check(MUON, muon.products, ("hopper_triangle._triangle_kernel", "newton_schulz._product_kernel")),
     Check(ATTENTION, others.attention_small, _ATTENTION, hopper=False),
+    Check(ATTENTION, others.attention_mla, _ATTENTION[:1], hopper=False),
     Check(CASTS, operands.activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(EXPERTS, products.experts_activations, _of("swiglu", "amax", "forward", "backward", "backward_rows")),
     Check(CASTS, operands.casts, _of("cast", "amax", "tensor", "tensor_transposed", "rows", "blocks", "transpose")),
@@ -50,7 +52,17 @@ CHECKS = (  # those that compile longest first: processes take them in turn, and
         (*_of("adamw", "prepare"), "adamw._adamw_kernel", *_of("update_norms", "factors", "squares", "add_up")),
         hopper=False,
     ),
+    Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
+    Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),
     Check(STATISTICS, others.statistics, (*_of("kurtosis", "kurtosis"), *_of("cast_statistics", "cast_statistics"))),
 )
+
+
+def share_of(checks: Sequence[Check], share: int, count: int) -> list[Check]:
+    """Those of one of `count` processes: the first ones in turn, the next ones in reverse, so that the longest meet
+    the shortest."""
+    rounds = [list(checks[at : at + count]) for at in range(0, len(checks), count)]
+    place = (share if turn % 2 == 0 else count - 1 - share for turn in range(len(rounds)))
+    return [each[at] for each, at in zip(rounds, place, strict=True) if at < len(each)]

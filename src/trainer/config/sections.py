@@ -292,7 +292,10 @@ class ParallelConfig:
     """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; it divides
     model.num_heads, model.vocab_size and trainer.sequence_length."""
     pipeline: int = 1
-    """Stages that the blocks are divided into, each with ranks of its own (1F1B)."""
+    """Ranks that microbatches go through, each with blocks of its own."""
+    stages_per_rank: int = 1
+    """Stages of neighbouring blocks that each of them has. 1: one forward, one backward (1F1B); more: interleaved, so
+    that ranks wait less, and send so many times as much."""
     stages: list[int] | None = None
     """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
     head and multi-token prediction besides."""

@@ -11,7 +11,8 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
                e (1 - (1 - 1/e)^K) of them, one of e being its own (fewer where the router chooses from groups of
                experts: `arriving`). D numbers a MoE block there and back, forward and backward: FP8 or BF16 to the
                experts, BF16 back
-    stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back
+    stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back, for each
+               stage of a rank
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
                rotated key once), forward and backward, and forward again where attention is computed again
     tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
@@ -148,7 +149,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         tokens * tensor_bytes(plan, d, times - 1), d.tensor
     )
     if d.pipeline > 1:
-        streams = 2 if m.num_mtp_layers else 1
+        streams = (2 if m.num_mtp_layers else 1) * config.parallel.stages_per_rank
         sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
         waiting += machine.seconds(sent, d.pipeline, d.stage)
     bubble = idle_share(config, plan, d)

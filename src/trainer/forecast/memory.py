@@ -80,7 +80,7 @@ def forecast_memory(
 
 
 def _of_a_rank(
-    config: Config, plan: Plan, degrees: Degrees, policy: FsdpPolicy, graphs: bool, microbatches: int = 1
+    config: Config, plan: Plan, degrees: Degrees, policy: FsdpPolicy, graphs: bool, microbatches: float = 1
 ) -> dict[str, float]:
     """microbatches: whose activations it keeps."""
     model, t = config.model, config.trainer

@@ -268,8 +268,9 @@ def without_effect(config: Config, world_size: int) -> list[str]:
         for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
             if (choice := getattr(p, key)) is not Switch.auto:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
-    if p.stages is not None and p.pipeline == 1:
-        idle("parallel.stages", p.stages, "there is one stage", "set null, or parallel.pipeline")
+    for key, usual in (("stages", None), ("stages_per_rank", 1)):
+        if (value := getattr(p, key)) != usual and p.pipeline == 1:
+            idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")

@@ -1,12 +1,12 @@
 """Pipeline stages ahead of a run: which blocks each one has, what does not go with them, and how long they idle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from models.config import ModelConfig
-from models.stage import Stage, block_flops, divide
+from models.stage import Pipeline, Stage, block_flops, divide
 from precision import Plan
 from precision.errors import UserError
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def blocks_of_stages(config: Config, plan: Plan, stages: int) -> list[int]:
-    """Numbers of blocks: `parallel.stages`, or alike in FLOPs."""
+def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
+    """Numbers of blocks of the stages of so many ranks: `parallel.stages`, or alike in FLOPs."""
+    stages = ranks * config.parallel.stages_per_rank
     return config.parallel.stages or _alike(plan, config.trainer.sequence_length, stages)
 
 
@@ -28,46 +29,76 @@ def _alike(plan: Plan, sequence_length: int, stages: int) -> list[int]:
     return divide(*block_flops(plan, sequence_length), stages)
 
 
-def stage_of(config: Config, plan: Plan, group: "ProcessGroup") -> Stage:
-    """This rank's stage. group: a rank of each one."""
-    counts, index = blocks_of_stages(config, plan, group.size()), group.rank()
-    begin = [0, *accumulate(counts)][index]
-    return Stage(index, len(counts), begin, begin + counts[index], group)
+def owners(ranks: int, per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    return tuple(range(ranks)) * per_rank
 
 
-def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[Config, Plan, int]]:
-    """Config and plan of each stage as of a model of its blocks alone, and microbatches that it keeps activations of.
-    Of stages that are alike the first one, which keeps most.
+def pipeline_of(config: Config, plan: Plan, group: "ProcessGroup") -> Pipeline:
+    """This process's stages. group: the ranks of the pipeline."""
+    ranks = owners(group.size(), config.parallel.stages_per_rank)
+    ends = list(accumulate(blocks_of_stages(config, plan, group.size())))
+    stages = (Stage(i, len(ends), begin, end) for i, (begin, end) in enumerate(pairwise([0, *ends])))
+    own = tuple(stage for stage in stages if ranks[stage.index] == group.rank())
+    return Pipeline(own, ranks, group)
 
-    The embedding is the first one's (`vocab_size` of the others is 0), the head the last one's (its row has no width
+
+def microbatches_of(config: Config, degrees: Degrees) -> int:
+    """Of a rank and step."""
+    t = config.trainer
+    return t.global_batch_size // (t.microbatch_size * degrees.data)
+
+
+def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[Config, Plan, float]]:
+    """Config and plan of each rank of a pipeline as of a model of its stages alone, and microbatches that it keeps
+    activations of. Of ranks that are alike the first one, which keeps most.
+
+    The embedding is the first stage's (`vocab_size` of the others is 0), the head the last one's (its row has no width
     elsewhere).
     """
     if degrees.pipeline == 1:
         yield config, plan, 1
         return
-    counts = tuple(blocks_of_stages(config, plan, degrees.pipeline))
-    for model, rows, kept in _distinct(plan, counts, config=config.model):
-        yield replace(config, model=model), rows, kept
+    p, v, m = degrees.pipeline, config.parallel.stages_per_rank, microbatches_of(config, degrees)
+    counts = tuple(blocks_of_stages(config, plan, p))
+    for model, rows, rank in _distinct(plan, counts, owners(p, v), config=config.model):
+        yield replace(config, model=model), rows, kept(rank, p, v, m)
+
+
+def kept(rank: int, p: int, v: int, m: int) -> float:
+    """Microbatches whose activations a rank keeps: of forward passes ahead of the backward pass of the last of them."""
+    if v == 1:
+        return p - rank
+    ahead = (v - 1) * (m // _rounds(m, p)) + 2 * (p - 1 - rank)
+    return min(ahead + 1, m * v) / v
+
+
+def _rounds(m: int, p: int) -> int:
+    """In which m microbatches go through a rank's stages, one after the other."""
+    return max(1, m // p)
 
 
 @once
-def _distinct(plan: Plan, counts: tuple[int, ...], config: ModelConfig) -> list[tuple[ModelConfig, Plan, int]]:
-    found, seen, begin = [], set(), 0
-    for i, count in enumerate(counts):
-        end, last = begin + count, i == len(counts) - 1
-        own = replace(
+def _distinct(
+    plan: Plan, counts: tuple[int, ...], ranks: tuple[int, ...], config: ModelConfig
+) -> list[tuple[ModelConfig, Plan, int]]:
+    found, seen, ends = [], set(), [0, *accumulate(counts)]
+    for rank in range(max(ranks) + 1):
+        own = [i for i, owner in enumerate(ranks) if owner == rank]
+        blocks = [block for i in own for block in range(ends[i], ends[i + 1])]
+        last = ranks[-1] == rank
+        model = replace(
             config,
-            num_layers=count,
-            num_dense_layers=min(max(config.num_dense_layers - begin, 0), count),
+            num_layers=len(blocks),
+            num_dense_layers=sum(block < config.num_dense_layers for block in blocks),
             num_mtp_layers=config.num_mtp_layers if last else 0,
-            vocab_size=0 if i else config.vocab_size,
+            vocab_size=0 if rank else config.vocab_size,
         )
-        rows = plan.of_blocks(range(begin, end), last)
-        alike = i == 0, *(_look(row) for kind in (rows.gemms, rows.tensors, rows.cores) for row in kind.values())
+        rows = plan.of_blocks(blocks, last)
+        alike = rank == 0, *(_look(row) for kind in (rows.gemms, rows.tensors, rows.cores) for row in kind.values())
         if alike not in seen:
             seen.add(alike)
-            found.append((own, rows, len(counts) - i))
-        begin = end
+            found.append((model, rows, rank))
     return found
 
 
@@ -78,12 +109,23 @@ def _look(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
 
 
 def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Share of a step's arithmetic that ranks wait for others (the bubble), as 1F1B takes its time from the slowest
-    stage: sum of t_i + (m - 1) max t_i, for m microbatches whose forward and backward take t_i."""
-    t = config.trainer
-    m = t.global_batch_size // (t.microbatch_size * degrees.data)
-    times = _times(plan, t.sequence_length, tuple(blocks_of_stages(config, plan, degrees.pipeline)))
-    return 1 - m * sum(times) / len(times) / (sum(times) + (m - 1) * max(times))
+    """Share of a step's arithmetic that ranks wait for others (the bubble)."""
+    p, v = degrees.pipeline, config.parallel.stages_per_rank
+    times = _times(plan, config.trainer.sequence_length, tuple(blocks_of_stages(config, plan, p)))
+    return bubble(times, owners(p, v), microbatches_of(config, degrees))
+
+
+def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
+    """Share of a step that ranks wait: times t_i of a microbatch in each stage, the stages' ranks, m microbatches.
+
+    The slowest rank computes all of them; before it and behind it the stages of one round are waited for: with v stages
+    a rank sum(t_i) / v + (m - 1 / v) x the largest sum of a rank's t_i. One a rank (1F1B): sum(t_i) + (m - 1) max(t_i).
+    """
+    of_ranks = [0.0] * (max(ranks) + 1)
+    for rank, time in zip(ranks, times, strict=True):
+        of_ranks[rank] += time
+    v = len(times) // len(of_ranks)
+    return 1 - m * sum(times) / len(of_ranks) / ((sum(times) + (m * v - 1) * max(of_ranks)) / v)
 
 
 @once
@@ -100,7 +142,9 @@ def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
     """Blocks of the stages, and the bubble: a line of text."""
     blocks = " + ".join(map(str, blocks_of_stages(config, plan, degrees.pipeline)))
     share = idle_share(config, plan, degrees)
-    return f"stages of {blocks} blocks; ranks wait {share:.1%} of a step; memory of the largest stage"
+    v = config.parallel.stages_per_rank
+    each = f", {v} a rank" if v > 1 else ""
+    return f"stages of {blocks} blocks{each}; ranks wait {share:.1%} of a step; memory of the rank that holds most"
 
 
 def check_stages(config: Config, degrees: Degrees) -> None:
@@ -109,16 +153,32 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     if p == 1:
         return
     off = "set parallel.pipeline=1"
+    stages, v = config.parallel.stages, config.parallel.stages_per_rank
+    if v < 1:
+        _refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
         _refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
-    stages = config.parallel.stages
-    if stages is not None and (len(stages) != p or sum(stages) != m.num_layers or min(stages) < 1):
-        why = f"parallel.pipeline={p} stages have model.num_layers={m.num_layers} blocks, each one at least"
+    if p * v > m.num_layers:
+        why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
+        _refuse("parallel.stages_per_rank", v, why, f"set at most {m.num_layers // p}")
+    if stages is not None and (len(stages) != p * v or sum(stages) != m.num_layers or min(stages) < 1):
+        each = f" of {v} stages" if v > 1 else " stages"
+        why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least"
         _refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
+    count = microbatches_of(config, degrees)
+    rounds = _rounds(count, p)
+    if v > 1 and count % rounds:
+        why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
+        _refuse(
+            "trainer.global_batch_size",
+            t.global_batch_size,
+            why,
+            f"set {rounds * least}, or another multiple of {least}",
+        )
     if config.optim.name is OptimizerName.muon:
         _refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
     if config.parallel.fp8_all_gather is Switch.true:

@@ -41,7 +41,8 @@ from trainer.offline.row_reader import SavedTensors
 from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
-ONE_PROCESS = {"replicate": 1, "shard": 1, "expert": 1, "context": 1, "tensor": 1, "pipeline": 1, "stages": None}
+AXES = "replicate", "shard", "expert", "context", "tensor", "pipeline", "stages_per_rank"
+ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None}
 
 
 @dataclass

@@ -20,7 +20,8 @@ without tokens moves all the same, along its old momentum.
 
 Matrices of one shape (up to transposition) are computed in batches of at most `AT_ONCE` numbers, which bounds what
 a step takes in memory. U is rounded to the format of the iteration before anything else, so that it does not matter
-whether it travelled.
+whether it travelled. On a GPU with Triton, what is elementwise before and after the iteration is a kernel each
+(`precision.kernels.muon`).
 """
 
 from collections import defaultdict
@@ -34,7 +35,7 @@ from trainer.config import OptimConfig
 from trainer.launch.world import World
 from trainer.optim.adamw import LearningRate, Optimizer, foreach_norm
 from trainer.optim.exchange import Fragment, Packing, Parcel, Round, fragment, rounds
-from trainer.optim.orthogonalise import DTYPES, orthogonalise, polynomials
+from trainer.optim.orthogonalise import DTYPES, has_kernels, orthogonalise, polynomials
 from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.shard_views import local, shared_like
 
@@ -87,7 +88,8 @@ class Muon(Optimizer):
         runs, _ = assign(layouts, len(self._triples), self._world.size)
         alone, self._rounds = rounds(runs, layouts, self._world.rank, AT_ONCE)
         self._alone = list(batches(alone, AT_ONCE))
-        self._moved = {name: torch.zeros((), dtype=torch.float64, device=device) for name in layouts}
+        self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in layouts}  # sums, of the last update
+        self._kernels = has_kernels(device)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
         """As `Optimizer.step`. A parameter without a gradient counts as one whose gradient is zero."""
@@ -97,8 +99,6 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def _orthogonal_step(self, ok: Tensor, lr: Tensor, divisor: Tensor | None) -> None:
-        for square in self._moved.values():
-            square.zero_()
         names = self._layouts
         step = Step(
             ok,
@@ -118,13 +118,15 @@ class Muon(Optimizer):
             if back is not None:
                 self._finish(step, back)
             coming, back = following, returning
+        if self._kernels:  # they do not say that they wrote; what is made from a parameter asks for its version
+            torch.autograd.graph.increment_version([self._parts[name] for name in names])
 
     def _update(self, step: Step, batch: list[Run]) -> None:
         """Matrices that this rank alone holds."""
         x = self._room(batch, step.lr.device)
         rows = {run: fragment(run, self._layouts[run.name], run.first) for run in batch}
         for run, slot in slots(batch, x):
-            slot.copy_(self._advance(step, rows[run]))
+            self._advance(step, rows[run], slot)
         for run, update in slots(batch, orthogonalise(x, self._triples, self._dtype)):
             self._apply(step, rows[run], update)
 
@@ -137,11 +139,8 @@ class Muon(Optimizer):
         matrices = {run: slot for batch, x in ready for run, slot in slots(batch, x)}
         packing = Packing(this.sends, self._dtype, device)
         for rows in this.here:
-            u = self._advance(step, rows)
-            if rows.run in matrices:
-                rows.within(matrices[rows.run]).copy_(u)
-            elif (slot := packing.slots.get((rows.run.owner, rows))) is not None:
-                slot.copy_(u)
+            mine = matrices.get(rows.run)
+            self._advance(step, rows, packing.slots.get((rows.run.owner, rows)) if mine is None else rows.within(mine))
         return Travel(this, ready, matrices, packing.send(this.receives, self._world.size))
 
     def _send_back(self, coming: Travel) -> Travel:
@@ -167,25 +166,38 @@ class Muon(Optimizer):
         """For its matrices, [matrices, m, n]."""
         return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._dtype, device=device)
 
-    def _advance(self, step: Step, rows: Fragment) -> Tensor:
-        """M <- mu M + G if `ok`; returns U, FP32."""
-        mu, momentum, gradient = (
-            self._muon.momentum,
-            rows.of(step.momenta[rows.run.name]),
-            rows.of(step.gradients[rows.run.name]),
-        )
+    def _advance(self, step: Step, rows: Fragment, slot: Tensor | None) -> None:
+        """M <- mu M + G if `ok`; U into slot, in its format. None: a replica sends it."""
+        mu, nesterov = self._muon.momentum, self._muon.nesterov
+        momentum, gradient = rows.of(step.momenta[rows.run.name]), rows.of(step.gradients[rows.run.name])
+        if self._kernels:
+            from precision.kernels import muon  # needs Triton
+
+            slot = torch.empty_like(gradient, dtype=self._dtype) if slot is None else slot
+            divisor = torch.ones_like(step.lr) if step.divisor is None else step.divisor
+            muon.advance(gradient, momentum, slot, step.ok, divisor, mu, nesterov)
+            return
         gradient = gradient if step.divisor is None else gradient / step.divisor
         advanced = torch.add(gradient, momentum.float(), alpha=mu)
         momentum.copy_(torch.where(step.ok, advanced, momentum))
-        return torch.add(gradient, advanced, alpha=mu) if self._muon.nesterov else advanced
+        if slot is not None:
+            slot.copy_(torch.add(gradient, advanced, alpha=mu) if nesterov else advanced)
 
     def _apply(self, step: Step, rows: Fragment, update: Tensor) -> None:
-        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and add the square of that to its weight's."""
+        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and keep the square of that for its weight's."""
         weight, times = rows.of(step.weights[rows.run.name]), self._muon.scale * max(canonical(rows.run)) ** 0.5
+        squares = self._squares[rows.run.name]
+        if self._kernels:
+            from precision.kernels import muon  # needs Triton
+
+            if rows not in squares:
+                squares[rows] = step.lr.new_empty(muon.programs(weight))
+            muon.apply(weight, update, squares[rows], step.ok, step.lr, times, self._decay)
+            return
         change = torch.add(update.float() * times, weight, alpha=self._decay).mul_(step.lr)
         weight.copy_(torch.where(step.ok, weight - change, weight))
         square = torch.linalg.vector_norm(change).double().square()
-        self._moved[rows.run.name] += torch.where(step.ok, square, 0.0)
+        squares[rows] = torch.where(step.ok, square, 0.0)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self._named[name].grad
@@ -193,8 +205,11 @@ class Muon(Optimizer):
 
     def _norms_of_parts(self) -> Tensor:
         mine = [self._parts[name].detach() for name in self._layouts]
-        moved = torch.stack([self._moved[name].sqrt() for name in self._layouts])
-        return torch.cat([super()._norms_of_parts(), torch.stack([moved, torch.stack(foreach_norm(mine)).double()])], 1)
+        none = self._lr.new_zeros((), dtype=torch.float64)
+        moved = torch.stack([sum((s.double().sum() for s in kept.values()), none) for kept in self._squares.values()])
+        return torch.cat(
+            [super()._norms_of_parts(), torch.stack([moved.sqrt(), torch.stack(foreach_norm(mine)).double()])], 1
+        )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's moments and step counts, Muon's momentum, by parameter name; shared as the parameters are."""

@@ -13,13 +13,18 @@ some steps with suitable coefficients bring all of them near 1, so that X comes 
                      safety factor of 1.01 in all but the last
 
 The norm is computed in FP32, the steps in a format of choice, with sums in FP32. The products cost k (4 m^2 n + 2 m^3)
-FLOPs in k steps for m rows and n >= m columns; a tall matrix is transposed. A CPU multiplies in FP32 and rounds to the
-format, because CPUs without BF16 instructions take ten times as long in BF16.
+FLOPs in k steps for m rows and n >= m columns; a tall matrix is transposed. On Hopper GPUs, in BF16, own kernels
+compute one triangle of A and of b A + c A^2, which are symmetric, and add and divide on the way: k (3 m^2 n + m^3)
+(`precision.kernels.newton_schulz`). A CPU multiplies in FP32 and rounds to the format, because CPUs without BF16
+instructions take ten times as long in BF16.
 """
+
+import importlib.util
 
 import torch
 from torch import Tensor
 
+from precision.proof import MUON, refused
 from trainer.config import Coefficients, Iteration
 
 Triple = tuple[float, float, float]
@@ -63,15 +68,32 @@ def flops(rows: int, columns: int, steps: int) -> float:
 
 @torch.no_grad()
 def orthogonalise(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
-    """u [k, A, B], any format -> near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros."""
+    """u [k, A, B], any format -> near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros. u may be overwritten."""
     if u.shape[-2] > u.shape[-1]:
         return orthogonalise(u.mT, triples, dtype).mT
+    if dtype is torch.bfloat16 and has_kernels(u.device):
+        from precision.kernels import newton_schulz  # needs Triton
+
+        if newton_schulz.is_faster(u.shape[-2], u.shape[-1], u.device):
+            x = u.to(dtype).contiguous()
+            norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float32)
+            return newton_schulz.iterate(x, 1 / (norms + EPS), triples)
+    return plain(u, triples, dtype)
+
+
+def plain(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
+    """`orthogonalise` in PyTorch alone, of matrices that are no taller than wide."""
     wide = u.float()
     x = (wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + EPS)).to(dtype)
     for a, b, c in triples:
         gram = _sum(None, x, x.mT, 0.0, 1.0)
         x = _sum(x, _sum(gram, gram, gram, b, c), x, a, 1.0)
     return x
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Muon's kernels run here."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and MUON not in refused
 
 
 def _sum(added: Tensor | None, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:

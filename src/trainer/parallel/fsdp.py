@@ -62,7 +62,8 @@ def materialise(
     sync, sending = WeightAmaxSync(fp8, ranks) if fp8 or tensor is not None else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
     generator = torch.Generator(device=device).manual_seed(seed)
-    blocks = [block for _, block in model.iter_blocks() if model.here(block)]
+    own = [model.layers, model.mtp] if model.pipeline is None else map(model.blocks_of, model.pipeline.stages)
+    stages = [[cast(Block, block) for block in blocks] for blocks in own]
     for part in model.parts():
         part.to_empty(device=device)
         model.init_part(part, generator)
@@ -72,8 +73,8 @@ def materialise(
             model.split_weights(part, tensor)
             if sync is not None:
                 sync.split.update(layer for layer, _ in tensor.cut)
-        if model.here(part) and part in blocks:
-            frees = not keeps and part is not blocks[-1]
+        if model.here(part) and isinstance(part, Block):
+            frees = not keeps and part is not stages[-1][-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group())
                 if mesh.degrees.shares_experts:
@@ -84,7 +85,8 @@ def materialise(
     _shard(model, mesh.weights, False, sync, sending)
     if tensor is not None and mesh.tensor is not None:
         _mark(model, tensor, mesh.tensor)
-    _prefetch(blocks)
+    for blocks in stages:
+        _prefetch(blocks)
     for method in ("hidden", "logits", "forward_stage"):
         register_fsdp_forward_method(model, method)
 

@@ -15,7 +15,7 @@ from trainer.config import Config, Switch
 from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
 from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
 from trainer.forecast.preflight import check_fsdp_policy
-from trainer.forecast.stages import stage_of
+from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
@@ -133,10 +133,10 @@ def build_engine(
 
         policy = pick_fsdp_policy(config, plan, degrees, total)
         microbatch = ShardedMicrobatch(model, microbatch, world.size, policy)
-        if model.stage is not None:
+        if model.pipeline is not None:
             from trainer.step.pipelined_step import PipelinedStep
 
-            pipelined = PipelinedStep(model, model.stage, microbatch, degrees.stage, loss_scale)
+            pipelined = PipelinedStep(model, model.pipeline, microbatch, degrees.stage, loss_scale)
     tune_host(device)
     snapshot = SnapshotKeeper(arena)
     return Engine(
@@ -181,7 +181,7 @@ def build_model(
         keeps = pick_fsdp_policy(config, plan, degrees, total).keep_gathered
         mesh = build_mesh(degrees, device.type)
         if mesh.pipeline is not None:
-            model.take_stage(stage_of(config, plan, mesh.pipeline.get_group()))
+            model.take_stages(pipeline_of(config, plan, mesh.pipeline.get_group()))
         materialise(model, mesh, device, config.trainer.seed, keeps, fp8)
     else:
         model.to_empty(device=device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from models import DeepSeek
+from models.stage import Pipeline
 from precision import IGNORED
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum, in_groups
@@ -23,8 +24,8 @@ def mean_loss(
     model.eval()
     done = 0
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, of sequences
-    context, stage = 1 if model.context is None else model.context.size, model.stage
-    readers = world.size // context // (1 if stage is None else stage.count)
+    context, pipeline = 1 if model.context is None else model.context.size, model.pipeline
+    readers = world.size // context // (1 if pipeline is None else pipeline.group.size())
     rank = world.rank // context % readers
     for group in in_groups(batches, readers):  # a batch for each rank, or group that shares sequences
         tokens = group[min(rank, len(group) - 1)]
@@ -33,15 +34,25 @@ def mean_loss(
         tokens = tokens[torch.arange(size) % len(tokens)].to(world.device)
         targets = tokens[:, 1:].clone()
         targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
-        shape = *model.own(targets).shape, model.config.hidden_size
-        carried = None if stage is None else stage.receive(shape, tokens, model.embed.residual)
-        h = model.hidden(tokens[:, :-1], carried)
-        if stage is None or stage.is_last:
+        h = model.hidden(tokens[:, :-1]) if pipeline is None else _through(model, pipeline, tokens[:, :-1])
+        if h is not None:
             loss = model.loss(h, model.scored(targets))
             sums += torch.stack([loss.double() * count, sums.new_tensor(count)])
-        else:
-            stage.send(h)
         seen(done := done + sum(map(len, group)))
     model.train()
     total, weight = all_sum([sums], world)[0].tolist()
     return total / weight
+
+
+def _through(model: DeepSeek, pipeline: Pipeline, tokens: Tensor) -> Tensor | None:
+    """`DeepSeek.hidden` of tokens [B, S], stage by stage; None where the last one is another rank's. With several
+    stages a rank only one rank computes at a time."""
+    h, rank = None, pipeline.group.rank()
+    for stage in pipeline.stages:
+        if not stage.is_first and pipeline.owners[stage.index - 1] != rank:
+            shape = *model.own(tokens).shape, model.config.hidden_size
+            h = pipeline.receive(stage, shape, tokens, model.embed.residual)
+        h = model.hidden(tokens, h, stage)
+        if not stage.is_last and pipeline.owners[stage.index + 1] != rank:
+            pipeline.send(stage, h)
+    return h if pipeline.has_last else None

@@ -1,58 +1,81 @@
 """The microbatches of a step through the stages of a pipeline: one forward, one backward (1F1B, arXiv 2104.04473).
 
-Stage i computes p - i microbatches forward, then backward and forward in turn, then the rest backward, by
-`torch.distributed.pipelining`. Its ranks idle for p - 1 of m + p - 1 microbatches' times. FSDP's settings are those of
-`ShardedMicrobatch`: they are set before each backward pass, and the last one reduces.
+Rank i of p computes p - i microbatches forward, then backward and forward in turn, then the rest backward, by
+`torch.distributed.pipelining`. It idles for p - 1 of m + p - 1 microbatches' times. With v stages a rank (interleaved)
+a round of p microbatches goes through its first stage, then through its second one, and so on; it idles for p - 1 of
+v m + p - 1 stages' times. FSDP's settings are those of `ShardedMicrobatch`: they are set before each backward pass, and
+the last one of a stage reduces.
 
 Nothing but messages between neighbouring stages happens meanwhile. What all ranks have to know (losses, loads, amaxes,
 norms) is one message after the last microbatch, with zeros from stages that have no part in it.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from models import DeepSeek, Losses
-from models.stage import Stage, attach
+from models.stage import Pipeline, Stage, attach
 from trainer.optim.loss_scale import LossScale
 from trainer.step.microbatch import loss_factor
-from trainer.step.sharded_microbatch import ShardedMicrobatch
+from trainer.step.sharded_microbatch import ShardedMicrobatch, shared_modules
 from trainer.step.stage_clock import StageClock
 
 
 class PipelinedStep:
-    """This rank's stage of all microbatches of a step. ranks: of a stage, which share its weights."""
+    """This rank's stages of all microbatches of a step. ranks: that have the same stages, and share their weights."""
 
     def __init__(
-        self, model: DeepSeek, stage: Stage, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
+        self, model: DeepSeek, pipeline: Pipeline, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
     ):
-        self._model, self._stage, self._sharding, self._ranks = model, stage, sharding, ranks
-        self._schedule: Schedule1F1B | None = None
+        self._model, self._pipeline, self._sharding, self._ranks = model, pipeline, sharding, ranks
+        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
         self._made_for: tuple[int, torch.Size] | None = None
-        self._part = _Part(model, stage, loss_scale)
-        self.clock = StageClock(next(p.device for p in model.parameters() if not p.is_meta))
+        self._parts = [_Part(model, stage, loss_scale) for stage in pipeline.stages]
+        self._shared = {stage: shared_modules(*model.blocks_of(stage)) for stage in pipeline.stages}
+        self._device = next(p.device for p in model.parameters() if not p.is_meta)
+        self._left = 0  # backward passes of the step
+        self.clock = StageClock(self._device)
 
     def __call__(self, microbatches: Sequence[Tensor]) -> list[Losses]:
-        """Forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as stages.
+        """Forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as ranks.
 
         Adds the gradients of each one's total / their number over all ranks, times the loss scale if there is one, to
-        the parameters' `grad`. Returns the losses of each, detached: this stage's share of them.
+        the parameters' `grad`. Returns the losses of each, detached: these stages' share of them.
         """
         count, shape = len(microbatches), microbatches[0].shape
         if self._schedule is None or self._made_for != (count, shape):
             self._schedule, self._made_for = self._make(count, microbatches[0]), (count, shape)
-        self._part.begin(count * self._ranks)
+        for part in self._parts:
+            part.begin(count * self._ranks)
+        self._left = count * len(self._parts)
+        self._sharding.begin()
+        self._sharding.before_backward(self._sharding.shared, reduces=False, frees=False)
         tokens = torch.cat(list(microbatches))
-        first, last = (tokens,) if self._stage.is_first else (), tokens if self._stage.is_last else None
+        first, last = self._pipeline.has_first, self._pipeline.has_last
         with self.clock.step():
-            self._schedule.step(*first, target=last, tokens=tokens)
-        return self._part.losses
+            self._schedule.step(*((tokens,) if first else ()), target=tokens if last else None, tokens=tokens)
+        of_each = zip(*(part.losses for part in self._parts), strict=True)
+        return [Losses(*(reduce(torch.add, each) for each in zip(*losses, strict=True))) for losses in of_each]
 
-    def _make(self, count: int, tokens: Tensor) -> Schedule1F1B:
+    @contextmanager
+    def backward(self, stage: Stage, last: bool) -> Iterator[None]:
+        """Around a stage's backward pass. last: it is the one of the step's last microbatch."""
+        self._left -= 1
+        sharding, ends = self._sharding, self._left == 0
+        sharding.before_backward(self._shared[stage], reduces=last, frees=last, ends=ends)
+        # embedding, final norm and head are of some stages, and FSDP gathers them for all
+        reduces = last and (stage.is_first or stage.is_last)
+        sharding.before_backward(sharding.shared[:1], reduces=reduces, frees=ends, ends=ends)
+        yield
+        sharding.after_backward(ends, self._device)
+
+    def _make(self, count: int, tokens: Tensor) -> Schedule1F1B | ScheduleInterleaved1F1B:
         B, S = tokens.shape[0], tokens.shape[1] - 1
         dtype = self._model.embed.residual
         # their gradients travel; both ends are given, else torch runs the stage to see
@@ -61,25 +84,34 @@ class PipelinedStep:
             for shape in self._model.carried_shapes(B, S)
         )
         loss = torch.empty(1, device="meta", requires_grad=True)
-        stage = _ShardedStage(
-            self._part,
-            self._stage.index,
-            self._stage.count,
-            tokens.device,
-            input_args=(tokens.to("meta"),) if self._stage.is_first else between,
-            output_args=(loss,) if self._stage.is_last else between,
-            group=self._stage.group,
-        )
-        stage.sharding, stage.clock, stage.microbatches = self._sharding, self.clock, count
-        return Schedule1F1B(stage, count, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
+        stages = []
+        for part in self._parts:
+            stage = _ShardedStage(
+                part,
+                part.stage.index,
+                part.stage.count,
+                tokens.device,
+                input_args=(tokens.to("meta"),) if part.stage.is_first else between,
+                output_args=(loss,) if part.stage.is_last else between,
+                group=self._pipeline.group,
+            )
+            stage.around, stage.part, stage.microbatches = self, part, count
+            stages.append(stage)
+
+        def total(loss: Tensor, target: Tensor) -> Tensor:
+            return loss.sum()
+
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], count, loss_fn=total, scale_grads=False)
+        return ScheduleInterleaved1F1B(stages, count, loss_fn=total, scale_grads=False)
 
 
 class _Part(nn.Module):
-    """The stage as torch's schedule calls it. The model is none of its modules: FSDP's settings are not torch's."""
+    """A stage as torch's schedule calls it. The model is none of its modules: FSDP's settings are not torch's."""
 
     def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None):
         super().__init__()
-        self._run, self._stage = model.forward_stage, stage
+        self._run, self.stage = partial(model.forward_stage, stage), stage
         self._factor = partial(loss_factor, model, loss_scale=loss_scale)
         self.begin(1)
 
@@ -89,27 +121,26 @@ class _Part(nn.Module):
         self.losses: list[Losses] = []
 
     def forward(self, *inputs: Tensor, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
-        carried = () if self._stage.is_first else inputs
+        carried = () if self.stage.is_first else inputs
         factor = self._factor(self._count)
         made, losses = self._run(tokens, *carried)
         self.losses.append(losses.detached(losses.total))
         loss = losses.total / self._count if factor is None else losses.total * factor
-        if self._stage.is_last:
+        if self.stage.is_last:
             return loss.reshape(1)
         return attach(made[0], loss), *(x.view_as(x) for x in (*made[1:], *carried[1:]))
 
 
 class _ShardedStage(PipelineStage):
-    sharding: ShardedMicrobatch
-    clock: StageClock
+    around: PipelinedStep
+    part: _Part
     microbatches: int
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.clock.computes():
+        with self.around.clock.computes():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self.clock.computes():
-            self.sharding.before(bwd_chunk_id, self.microbatches)
+        last = bwd_chunk_id == self.microbatches - 1
+        with self.around.clock.computes(), self.around.backward(self.part.stage, last):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            self.sharding.after(bwd_chunk_id, self.microbatches, self.device)

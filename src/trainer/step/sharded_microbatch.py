@@ -1,9 +1,10 @@
 """Microbatches of a model whose weights FSDP shards: when gradients are reduced and gathered weights are freed."""
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from models import DeepSeek, Losses
@@ -26,31 +27,42 @@ class ShardedMicrobatch:
         self._model, self._run, self._world_size, self._policy = model, run, world_size, policy
         self._agreed = cast(WeightAmaxSync | None, model.weight_amax_sync)
         self._large = LargeGradients(model)
+        self.shared = shared_modules(model)
+        """All modules that FSDP shards, the model first."""
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
         """See `Microbatch`; index and count are of this rank's own."""
-        self.before(index, count)
+        if index == 0:
+            self.begin()
+        last = index == count - 1
+        if count > 1:
+            self.before_backward(self.shared, reduces=last, frees=last, ends=last)
         losses = self._run(tokens, index, count * self._world_size)
-        self.after(index, count, tokens.device)
+        self.after_backward(last, tokens.device)
         return losses
 
-    def before(self, index: int, count: int) -> None:
-        """Before the passes of microbatch `index` of `count`; where others are between them, before the second."""
-        if self._agreed is not None and index == 0:
+    def begin(self) -> None:
+        """A step of microbatches."""
+        if self._agreed is not None:
             self._agreed.forget()
-        if count > 1:
-            last, shared = index == count - 1, cast(FSDPModule, self._model)
-            if not self._policy.reduce_each_microbatch:
-                shared.set_requires_gradient_sync(last)
-                shared.set_is_last_backward(last)
-            shared.set_reshard_after_backward(last, recurse=self._policy.keep_gathered)
 
-    def after(self, index: int, count: int, device: torch.device) -> None:
-        """After its backward pass."""
+    def before_backward(self, modules: Iterable[FSDPModule], *, reduces: bool, frees: bool, ends: bool = False) -> None:
+        """Of one of several microbatches. reduces, frees: it is the last one that adds to gradients of `modules`, and
+        that gathers their weights; ends: and those of any."""
+        if not self._policy.reduce_each_microbatch:
+            self.shared[0].set_is_last_backward(ends)
+        for module in modules:
+            if not self._policy.reduce_each_microbatch:
+                module.set_requires_gradient_sync(reduces, recurse=False)
+            if self._policy.keep_gathered or module is self.shared[0]:
+                module.set_reshard_after_backward(frees, recurse=False)
+
+    def after_backward(self, ends: bool, device: torch.device) -> None:
+        """ends: it was the step's last one."""
         self._large.finish(device)
-        if self._model.tensor is not None and index == count - 1:
+        if ends and self._model.tensor is not None:
             add_up(self._model)
-        if self._agreed is not None and index == count - 1:
+        if ends and self._agreed is not None:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
 
     def forget(self) -> None:
@@ -59,8 +71,12 @@ class ShardedMicrobatch:
 
     def release(self) -> None:
         """Free gathered weights: an evaluation has no backward pass that would."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self.shared:
+            module.reshard()
         if self._agreed is not None:
             self._agreed.forget()
+
+
+def shared_modules(*modules: nn.Module) -> list[FSDPModule]:
+    """Of them and below, what FSDP shards."""
+    return [inner for module in modules for inner in module.modules() if isinstance(inner, FSDPModule)]

@@ -50,7 +50,8 @@ def compile_only(self, *args, grid, warmup, **options):
         usage = subprocess.run([disassembler, "-res-usage", file.name], capture_output=True, text=True).stdout
     stack = int(re.search(r"STACK:(\\d+)", usage)[1])
     assert stack <= 64, (self.__name__, usage)  # bytes; more means that registers are spilled over and over
-    code, product = kernel.asm["ttgir"], "_nt_" in self.__name__ or "_wgrad" in self.__name__
+    code, product = kernel.asm["ttgir"], any(
+        kind in self.__name__ for kind in ("_nt_", "_wgrad", "_product", "_triangle"))
     assert product or ("tt.trans" in code) == ("mov.b32" in code), self.__name__  # see kernels.common.settled
     if product:
         assert "wgmma" in kernel.asm["ptx"], self.__name__
@@ -59,10 +60,11 @@ def compile_only(self, *args, grid, warmup, **options):
 jit.JITFunction.run = compile_only
 
 from precision.formats import E4M3, E5M2
-from precision.kernels import cast, cast_statistics, grouped_gemm, norm, route, swiglu, topk_experts, weights
+from precision.kernels import cast, cast_statistics, grouped_gemm, muon, newton_schulz, norm, route, swiglu
+from precision.kernels import topk_experts, weights
 from precision.kernels.common import Cast
 
-grouped_gemm._multiprocessors = lambda device: 132
+grouped_gemm._multiprocessors = newton_schulz._multiprocessors = lambda device: 132
 R, D, F, E = 1024, 2048, 1408, 2
 
 
@@ -109,6 +111,14 @@ if mode == 1:
     grouped_gemm.wgrad_bf16(new(R, 144), new(R, D), to)
     grouped_gemm.nt_bf16(new(R, D), new(E, F, D), to)
     grouped_gemm.nt_bf16(new(R, D), new(E, D, F).mT, to)
+    x, s, flag = new(E, F, D), new(E, F, F), torch.tensor(True)
+    for newton_schulz.serves_hopper in (lambda device: True, lambda device: False):
+        newton_schulz.product(x, x, s, None, floats(E), 1.0, 0.0, True)
+        newton_schulz.product(s, s, s, s, floats(E), 1.0, 2.0, True)
+        newton_schulz.product(s, x, x, x, floats(E), 1.0, 2.0, False)
+    for slot in (x, new(E, D, F).mT):
+        muon.advance(floats(E, F, D), floats(E, F, D), slot, flag, one, 0.9, True)
+        muon.apply(floats(E, F, D), slot, floats(muon.programs(x)), flag, one, 1.0, 0.1)
 if mode == 2:
     swiglu.swiglu_backward_rows(new(R, F), new(R, 2 * F), to.weight, to.ends, floats(R, 1), one, back, how)
 if mode == 3:

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from precision import kernels
 from precision.kernels import norm, topk_experts
-from precision.selftest.table import CHECKS, Check
+from precision.selftest.table import CHECKS, Check, share_of
 from precision.selftest.twins import Mismatch, near, same
 
 CPU = torch.device("cpu")
@@ -42,8 +42,14 @@ def test_kernels_agree_with_their_twins(check: Check, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GridExecutor, "__call__", record)
     check.run(CPU)
-    expected = {name for name in check.kernels if not name.startswith("hopper_gemm.")}  # which has no interpreter
+    expected = {name for name in check.kernels if not name.startswith("hopper_")}  # which have no interpreter
     assert expected <= launched, "a check launches what it is said to check"
+
+
+@pytest.mark.parametrize("count", [1, 8, 16, 40])
+def test_each_check_is_one_processs(count: int) -> None:
+    shares = [check for share in range(count) for check in share_of(CHECKS, share, count)]
+    assert sorted(map(CHECKS.index, shares)) == list(range(len(CHECKS)))
 
 
 def check_named(name: str) -> Check:

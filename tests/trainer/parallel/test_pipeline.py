@@ -49,7 +49,13 @@ class Case(NamedTuple):
 
 FP32, FP8, ONE_DEPTH = "precision=fp32", "precision=fp8_delayed", "model.num_mtp_layers=1"
 FOUR, TWO = "parallel.pipeline=4", "parallel.pipeline=2"
+IN_TURN = TWO, "parallel.stages_per_rank=2"
 CASES = {
+    2: {
+        "in turn": Case((FP32, *IN_TURN), saves=True),
+        "in turn fp8": Case((FP8, *IN_TURN)),
+        "spoilt": Case((FP32, *IN_TURN), spoil=0),
+    },
     4: {
         "plain": Case((FP32, FOUR), saves=True),
         "fp8": Case((FP8, FOUR)),
@@ -61,13 +67,15 @@ CASES = {
         "plain tensor": Case((FP32, TWO, "parallel.tensor=2"), saves=True),
         "tensor resumed": Case((FP32, "parallel.tensor=2", "parallel.shard=2"), reads="plain"),
         "documents replicate": Case((FP32, TWO, "parallel.replicate=2", ONE_DEPTH), documents=True),
+        "plain in turn expert": Case((FP32, *IN_TURN, "parallel.shard=2", "parallel.expert=2", "recompute=full")),
+        "in turn resumed": Case((FP32, *IN_TURN, "parallel.shard=2"), reads="plain"),
     },
     1: {
         "plain": Case((FP32,)),
         "fp8": Case((FP8,)),
         "fp16": Case(("precision=fp16",)),
         "documents": Case((FP32, ONE_DEPTH), documents=True),
-        "resumed": Case((FP32,), reads="plain"),
+        "resumed": Case((FP32,), reads="in turn"),
         "resumed tensor": Case((FP32,), reads="plain tensor"),
     },
 }
@@ -106,8 +114,8 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
     for step in range(begin, STEPS + 1):
         handles = []
         if case.spoil == world.rank and step == 2:
-            assert engine.model.stage is not None
-            block = engine.model.layers[engine.model.stage.begin]
+            assert engine.model.pipeline is not None
+            block = engine.model.layers[engine.model.pipeline.stages[-1].begin]
             handles.append(block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:])))
         result = train_step(engine, step, engine.share_of(batches[step]), 1)
         for handle in handles:
@@ -155,23 +163,29 @@ def gap(ours: Any, theirs: Any, key: str) -> float:
     return max(abs(a[key] - b[key]) for a, b in zip(ours["lines"], theirs["lines"], strict=True))
 
 
-@pytest.mark.parametrize("name", ["plain", "fp8", "fp16"])
-def test_stages_alone_change_no_bit(runs: dict[int, Any], name: str) -> None:
+ALONE = [
+    (4, "plain", "plain"),
+    (4, "fp8", "fp8"),
+    (4, "fp16", "fp16"),
+    (2, "in turn", "plain"),
+    (2, "in turn fp8", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("size", "name", "one"), ALONE)
+def test_stages_alone_change_no_bit(runs: dict[int, Any], size: int, name: str, one: str) -> None:
     """Each number is made of the same ones in the same order; the balance losses of stages are added at the end."""
-    ours, theirs = runs[4][name], runs[1][name]
+    ours, theirs = runs[size][name], runs[1][one]
     for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias", "scale"):
         assert gap(ours, theirs, key) == 0, key
     assert gap(ours, theirs, "loss/total") < 1e-5 and gap(ours, theirs, "loss/balance") < 1e-6
     assert ours["validation"] == pytest.approx(theirs["validation"], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "one"),
-    [
-        (name, name.split()[0])
-        for name in ("plain shard", "plain expert", "plain context", "plain tensor", "documents replicate")
-    ],
-)
+BESIDE = ("plain shard", "plain expert", "plain context", "plain tensor", "documents replicate", "plain in turn expert")
+
+
+@pytest.mark.parametrize(("name", "one"), [(name, name.split()[0]) for name in BESIDE])
 def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, Any], name: str, one: str) -> None:
     ours, theirs = runs[4][name], runs[1][one]
     assert all(gap(ours, theirs, key) < 1e-5 for key in LOSSES)
@@ -180,25 +194,25 @@ def test_with_ranks_in_a_stage_the_curve_is_that_of_one_process(runs: dict[int, 
     assert abs(ours["validation"] - theirs["validation"]) < 1e-5
 
 
-def test_a_number_that_is_none_in_a_middle_stage_drops_the_step_on_all(runs: dict[int, Any]) -> None:
-    lines = runs[4]["spoilt"]["lines"]
+@pytest.mark.parametrize("size", [4, 2])
+def test_a_number_that_is_none_in_a_middle_stage_drops_the_step_on_all(runs: dict[int, Any], size: int) -> None:
+    lines = runs[size]["spoilt"]["lines"]
     assert [line["ok"] for line in lines] == [1, 0, 1]
     assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))
     assert lines[2]["norm"] != lines[1]["norm"]
 
 
-def test_one_process_resumes_what_four_stages_saved(runs: dict[int, Any]) -> None:
-    ours, theirs = runs[1]["resumed"]["lines"], runs[4]["plain"]["lines"][SAVED:]
+def test_one_process_resumes_what_stages_saved(runs: dict[int, Any]) -> None:
+    ours, theirs = runs[1]["resumed"]["lines"], runs[2]["in turn"]["lines"][SAVED:]
     for key in ("loss/lm", "loss/mtp", "optim/grad_norm", "norm", "bias"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
 
 
 @pytest.mark.parametrize(
-    ("size", "name", "saved"), [(1, "resumed tensor", "plain tensor"), (4, "tensor resumed", "plain")]
+    ("size", "name", "saved"),
+    [(1, "resumed tensor", "plain tensor"), (4, "tensor resumed", "plain"), (4, "in turn resumed", "plain")],
 )
-def test_with_and_without_tensor_groups_runs_resume_each_other(
-    runs: dict[int, Any], size: int, name: str, saved: str
-) -> None:
+def test_runs_of_other_layouts_resume_each_other(runs: dict[int, Any], size: int, name: str, saved: str) -> None:
     ours, theirs = runs[size][name]["lines"], runs[4][saved]["lines"][SAVED:]
     for key in (*LOSSES, "optim/grad_norm", "norm"):
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-5), key

@@ -1,0 +1,153 @@
+"""The products of a Newton-Schulz iteration (`trainer.optim.orthogonalise`), in BF16 with sums in FP32.
+
+For matrices X [m, n], m <= n, with factors f (1 but in the first step), one step is
+
+    S = f^2 X X^T                symmetric: only tiles on and below the diagonal are computed, the others mirrored
+    B = b S + c S S              symmetric, too, because S is
+    X = f (a X + B X)
+
+3 m^2 n + m^3 multiplications and additions in place of 4 m^2 n + 2 m^3, and no pass besides the products: `torch.
+baddbmm` copies the matrix that is added. f divides by the norm, which the first products take along: X is read as it
+came.
+
+On Hopper, matrices of whole tiles are for `hopper_triangle`. The kernel here serves other GPUs, other shapes and
+Triton's interpreter. A program visits tiles with a constant stride; `tile_table` names them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from precision.kernels import const
+from precision.kernels.common import as_bf16
+
+FEWEST_ROWS = 256
+"""Smaller matrices are a tile or two high: a triangle of these is nearly all of them."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How `_product_kernel` cuts the work: tiles of rows x columns, so much of the sum at a time."""
+
+    rows: int = 128
+    columns: int = 128
+    deep: int = 64
+    stages: int = 4
+    warps: int = 8
+
+
+@triton.jit
+def _rounded(x):
+    if const.ON_GPU:
+        return x.to(tl.bfloat16)
+    return as_bf16(x).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["tiles", "each"])
+def _product_kernel(
+    a, b, added, c, mirrored, factors, alpha, beta, table, tiles, each, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """c = factor (alpha a b + beta added); SYMMETRIC: a b^T. mirrored: c in transposed tiles. tiles: of all matrices;
+    each: of one."""
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        e = tile // each
+        packed = tl.load(table + tile % each)
+        i = packed & 0xFFFF
+        j = packed >> 16
+        m = i * BM
+        n = j * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            x = a.load([e, m, k]).reshape(BM, BK)
+            if SYMMETRIC:
+                acc = tl.dot(x, b.load([e, n, k]).reshape(BN, BK).T, acc)
+            else:
+                acc = tl.dot(x, b.load([e, k, n]).reshape(BK, BN), acc)
+        f = tl.load(factors + e)
+        acc = acc * (alpha * f)
+        if ADDS:
+            acc += added.load([e, m, n]).reshape(BM, BN).to(tl.float32) * (beta * f)
+        value = _rounded(acc)
+        c.store([e, m, n], value.reshape(1, BM, BN))
+        if SYMMETRIC:
+            if m >= n + BN:  # a tile that the diagonal crosses holds its own mirror image, with those beside it
+                mirrored.store([e, n, m], value.T.reshape(1, BN, BM))
+
+
+@cache
+def tile_table(rows: int, columns: int, height: int, width: int, symmetric: bool, device: torch.device) -> Tensor:
+    """The tiles of one matrix, int32: number among the rows + 2^16 times that among the columns; of a symmetric one
+    those that the diagonal crosses or that lie below it."""
+    tall, wide = -(-rows // height), -(-columns // width)
+    found = [i + (j << 16) for i in range(tall) for j in range(wide) if not symmetric or (i + 1) * height > j * width]
+    return torch.tensor(found, dtype=torch.int32, device=device)
+
+
+def product(
+    a: Tensor, b: Tensor, out: Tensor, added: Tensor | None, factors: Tensor, alpha: float, beta: float,
+    symmetric: bool, cut: Cut | None = None,
+) -> None:  # fmt: skip
+    """out = factors (alpha a b + beta added); symmetric: a b^T in place of a b, of which only one triangle is computed.
+
+    a [k, m, K], b [k, K, n] (symmetric: [k, m, K], and n = m), out and added [k, m, n]: BF16, contiguous. factors [k]
+    FP32. cut: of the kernel in this file, which then serves whatever the GPU and the shape.
+    """
+    (E, M, N), K, device = out.shape, a.shape[2], out.device
+    if cut is None and serves_hopper(device) and M % 128 == K % 128 == 0 and (symmetric or N % 256 == 0):
+        from precision.kernels import hopper_triangle
+
+        table = tile_table(M, N, 128, 256, symmetric, device)
+        programs = min(_multiprocessors(device), E * len(table))
+        hopper_triangle.product(a, b, out, added, factors, alpha, beta, table, symmetric, programs)
+        return
+    cut = cut or Cut()
+    table = tile_table(M, N, cut.rows, cut.columns, symmetric, device)
+    grid = min(_multiprocessors(device), E * len(table))
+    right = [1, cut.columns, cut.deep] if symmetric else [1, cut.deep, cut.columns]
+    whole = TensorDescriptor.from_tensor(out, [1, cut.rows, cut.columns])
+    _product_kernel[(grid,)](
+        TensorDescriptor.from_tensor(a, [1, cut.rows, cut.deep]), TensorDescriptor.from_tensor(b, right),
+        whole if added is None else TensorDescriptor.from_tensor(added, [1, cut.rows, cut.columns]), whole,
+        TensorDescriptor.from_tensor(out, [1, cut.columns, cut.rows]) if symmetric else whole,
+        factors, alpha, beta, table, E * len(table), len(table), K, cut.rows, cut.columns, cut.deep, symmetric,
+        added is not None, num_stages=cut.stages, num_warps=cut.warps,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+
+
+def iterate(
+    x: Tensor, factors: Tensor, triples: Sequence[tuple[float, float, float]], cut: Cut | None = None
+) -> Tensor:
+    """Steps of the iteration with these (a, b, c), from factors x. x [k, m, n] BF16, m <= n, contiguous; it may be
+    overwritten. factors [k] FP32. Returns [k, m, n] BF16."""
+    k, m, n = x.shape
+    s, polynomial = x.new_empty(k, m, m), x.new_empty(k, m, m)
+    y, one = torch.empty_like(x), torch.ones_like(factors)
+    square = factors * factors
+    for a, b, c in triples:
+        product(x, x, s, None, square, 1.0, 0.0, True, cut)
+        product(s, s, polynomial, s, one, c, b, True, cut)
+        product(polynomial, x, y, x, factors, 1.0, a, False, cut)
+        x, y, factors, square = y, x, one, one
+    return x
+
+
+def is_faster(m: int, n: int, device: torch.device) -> bool:
+    """Whether `iterate` was measured to be faster than torch.baddbmm for matrices [m, n] (scripts/bench/muon.py)."""
+    return serves_hopper(device) and m % 128 == 0 and n % 256 == 0 and m >= FEWEST_ROWS
+
+
+def serves_hopper(device: torch.device) -> bool:
+    """Whether `hopper_triangle` runs here."""
+    return not const.INTERPRETED and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return 1 if const.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
