@@ -100,7 +100,7 @@ def test_a_whole_recipe_trains_two_steps_with_its_model_cut_down(
 ) -> None:
     sizes = "max_steps=2", "global_batch_size=2", "microbatch_size=1", "sequence_length=32", "device=cpu"
     data = "data=text", f"data.path={corpus}", f"data.cache_dir={cache}"
-    one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "compile.enabled=false"
+    one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "parallel.context=1", "compile.enabled=false"
     words = [f"model.{key}={size}" for key, size in CUT.items()] + [f"trainer.{size}" for size in sizes]
     quiet = "health.dashboard=false", "logging.console.enabled=false", "checkpoint.every=0"
     config = config_of(
