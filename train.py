@@ -1,4 +1,4 @@
-"""Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (--help says more).
+"""Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (more: --help).
 
 Compose the config with Hydra, load it strictly, train: in one process, or in each of those that torchrun starts.
 """
@@ -26,8 +26,8 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.forecast.gpus import target
     from trainer.forecast.preflight import check, fitted, report
     from trainer.parallel.mesh import Degrees, resolve
+    from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin
-    from trainer.run.run_folder import check_place
 
     for i, config in enumerate(configs):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))

@@ -1,4 +1,4 @@
-"""Prove that every row of the precision plan is what happens:  python scripts/audit_precision.py +recipe=fp8_delayed
+"""Check every row of the precision plan against a real step:  python scripts/audit_precision.py +recipe=fp8_delayed
 [--device cuda] [KEY=VALUE ...]
 
 Takes the same config as train.py, trains two short steps on random tokens (two sequences), records what really happened

@@ -5,7 +5,7 @@
 
 Runs may be finished or still running. They must have the same model and see the same data in the same order, or the
 differences would mean something else. One kind of difference is welcome: a run that differs from another in its seed
-alone shows how much of a gap is chance, and is called noise. Below the table it is said which runs began with weights
+alone shows how much of a gap is chance, and is called noise. Below the table it lists the runs that began with weights
 of others, and which continued with other settings half way.
 
 In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
@@ -44,7 +44,15 @@ PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
 SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart
+COLOURS = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # Okabe and Ito: for colour-blind readers
 DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
 MARKERS = "os^Dv"
 
@@ -353,7 +361,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     late: list[float] = []
     for i, run in enumerate(runs[1:], 1):
         validation = differences(run, runs[0], VALIDATION, 1)
-        # in another data order the training losses of a step are of other tokens: their difference says nothing
+        # in another data order the training losses of a step are of other tokens: their difference is meaningless
         line = validation if is_noise(run, runs) else differences(run, runs[0], TRAIN, smooth)
         plot(axes, run, i, runs, line, validation)
         late += [abs(value) for step, value in (line | validation).items() if step > run.last_step / 20]

@@ -83,7 +83,7 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
 
 
 def logged_loss(saved: "Saved") -> float | None:
-    """What the run itself said of the checkpoint's step."""
+    """What the run itself logged at the checkpoint's step."""
     from trainer.files import parse_lines
     from trainer.run.run_folder import METRICS
 
@@ -105,7 +105,7 @@ def run_lm_eval(saved: "Saved", tasks: str) -> None:
         where = ["--model", "hf", "--model_args", f"pretrained={out},dtype=bfloat16", "--device", saved.device.type]
         done = subprocess.run([sys.executable, "-m", "lm_eval", *where, "--tasks", tasks], check=False)
     if done.returncode:
-        raise RunError(f"--lm-eval {tasks}: it ended with exit code {done.returncode}; what it said is above")
+        raise RunError(f"--lm-eval {tasks}: it ended with exit code {done.returncode}; its output is above")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Import a model from a folder in Hugging Face's layout, as a checkpoint that a run starts from. No GPU, little memory.
 
     python scripts/import_hf.py FOLDER mine        DeepseekV3ForCausalLM or V2, in BF16, FP32 or FP8 (128 x 128 blocks)
-    python train.py --config-dir mine/configs model=imported run.init_from=mine ...      what it says at the end
+    python train.py --config-dir mine/configs model=imported run.init_from=mine ...      as it prints at the end
 
 OUT also goes into scripts/export_hf.py: what came in FP8 leaves as the same FP8. More: docs/export.md.
 """

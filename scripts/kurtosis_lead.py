@@ -6,7 +6,7 @@ The twin is the same run in BF16: same model, data, seed and learning rate. Read
 events.jsonl. Printed: the step of each sign, and how many steps before the divergence it came.
 
     divergence       the first step of a loss (loss/lm) that is 0.5 nats above its lowest over 100 steps and not back
-                     within 500, or of 10 dropped steps in a row, as far as logged lines tell
+                     within 500, or of 10 dropped steps in a row, as far as logged lines show
     gradient norm    the first line whose norm is 4 times the median of the 20 lines before
     kurtosis_power   the alert of the run, if it came: growth faster than linear (docs/health.md)
     twin             FOG's criterion (arXiv 2505.20524): kurtosis leaves the trend of BF16, here --ratio times the
@@ -104,7 +104,7 @@ def divergence(run: dict[str, Series]) -> int | None:
     for i, (step, value) in enumerate(loss):
         lowest = min((v for s, v in loss[: i + 1] if s > step - OVER), default=value)
         later = [v for s, v in loss[i:] if s <= step + BACK]
-        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it can be told
+        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it is known
         if known and value > lowest + RISE and min(later) > lowest + RISE:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())

@@ -1,4 +1,4 @@
-"""Which degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
+"""Choose degrees of parallelism: forecasts memory and step time of every layout that fits, and prints the command.
 
     python scripts/plan_parallelism.py --gpus 8 model=moonlight_16b +recipe=fp8_delayed trainer.sequence_length=4096
     python scripts/plan_parallelism.py --gpus 256 model=deepseek_v3 +recipe=fp8_block
@@ -8,7 +8,7 @@
 Several --gpus, --node-link or --network: the fastest layout for each machine, a line each. Degrees that are given
 (parallel.expert=8) are kept, and the others worked out.
 
-Arguments after the options are train.py's; a sequence has 4,096 tokens where nothing says how many. gpu=h100 (a100,
+Arguments after the options are train.py's; a sequence has 4,096 tokens if no argument sets its length. gpu=h100 (a100,
 rtx4090) with --tflops plans for such GPUs, else for the H200. The arithmetic is that of docs/parallelism.md, and as
 good as the rates it is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network
 what it sends (scripts/bench/allreduce.py).
@@ -39,7 +39,7 @@ from trainer.parallel.mesh import Degrees
 
 AXES = [field.name for field in fields(Degrees)]
 DEGREES = ("parallel", *(f"parallel.{axis}" for axis in AXES), "parallel.stages")
-LENGTH, UNSAID = 4096, 128  # tokens: of a sequence where configs/train.yaml alone says it, and what it says
+LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
 
 
 def main() -> int:

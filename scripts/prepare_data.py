@@ -3,7 +3,7 @@
     python scripts/prepare_data.py                                       the default corpus
     python scripts/prepare_data.py data=text data.path=FOLDER model=deepseek_300m
     python scripts/prepare_data.py data=files data.path=FOLDER --out OUT    and then: train.py data=bins data.path=OUT
-    python scripts/prepare_data.py +recipe=fp8_jit ...                   whatever train.py would be told
+    python scripts/prepare_data.py +recipe=fp8_jit ...                   any arguments of train.py
 
 train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to. Killed
 and started again, it continues. --out FOLDER: there, instead of in the cache.

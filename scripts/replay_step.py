@@ -1,4 +1,4 @@
-"""Run one step of a run again and look at every tensor of it, in the run's precision and in another.
+"""Replay one step of a run and inspect every tensor of it, in the run's precision and in another.
 
     python scripts/replay_step.py runs/NAME 1234                      against BF16
     python scripts/replay_step.py runs/NAME 1234 --against fp32
@@ -84,7 +84,7 @@ def head(done: "Replay") -> list[str]:
         rows.append(("the run logged", *cells, ""))
     lines += ["", *aligned(rows, {0, 3})]
     if course.event is not None:
-        lines += ["", f"the run said: {course.event['message']}"]
+        lines += ["", f"the run reported: {course.event['message']}"]
     return lines
 
 

@@ -1,13 +1,13 @@
-"""Text from a checkpoint of a run, as it comes.
+"""Generate text from a checkpoint of a run.
 
     python scripts/sample.py runs/mine --prompt "def "                          the likeliest text, 128 tokens
     python scripts/sample.py runs/mine --prompt "def " --speculative            the same text, with drafts of MTP's
     python scripts/sample.py runs/mine --temperature 0.8 --top-p 0.95 --seed 1  drawn; without a prompt, a new document
 
-RUN is a run folder, or one of its checkpoints; it is only read. The prompt and what follows it go to stdout, what there
-is to tell about it to stderr. The text ends at the end-of-text token, after --tokens, or where the model's positions
-end. It is computed in the run's own precision unless --precision says otherwise; KEY=VALUE changes keys of the run's
-config. More: docs/export.md.
+RUN is a run folder, or one of its checkpoints; it is only read. The prompt and the text go to stdout, remarks to
+stderr. The text ends at the end-of-text token, after --tokens, or where the model's positions end. It is computed in
+the run's own precision unless --precision names another one; KEY=VALUE changes keys of the run's config.
+More: docs/export.md.
 """
 
 import argparse
@@ -68,11 +68,11 @@ def run() -> None:
             f"(model.max_position_embeddings); give a shorter one"
         )
     count = min(given.tokens, positions - len(prompt))
-    tell(*saved.remarks, f"{saved.checkpoint}, {saved.config.precision.name} on {saved.device}")
+    log(*saved.remarks, f"{saved.checkpoint}, {saved.config.precision.name} on {saved.device}")
     if count < given.tokens:
-        tell(f"{count:,} tokens at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
+        log(f"{count:,} tokens at most: the model has {positions:,} positions, and the prompt {len(prompt):,}")
     if len(prompt) + count > trained:
-        tell(f"the run was trained on {trained:,} tokens at a time: expect worse text after so many")
+        log(f"the run was trained on {trained:,} tokens at a time: expect worse text after so many")
 
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
@@ -92,7 +92,7 @@ def run() -> None:
         show(stream.put(token))
     show(stream.end() + "\n")
     now = time.perf_counter()
-    tell(*summary(len(prompt), made, (first or now) - began, now - (first or now), tally))
+    log(*summary(len(prompt), made, (first or now) - began, now - (first or now), tally))
 
 
 def check(given: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-def tell(*lines: str) -> None:
+def log(*lines: str) -> None:
     """To stderr."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)

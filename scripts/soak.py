@@ -1,4 +1,4 @@
-"""The soak test: whatever happens to a run from outside, it ends with the bits of one that nothing happened to.
+"""The soak test: runs that are killed, stopped and damaged must end with the bits of an undisturbed run.
 
     python scripts/soak.py                            50 rounds, 50 damaged files, some minutes; make soak does the same
     python scripts/soak.py --rounds 200 --seed 3 --ranks 2
@@ -107,12 +107,12 @@ class Course:
         return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) for p in self.processes)
 
     def end(self, seconds: float = 120) -> tuple[list[int], str]:
-        """Wait until all have ended. Returns their exit codes and what they said."""
+        """Wait until all have ended. Returns their exit codes and output."""
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise Wrong(f"did not end in {seconds:.0f} s; it said: {self.said()}")
+                raise Wrong(f"did not end in {seconds:.0f} s; output: {self.said()}")
             time.sleep(0.01)
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in self.processes]
         said, self.processes = self.said(), []
@@ -225,7 +225,7 @@ def stop(course: Course, chance: random.Random, target: int) -> str:
     codes, said = course.end()
     too_early = {-signal.SIGTERM} if not said else set()  # before the first line of train.py
     if not set(codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
-        raise Wrong(f"told to stop by {number.name}, and exit codes {codes}: {said}")
+        raise Wrong(f"stopped by {number.name}, and exit codes {codes}: {said}")
     if "saved; resume" in said:
         step = int(said.partition("after step ")[2].split(",")[0])
         newest = list_checkpoints(course.run / "checkpoints")[-1].name

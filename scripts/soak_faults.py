@@ -1,12 +1,12 @@
-"""Damaged files of a run and of its data, for the soak test (`soak.py`): is any of it trained on without a word?
+"""Damaged files of a run and of its data, for the soak test (`soak.py`): is any of it trained on silently?
 
 A small run that has rewound is made once. Each fault then befalls a copy of its folder and of its prepared data: a bit
 is flipped, a file is cut off or removed, a checkpoint is renamed or exchanged with another. The copy is resumed, and
 the result is one of
 
-    noticed   refused in one line, or an event or a warning says what was damaged; or another checkpoint was used
+    noticed   refused in one line, or an event or a warning names what was damaged; or another checkpoint was used
     same      the run ends with the bits of the undamaged one: what was damaged decides nothing, or is written again
-    lost      it ends with other bits, and nothing was said
+    lost      it ends with other bits, without a report
 """
 
 import os
@@ -165,7 +165,7 @@ def judge(found: Outcome, expected: Outcome) -> tuple[str, str]:
     assert found.state is not None and expected.state is not None
     for branch in STATE:
         if (where := difference(found.state[branch], expected.state[branch], branch)) is not None:
-            return "lost", f"{where} has other bits, and nothing was said"
+            return "lost", f"{where} has other bits, without a report"
     return "same", ""
 
 

@@ -1,6 +1,6 @@
 """What all tests share: one thread each, since several processes run tests at once; the same examples in every run.
 
-Without a GPU, Triton's kernels run in its interpreter. It must be told before Triton is imported, by whatever test is
+Without a GPU, Triton's kernels run in its interpreter. That is set before Triton is imported, whichever test is
 collected first.
 """
 

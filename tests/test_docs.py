@@ -46,6 +46,9 @@ BENCHES = {
 }
 SPLIT = {
     "allreduce.py": ["--sizes", "64K"],
+    "dispatch.py": [
+        *("--tokens", "32", "--hidden", "32", "--width", "16", "--experts", "4", "--chosen", "2", "--repeat", "1"),
+    ],
     "tensor_attention.py": [
         *("--tokens", "16", "--hidden", "16", "--heads", "2", "--latent", "8", "--nope", "8"),
         *("--rope", "4", "--value", "8", "--repeat", "1"),

@@ -130,7 +130,7 @@ def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 
 @contextmanager
 def _with_reasons() -> Iterator[None]:
-    """Where a kernel refuses, the RuntimeError says why, which PyTorch does in warnings about all kernels."""
+    """If a kernel refuses, the RuntimeError has the reason, which PyTorch gives in warnings about all kernels."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

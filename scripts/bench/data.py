@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--shard-mb", type=int, default=16)
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    crews = [int(word) for word in options.workers.split(",") if word] or [cores]
+    counts = [int(word) for word in options.workers.split(",") if word] or [cores]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         texts = made_up(options.mb * 1_000_000)
@@ -43,15 +43,15 @@ def main() -> None:
         third = texts[: len(texts) // 3 + 1]
         alone = [encode(third, tokenizer)]
         print(f"{options.mb} MB of text in {options.format} files, {cores} cores, a vocabulary of {options.vocab_size}")
-        for crew in crews:
+        for count in counts:
             data = DataConfig(
                 source=Source.files,
                 path=str(folder / "text"),
                 glob="*",
                 tokenizer=str(tokenizer),
-                workers=crew,
+                workers=count,
                 shard_mb=options.shard_mb,
-                cache_dir=str(folder / f"cache_{crew}"),
+                cache_dir=str(folder / f"cache_{count}"),
             )
             begin = time.perf_counter()
             prepare(data, options.vocab_size)
@@ -59,7 +59,7 @@ def main() -> None:
             alone.append(encode(third, tokenizer))
             base = statistics.mean(alone[-2:])
             print(
-                f"prepare, {crew} processes: {rate / 1e6:.2f} MB/s; encode_batch_fast alone: {base / 1e6:.2f} MB/s "
+                f"prepare, {count} processes: {rate / 1e6:.2f} MB/s; encode_batch_fast alone: {base / 1e6:.2f} MB/s "
                 f"({alone[-2] / 1e6:.2f} before, {alone[-1] / 1e6:.2f} after); ratio {rate / base:.2f}"
             )
 

@@ -57,7 +57,7 @@ def run() -> None:
             want, largest = gradients(p @ v.double(), q, k, v, dout), float(p.detach().amax(-1).mean())
             for name, function in (("bf16", attention_core), ("fp8", core)):
                 scores: list[Tensor] = []
-                with told(scores):
+                with recording(scores):
                     found = gradients(function(q, k, v, scale), q, k, v, dout)
                 errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, want, strict=True)]
                 ds = torch.cat(scores, 1) if scores else None
@@ -84,7 +84,7 @@ def gradients(out: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> lis
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))]
 
 
-class told:
+class recording:
     """Inside, dS is kept as it comes to be cast."""
 
     def __init__(self, scores: list[Tensor]):

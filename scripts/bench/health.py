@@ -122,7 +122,7 @@ def line(health: "Health", step: int, result: "StepResult") -> None:
     """What a logged step does more than another one."""
     from trainer.step.metrics import copy_to_host
 
-    health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
+    health.report(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
 
 
 def timed(run: Callable[[], Result]) -> tuple[float, Result]:

@@ -52,7 +52,7 @@ def summed(recipe: str, accumulations: list[str]) -> list[tuple[str, str]]:
 
 
 def backend_of(choice: str | None) -> str:
-    """Who serves our layers here, unless the command line says otherwise."""
+    """The backends that serve our layers here, unless the command line names others."""
     return choice or ("cuda" if torch.cuda.is_available() else "reference")
 
 

@@ -154,7 +154,7 @@ def ours(
 
 
 def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) -> list[Variant]:
-    """te.Linear: `is_first_microbatch` says whether the FP8 weights are made again. Launched from Python, as in use."""
+    """te.Linear: with `is_first_microbatch` the FP8 weights are made again. Launched from Python, as in use."""
     layer = te.pytorch.Linear(x.shape[1], dy.shape[1], bias=False, params_dtype=torch.bfloat16, device="cuda")
     x = x.detach().requires_grad_()
 

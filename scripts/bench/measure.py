@@ -8,7 +8,7 @@ clocks and neighbours treat them alike, and what is reported is the median over 
                 training lives; the energy counter runs along
 
 On a GPU a variant is captured as a CUDA graph and replayed, so that what is timed is the GPU's work and not Python's;
-where that is refused (a variant may say so itself) it is launched from Python, and the column "launch" says so. Watts
+if that is refused (a variant may refuse it itself) it is launched from Python, as the column "launch" shows. Watts
 come from NVML's energy counter (trainer.health.nvml), read in a thread beside the work. On a CPU both are wall-clock
 times, and there are no watts.
 """
@@ -111,7 +111,7 @@ def attempt(name: str, make: Callable[[], list]) -> list:
     the same."""
     try:
         return make()
-    except Exception as error:  # whatever a library says
+    except Exception as error:  # any error of a library
         kind = "" if isinstance(error, UserError | RunError) else f", {type(error).__name__}"
         say(f"{name}: left out{kind}: {' '.join(str(error).split())[:300]}")
         return []

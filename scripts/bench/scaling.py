@@ -11,7 +11,7 @@ count runs in processes of its own, all steps on random tokens. In the table, of
     of 1 GPU         that, against the smallest count that ran
     of no messages   the step with copies within the GPU in the place of what FSDP sends (weights, gradients), against
                      the step: 1 where messages hide behind the arithmetic (tokens still travel to other ranks' experts)
-    peak             the most memory a rank took; forecast: what dry_run=true said
+    peak             the most memory a rank took; forecast: of dry_run=true
     retries          how often in these steps the allocator found no whole piece of memory and gave back what it kept
 """
 
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what train.py would be told."""
+    """The options, and the arguments of train.py."""
     parser = Parser(__doc__)
     parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")

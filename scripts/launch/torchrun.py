@@ -1,7 +1,7 @@
 """torchrun, with the same options, that ends quietly: python scripts/launch/torchrun.py --nproc_per_node=8 train.py ...
 
-When a process ends with an error, torchrun adds forty lines: its own traceback, and a box that says which process it
-was. The process has said so itself, in one line; that line, and its exit code, are all that is left here. Only where a
+When a process ends with an error, torchrun adds forty lines: its own traceback, and a box that names the process.
+The process has reported that itself, in one line; that line, and its exit code, are all that is left here. Only where a
 process could not say anything (all were killed, or one died while it started) torchrun's knowledge is printed.
 """
 

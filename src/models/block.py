@@ -29,7 +29,7 @@ from precision import AmaxProbe, Feed, Kurtosis, Operand, Plan, deliver
 
 
 class Block(nn.Module):
-    """What both kinds share: norms, attention, and the watches that tell which sublayer went bad first.
+    """What both kinds share: norms, attention, and the probes that show which sublayer went bad first.
 
     post_gain: what the gains of norms behind the sublayers start at; None: the norms stand before them.
     """

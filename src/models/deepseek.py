@@ -22,6 +22,7 @@ from models.mla import MLA
 from models.moe import MoE
 from models.mtp import MTPBlock, tokens_ahead
 from models.router import Gate
+from models.slots import Slots
 from models.stage import Pipeline, Stage
 from models.tensor import TensorSplit
 from precision import IGNORED, Linear, Plan, document_mask, linear_cross_entropy, refresh_weights
@@ -70,6 +71,8 @@ class DeepSeek(nn.Module):
         """Of these, those that compute losses of different positions: all, but for `tensor`."""
         self.tensor: TensorSplit | None = None
         """The ranks that heads and vocabulary are cut over (`split_weights`); None: this process has all."""
+        self.slots: Slots | None = None
+        """Where tokens travel to experts in fixed slots: what the layers share; None: they do not."""
         self.pipeline: Pipeline | None = None
         """The stages that this process computes (`take_stages`); None: it computes all blocks."""
         self.mtp_loss_weight = config.mtp_loss_weight

@@ -57,19 +57,19 @@ class RoutedExperts(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Two calls a forward pass: what lies between them runs while the first one's answer is on its way.
+    """Two calls a forward pass: what lies between them runs while what the first one sent is on its way.
 
     traceable: whether compiled graphs may contain them.
     """
 
     traceable: bool
 
-    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
-        """expert [T, K] int64, weight [T, K] FP32: what the router chose. Returns what `finish` wants."""
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
+        """x [T, D]; expert [T, K] int64, weight [T, K] FP32: what the router chose. Returns what `finish` wants."""
         ...
 
-    def finish(self, begun: Any, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        """x [T, D], add [T, D] -> add + the weighted sum over each token's experts, [T, D] in add's dtype."""
+    def finish(self, begun: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+        """add [T, D] -> add + the weighted sum over each token's experts, [T, D] in add's dtype."""
         ...
 
 
@@ -78,21 +78,22 @@ class LocalDispatcher:
 
     traceable = True
 
-    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
+    def begin(
+        self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts
+    ) -> tuple[Operand | Tensor, Tensor, Tensor]:
         """See `Dispatcher`."""
-        return expert_TK, weight_TK
+        return x, expert_TK, weight_TK
 
-    def finish(
-        self, begun: tuple[Tensor, Tensor], x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts
-    ) -> Tensor:
+    def finish(self, begun: tuple[Operand | Tensor, Tensor, Tensor], add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
-        return experts(x, *begun, add_TD)
+        return experts(*begun, add_TD)
 
 
 @dataclass
 class _Begun:
     """expert, weight: the router's. summary: on its way to the host, which has it after `ready`."""
 
+    x: Operand | Tensor
     parcels: Parcels
     expert: Tensor
     weight: Tensor
@@ -111,20 +112,18 @@ class _Exchange:
     sent: list[int]
     received: list[int]
 
-    def there(self, rows: Tensor) -> Tensor:
+    def there(self, *rows: Tensor) -> list[Tensor]:
         """[R, ...] -> [A, ...]."""
-        arrived = self._move(rows, self.sent, self.received)
-        return arrived if len(arrived) else rows.new_zeros(1, *rows.shape[1:])
+        arrived = [self._move(one, self.sent, self.received) for one in rows]
+        return arrived if len(arrived[0]) else [one.new_zeros(1, *one.shape[1:]) for one in rows]
 
-    def back(self, rows: Tensor) -> Tensor:
+    def back(self, *rows: Tensor) -> list[Tensor]:
         """[A, ...] -> [R, ...]."""
-        return self._move(rows[: sum(self.received)], self.received, self.sent)
+        return [self._move(one[: sum(self.received)], self.received, self.sent) for one in rows]
 
     def largest(self, x: Tensor) -> Tensor:
         """0-d, over the group."""
-        bits = x.float().view(torch.int32).clone()  # numbers >= 0 sort like their bits; NaN is the largest
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.group)
-        return bits.view(torch.float32)
+        return largest(x, self.group)
 
     def _move(self, rows: Tensor, sizes: list[int], into: list[int]) -> Tensor:
         rows = rows.contiguous()
@@ -132,6 +131,13 @@ class _Exchange:
         # as bytes: the numbers are not looked at, and not every backend knows every format
         dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), into, sizes, group=self.group)
         return out
+
+
+def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of a group's numbers >= 0, 0-d FP32; NaN if there is one."""
+    bits = x.float().view(torch.int32).clone()  # numbers >= 0 sort like their bits; NaN is the largest
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
 
 
 class AllToAllDispatcher:
@@ -155,29 +161,29 @@ class AllToAllDispatcher:
         for name in ("begin", "finish"):  # for compiled code; as decorators, they had every program import the compiler
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    def begin(self, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
         """See `Dispatcher`: addresses the tokens, counts them, sends the counts to the others."""
         kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
         parcels = Parcels.address(expert_TK, self.size, len(self.experts), kernels)
         sent = parcels.counts()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        scales = [_scale(experts.gate_up.input_slot, sent), _scale(experts.down.grad_slot, sent)]
+        scales = [scale_of(experts.gate_up.input_slot, sent), scale_of(experts.down.grad_slot, sent)]
         summary = torch.cat([sent[:, 0], received[:, 0], received[:, 1].sum()[None], torch.stack(scales) > 0])
         ready = None
         if summary.is_cuda:
             on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
             summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
             ready.record()
-        return _Begun(parcels, expert_TK, weight_TK, summary, ready)
+        return _Begun(x, parcels, expert_TK, weight_TK, summary, ready)
 
-    def finish(self, begun: _Begun, x: Operand | Tensor, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, begun: _Begun, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
         if begun.ready is not None:
             begun.ready.synchronize()
         *sizes, choices, x_known, dy_known = begun.summary.tolist()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :])
-        gate_up, down, parcels = experts.gate_up, experts.down, begun.parcels.cut(sum(exchange.sent))
+        x, gate_up, down, parcels = begun.x, experts.gate_up, experts.down, begun.parcels.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
         grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
         arrived = send(x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known))
@@ -186,7 +192,7 @@ class AllToAllDispatcher:
         return bring_back(y_AD, add_TD, parcels, exchange, grad, experts.accumulate)
 
 
-def _scale(slot: Any, like: Tensor) -> Tensor:
+def scale_of(slot: Any, like: Tensor) -> Tensor:
     """The arena's scale of a tensor, 0-d; 0 where there is none."""
     if slot is None or slot.scale is None:
         return torch.zeros((), device=like.device)

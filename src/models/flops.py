@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import comb
 
 from models.config import ModelConfig, NormPosition
+from models.slots import room
 from precision import Plan
 from precision.ffn import is_fused
 from precision.head import is_chunked
@@ -73,7 +74,12 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def kept_bytes_per_token(
-    config: ModelConfig, plan: Plan, selective: bool = False, spread: int = 1, tokens: int | None = None
+    config: ModelConfig,
+    plan: Plan,
+    selective: bool = False,
+    spread: int = 1,
+    tokens: int | None = None,
+    capacity: float | None = None,
 ) -> dict[str, float]:
     """Bytes that one token's forward pass keeps for its backward pass, by category.
 
@@ -83,6 +89,7 @@ def kept_bytes_per_token(
     selective: of attention only the sublayer's input (its norm's) and the core's result are kept, and no rows of BF16
     experts; the rest is computed again. spread: over how many processes experts are (`arriving`). tokens: in a
     process's microbatch, to count the tiles that experts' rows come in where kernels keep them; None: not counted.
+    capacity: of slots that tokens travel in (`models.slots`); None: there are as many rows as come.
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -91,6 +98,11 @@ def kept_bytes_per_token(
     head = gemms["lm_head"]
     chunked = is_chunked(head.recipe)
     tiles = rows_in_tiles(0, c.num_experts // spread) / tokens if tokens else 0.0
+    arrive, choices = arriving(config, spread), float(c.num_experts_per_token)
+    if capacity is not None and spread > 1:
+        many = tokens or 2**20
+        slots, room_for = room(capacity, many, c.num_experts_per_token, spread, c.num_experts // spread)
+        arrive, choices = spread * slots / many, room_for / many
     for name, row in gemms.items():
         if row is head and chunked:
             continue
@@ -101,10 +113,10 @@ def kept_bytes_per_token(
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
         if f"{name}_norm" in plan.tensors:  # the router's, with an input of its own
             others = []
-        in_tiles = rows = row.rows_per_token + (tiles if fused and row.op == "moe.experts" else 0.0)
+        in_tiles = rows = choices + tiles if fused and row.op == "moe.experts" else row.rows_per_token
         if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
             layer = ffn.removesuffix("experts")
-            rows = arriving(config, spread)
+            rows = arrive
             if spread == 1 and plan.tensors[f"{layer}dispatch"].format.is_fp8 == row.recipe.is_fp8:
                 shares = [f"{layer}router", f"{layer}shared.gate_up"]
                 others = [gemms[other] for other in shares if f"{other}_norm" not in plan.tensors]

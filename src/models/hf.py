@@ -9,19 +9,16 @@ along its first dimensions, of some of theirs, which makes one rule enough:
     ours [E, D, F]   moe.experts.down       = cat over experts e of e.down_proj [D, F]
     everything else: one tensor of the same shape
 
-MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there, so `to_hf`
-does, too. transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in
+MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there (`mtp_copies`).
+transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in
 deepseek_v3's router: `to_hf_config` refuses a model that would compute something else there.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from models.config import ModelConfig, RouterScoring, YarnConfig
 from precision.errors import UserError
@@ -154,36 +151,6 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: known[re.sub(r"^(layers|mtp)\.\d+\.|\.(weight|bias)$", "", name)] for name in name_map(config)}
 
 
-def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State dict of a DeepSeek -> Hugging Face tensors: views, in our dtype (router biases have to stay FP32).
-
-    MTP's copies of embedding and head share memory with the originals.
-    """
-    names = name_map(config)
-    _check_names("the model's state dict", state, names)
-    tensors = {}
-    for ours, theirs in names.items():
-        rows = state[ours].flatten(0, -2) if state[ours].dim() > 1 else state[ours]
-        tensors |= dict(zip(theirs, rows.chunk(len(theirs)), strict=True))
-    for copy, original in mtp_copies(config):
-        tensors[copy] = tensors[original]
-    return tensors
-
-
-def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face tensors -> state dict of a DeepSeek, in their dtype. UserError for missing and unknown ones."""
-    names = name_map(config)
-    copies = {copy for copy, _ in mtp_copies(config)}
-    needed = [theirs for parts in names.values() for theirs in parts]
-    _check_names("the Hugging Face checkpoint", tensors.keys() - copies, needed)
-    state = {}
-    for ours, theirs in names.items():
-        parts = [tensors[name] for name in theirs]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        state[ours] = joined.unflatten(0, (config.num_experts, -1)) if ".experts." in ours else joined
-    return state
-
-
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model. UserError if transformers would compute something else with it."""
     model_type, architecture, scoring, method = _ROUTER[config.router_scoring]
@@ -290,11 +257,3 @@ def mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
         layer = f"model.layers.{config.num_layers + k}"
         yield f"{layer}.embed_tokens.weight", "model.embed_tokens.weight"
         yield f"{layer}.shared_head.head.weight", "lm_head.weight"
-
-
-def _check_names(what: str, have: Iterable[str], need: Iterable[str]) -> None:
-    have, need = set(have), set(need)
-    for problem, names in (("lacks", sorted(need - have)), ("has unknown", sorted(have - need))):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{what} {problem} {names[0]}{more}; is model.* the config it was trained with?")

@@ -1,4 +1,4 @@
-"""What every block is made of: norm, rotary position, embedding, gated feed-forward layer.
+"""Layers of every block: norm, rotary position, embedding, gated feed-forward layer.
 
 RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain; in FOG's models (arXiv 2505.20524) some without gain.
 

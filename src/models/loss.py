@@ -12,7 +12,7 @@ from precision import IGNORED
 
 
 class Losses(NamedTuple):
-    """What a forward pass on B x S tokens says. All 0-d FP32 except load.
+    """Results of a forward pass on B x S tokens. All 0-d FP32 except load.
 
     lm: nats per token. mtp: the same for multi-token prediction, mean over its depths, not weighted; 0 without MTP.
     balance: the routers' losses, weighted and summed over blocks. total = lm + mtp_loss_weight * mtp + balance. load:

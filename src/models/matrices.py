@@ -81,4 +81,4 @@ def division(c: ModelConfig, row: GemmRow) -> Division:
         case "ffn" | "moe.shared" | "moe.experts":
             parts = 2 if row.name.endswith(".gate_up") else 1
             return Division((row.out_features // parts,) * parts)
-    raise UserError(f"{row.name}: no rule says which logical matrices the weight of {row.op!r} holds")
+    raise UserError(f"{row.name}: no rule lists the logical matrices in the weight of {row.op!r}")

@@ -27,7 +27,7 @@ and the latents' norms have no gain either: trained gains there and on q and k a
 key is one number for each head and position, rstd = 1 / rms([k_c ; k_r]), and RoPE leaves it alone. So the cache keeps
 rstd [L, H] too, and logits among latents are multiplied by it.
 
-The norms on the latents use eps 1e-6 whatever the model's rms_norm_eps says, as transformers 5.17 does.
+The norms on the latents use eps 1e-6 whatever the model's rms_norm_eps is, as transformers 5.17 does.
 
 Legend: B batch, S sequence, D hidden, H heads, N nope, R rope, V value width of a head, C key-value latent; T new
 positions, L positions in a cache.

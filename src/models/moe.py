@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from models.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from models.layers import FFN, RMSNorm
 from models.router import Gate
+from models.slots import SlotDispatcher, Slots
 from precision import Feed, GradRows, GroupedLinear, Kurtosis, Linear, Operand, Plan, expert_ffn
 
 if TYPE_CHECKING:
@@ -131,10 +132,12 @@ class MoE(nn.Module):
         at_once = (self.experts.gate_up,) if self.experts.dispatch is None else ()
         self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
 
-    def spread(self, group: "ProcessGroup") -> None:
-        """Expert parallelism: this process keeps its share of the experts, tokens travel to those of the group. After
-        the weights are drawn (they are cut), before the arena is made. UserError where that cannot be."""
-        dispatcher = AllToAllDispatcher(group, self.gate.num_experts)
+    def spread(self, group: "ProcessGroup", slots: Slots | None = None) -> None:
+        """Expert parallelism: this process keeps its share of the experts, tokens travel to those of the group, in
+        `slots` if there are any. After the weights are drawn (they are cut), before the arena is made. UserError where
+        that cannot be."""
+        experts = self.gate.num_experts
+        dispatcher = AllToAllDispatcher(group, experts) if slots is None else SlotDispatcher(slots, experts)
         self.experts.keep(dispatcher.experts)
         self.dispatcher = dispatcher
 
@@ -146,8 +149,7 @@ class MoE(nn.Module):
         x_TD = x.tensor if isinstance(x, Operand) else x
         logits_TE = self.router(x_TD if self.router_norm is None else self.router_norm(x_TD))
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
-        begun = self.dispatcher.begin(expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
-        shared_TD = self.shared(x)
         travelling = x if self.experts.dispatch is None else x_TD.to(self.experts.dispatch)
-        y_TD = self.dispatcher.finish(begun, travelling, shared_TD, self.experts)
+        begun = self.dispatcher.begin(travelling, expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
+        y_TD = self.dispatcher.finish(begun, self.shared(x), self.experts)
         return y_TD.to(self.residual), balance_loss, load_E

@@ -1,7 +1,7 @@
 """`AmaxProbe`: reports which sublayer went bad first.
 
 An identity at the end of a sublayer that records the absolute maximum of the tensor in the forward pass and of its
-gradient in the backward pass, in arena rows of its own. In every recipe, BF16 included, the rows tell after a dropped
+gradient in the backward pass, in arena rows of its own. In every recipe, BF16 included, the rows show after a dropped
 step where the first non-finite number appeared, without running anything again; the cost is one read of the tensor each
 way.
 """

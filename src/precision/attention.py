@@ -40,7 +40,7 @@ def attention_core(
     """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i, with a
     mask (`document_mask`, for this dtype and these head sizes) only those of its document.
 
-    max_logits [H] FP32: raised as `max_logits` says, where the kernel returns a log-sum-exp (`returns_lse`).
+    max_logits [H] FP32: raised as in `max_logits`, if the kernel returns a log-sum-exp (`returns_lse`).
     """
     out, lse = _attention(q, k, v, scale, mask)
     if max_logits_H is not None and lse is not None:

@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Precision(Enum):
-    """What an op computes in. `fp8` means: as `precision.scaling` says, with its formats forward and backward."""
+    """What an op computes in. `fp8`: scaled by `precision.scaling`, with its formats forward and backward."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -151,14 +151,14 @@ class Table:
 
 @dataclass
 class RulesException:
-    """GEMMs (and dispatches) whose name matches a glob are in another precision than the table says."""
+    """GEMMs (and dispatches) whose name matches a glob are in another precision than the table's."""
 
     match: str = ""
     """Glob over row names, as the plan prints them: `mtp.*`, `layers.*.attn.o`, `layers.1.moe.experts.*`."""
     precision: Precision | None = None
-    """What they compute in; null: bf16, but where `accumulation` is given, what the table says."""
+    """What they compute in; null: bf16, or the table's if `accumulation` is given."""
     accumulation: Accumulation | None = None
-    """How their FP8 products are summed; null: as `precision.accumulation` says."""
+    """How their FP8 products are summed; null: as `precision.accumulation`."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ class PrecisionConfig:
     accumulation: Accumulation = Accumulation.fp32
     """How FP8 products are summed: fp32 (a Hopper GPU's partial sums are promoted every 128) or fast (its ~14 bits)."""
     never_slower: bool = False
-    """Leave an op in BF16 where the table of measured rates says that FP8 is slower on this GPU."""
+    """Leave an op in BF16 if FP8 is slower on this GPU by the table of measured rates."""
     table: Table = field(default_factory=Table)
     """One decision an op."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)

@@ -6,4 +6,4 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The machine or another program failed. The message says what and what to do. Exit code 1."""
+    """The machine or another program failed. The message has the reason and what to do. Exit code 1."""

@@ -32,7 +32,7 @@ from precision.backends import get_backend
 from precision.formats import BY_NAME, read_back, saturating_cast
 from precision.linear import quantize
 from precision.max_logits import raise_max_logits
-from precision.observe import is_observed, is_sampled, tell, tell_rows
+from precision.observe import is_observed, is_sampled, show, show_rows
 from precision.operators import operator
 from precision.rows import CoreRow, GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
@@ -192,9 +192,9 @@ def _backward(
         record_amax(ds_amax, absolute_max(ds))
         ds8 = saturating_cast(ds, factor, fmt)
         if is_observed():
-            tell(ds_place, ds, ds8, inv, fmt)
+            show(ds_place, ds, ds8, inv, fmt)
         elif is_sampled():
-            tell_rows(ds_place, ds, ds8, inv, fmt)
+            show_rows(ds_place, ds, ds8, inv, fmt)
         ds = read_back(ds8, inv)
         dq[:, part] = ds @ read_back(k8[:, part], k_inv) * scale
         dk[:, part] = ds.mT @ read_back(q8[:, part], q_inv) * scale

@@ -22,7 +22,7 @@ from precision.operand import Feed, Operand, stand_in
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in dtype. A forward method must not return what `to` has handed on as it was, nor what an operation in place
-    has made: torch 2.11, tracing it, leaves out the gradient and says nothing."""
+    has made: torch 2.11, tracing it, leaves out the gradient silently."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -81,7 +81,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """rows[r] = x[index[r]]; backward: each token sums its K rows, in FP32. inverse [T, K] says which they are."""
+    """rows[r] = x[index[r]]; backward: each token sums its K rows, in FP32. inverse [T, K]: their numbers."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which GPU computes: what the choice of backends depends on."""
+"""The GPU in use, on which the choice of backends depends."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,8 @@ chunks, and each chunk goes all the way while its logits exist:
     dx [c, D]  = dz w                       dgrad
     dw [V, D] += dz^T x                     wgrad, an FP32 sum over chunks
 
-What is kept for the backward pass is dx [T, D] and dw; backward multiplies them by the gradient of the loss, which is
-known only then. Not x, nor logits. dw is handed to autograd as it is and becomes the master's `.grad`.
+Saved for backward are dx [T, D] and dw, not x or logits; backward multiplies them by the gradient of the loss, which is
+known only then. dw is handed to autograd as it is and becomes the master's `.grad`.
 
 The three GEMMs are those of the head's plan row, through its backend's door (Transformer Engine's modules have none:
 beside them a head in BF16 is torch's, and a head of theirs in FP8 is computed whole, by Linear and `cross_entropy`).

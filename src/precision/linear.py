@@ -50,7 +50,7 @@ from precision.backends import GradOperand, WeightOperand, get_backend
 from precision.backends.transformer_engine import TransformerEngineGemm
 from precision.errors import UserError
 from precision.formats import read_back
-from precision.observe import is_observed, is_sampled, sampling_number, tell_weight
+from precision.observe import is_observed, is_sampled, sampling_number, show_weight
 from precision.operand import GradRows, Operand
 from precision.rows import TE, GemmRecipe, GemmRow
 from precision.scaling import Slot
@@ -172,7 +172,7 @@ class _GemmLayer(nn.Module):
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with same(kept):
             self.operand = backend.quantize_weight(weight, scale, amax, recipe.input, recipe, self.operand)
-        self._tell(weight, self.operand)
+        self._show(weight, self.operand)
         return [t for t in (self.operand.data, self.operand.data_t) if t is not None]
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class _GemmLayer(nn.Module):
         """
         backend = get_backend(self.recipe.backend)
         data, inv = backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
-        self._tell(part, WeightOperand(data, inv))
+        self._show(part, WeightOperand(data, inv))
         return data, inv
 
     @torch.no_grad()
@@ -215,21 +215,21 @@ class _GemmLayer(nn.Module):
             assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
             backend = get_backend(self.recipe.backend)
             self.operand = backend.quantize_weight(master, scale, amax, self.recipe.input, self.recipe, out)
-            self._tell(master, self.operand)
+            self._show(master, self.operand)
         elif out is None or out.data.data_ptr() == master.data_ptr():
             self.operand = WeightOperand(master.to(self.recipe.input.dtype))
         else:
             out.data.copy_(master)
         self.operand_version = self.weight._version
 
-    def _tell(self, weight: Tensor, made: WeightOperand) -> None:
+    def _show(self, weight: Tensor, made: WeightOperand) -> None:
         """Show a weight to the sampler, once a step."""
         if is_sampled() and self._shown != sampling_number():
             self._shown = sampling_number()
         elif not is_observed():
             return
         if self.weight_slot is not None and made.scale_inv is not None:
-            tell_weight(self.weight_slot.place, weight, made.data, made.scale_inv, self.recipe.input)
+            show_weight(self.weight_slot.place, weight, made.data, made.scale_inv, self.recipe.input)
 
     def _gemms(self, x: Tensor | Operand, offsets: Tensor | None, grad: GradRows | None = None) -> Tensor:
         weight = self.operand
@@ -253,7 +253,7 @@ class _GemmLayer(nn.Module):
 
 
 class Linear(_GemmLayer):
-    """y = x w^T without bias, computed as its plan row says. weight: FP32 master [out_features, in_features]."""
+    """y = x w^T without bias, computed as its plan row states. weight: FP32 master [out_features, in_features]."""
 
     def __init__(self, row: GemmRow):
         super().__init__(row, (row.out_features, row.in_features))

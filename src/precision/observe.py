@@ -1,4 +1,4 @@
-"""Watching tensors being quantised: what went in, what came out, and whose scaling row it was. In two ways:
+"""Observing casts into FP8: input, output, and the scaling row. In two ways:
 
     with observing(observer):       apart. A pass made for the purpose, eager; every cast is shown whole. Kernels that
         model(tokens)...            cast on the way show nothing of what they cast, so they step aside: norms and
@@ -17,7 +17,7 @@ stands behind them. A CUDA graph replays kernels and no Python: a graph of a sam
 its casts to the sampler that was set when it was recorded. So observers work on the device alone, on memory that stays.
 
 Whose a cast is goes by the slot's `place`, its row of the arena as a number in host memory: compiled blocks share a
-graph, and of a tensor on the GPU inductor may hand on a copy, so that its address says nothing.
+graph, and of a tensor on the GPU inductor may hand on a copy, so that its address identifies nothing.
 
 The state is one per process, not per thread: on a GPU the backward pass runs in a thread of autograd's. Code that is
 traced may ask `is_observed`, since observers run eagerly, and never `is_sampled`.
@@ -124,7 +124,7 @@ def part_of(scale_inv: Tensor, part: slice) -> Tensor:
     return scale_inv[part] if scale_inv.dim() else scale_inv
 
 
-def tell(
+def show(
     place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
 ) -> None:
     """Show all of x to the observer or sampler. place: of a slot; None: of no slot. Not to be traced."""
@@ -133,17 +133,17 @@ def tell(
         watcher(int(place), x.detach(), data, scale_inv, fmt, live)
 
 
-def tell_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def show_rows(place: Tensor | None, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
     """Show rows of x [..., C] to the sampler. Not to be traced."""
     if place is None or not x.numel():
         return
     x, data = x.reshape(-1, x.shape[-1]), data.reshape(-1, data.shape[-1])
     inv = scale_inv.reshape(-1, scale_inv.shape[-1]) if scale_inv.dim() else scale_inv
     part = every(x)
-    tell(place, x[part], data[part], part_of(inv, part), fmt)
+    show(place, x[part], data[part], part_of(inv, part), fmt)
 
 
-def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
+def show_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
     """Show a weight [(G,) N, K]: all of it; on a CPU every k-th row of N to the sampler."""
     if _sampler is not None and weight.device.type == "cpu":
         N = weight.shape[-2]
@@ -151,7 +151,7 @@ def tell_weight(place: Tensor | None, weight: Tensor, data: Tensor, scale_inv: T
         weight, data = weight[..., rows, :], data.view(torch.uint8)[..., rows, :].view(data.dtype)
         if scale_inv.dim() >= 2 and scale_inv.shape[-2] > 1:  # of rows, or of blocks of them
             scale_inv = scale_inv[..., rows if scale_inv.shape[-2] == N else rows // 128, :]
-    tell(place, weight, data, scale_inv, fmt)
+    show(place, weight, data, scale_inv, fmt)
 
 
 def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> None:
@@ -161,16 +161,16 @@ def report(place: Tensor | None, amax: Tensor, x: Tensor, data: Tensor, scale_in
     if torch.compiler.is_compiling():
         _report(amax, place, x, data, scale_inv, fmt.name)
     elif is_observed():
-        tell(place, x, data, scale_inv, fmt)
+        show(place, x, data, scale_inv, fmt)
     elif is_sampled():
-        tell_rows(place, x, data, scale_inv, fmt)
+        show_rows(place, x, data, scale_inv, fmt)
 
 
 @torch.library.custom_op("octet::report", mutates_args=("amax",))
 def _report(amax: Tensor, place: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: str) -> None:
-    """`report` in a graph. It says that it changes amax, which it does not, or it would be left out as useless."""
+    """`report` in a graph. It declares a change of amax, which it does not make: else it were removed as dead code."""
     if is_sampled():
-        tell_rows(place, x, data, scale_inv, BY_NAME[fmt])
+        show_rows(place, x, data, scale_inv, BY_NAME[fmt])
 
 
 @_report.register_fake

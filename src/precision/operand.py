@@ -2,7 +2,7 @@
 
 A norm's output feeds several GEMMs, some in FP8 and some in BF16 (`attn.q` and `attn.kv_a`), and must be quantised
 once, by the kernel that makes it. So what travels from a fused op to a `Linear` is not a tensor but an Operand: the FP8
-data with its scale, and perhaps the BF16 tensor beside it. A `Feed` says, at construction, what the consumers of one
+data with its scale, and perhaps the BF16 tensor beside it. A `Feed` records, at construction, what the consumers of one
 tensor need.
 
 Autograd sees one edge, the `carrier`: the BF16 tensor itself if a consumer reads it, else a stand-in of its shape that

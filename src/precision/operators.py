@@ -1,11 +1,11 @@
-"""Our own operators of PyTorch, with as little around them as there can be.
+"""Custom operators of PyTorch with the least possible overhead.
 
 `torch.library.custom_op` puts three layers of Python around each call: one asks whether autograd has to know (operators
 here are called inside an `autograd.Function`, or of what needs no gradient), one counts versions (what is changed here
 is a row of the arena, or a sum, and is not saved for backward), one keeps Dynamo away. They take as long as launching
 a kernel does. Here autograd's keys fall through in C++, and the function is called.
 
-Compiled graphs take these operators as they are, with a function that says what the results look like:
+Compiled graphs take these operators as they are, with a function that returns results of the right shape:
 
     @operator("twice")
     def twice(x: Tensor) -> Tensor: ...

@@ -7,7 +7,7 @@ together:
     inverse [T, K]  the row of each of a token's choices: index[inverse[t, k]] = t
     offsets [E]     int32, where each expert's rows end; expert e has rows offsets[e-1] to offsets[e], perhaps none
 
-A choice may be none, written as expert E: it makes no row, and inverse says a row that does not exist.
+A choice may be none, written as expert E: it makes no row, and inverse holds a row that does not exist.
 
 The sort is stable, so a token's place within its expert follows from the order of tokens alone. Everything stays on the
 device: counts come out of a binary search in the sorted list, and no shape depends on them.

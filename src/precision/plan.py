@@ -1,6 +1,6 @@
-"""THE table: op -> precision. The only place where a precision is decided.
+"""The precision plan: op -> precision. The only place where a precision is decided.
 
-`PrecisionConfig` says it by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row
+`PrecisionConfig` decides by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row
 by name and gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no
 layer asks "if fp8". `finish()` then checks that every rule hit something. The plan is printed by a dry run and kept in
 the run folder.
@@ -11,7 +11,7 @@ A row has three GEMMs, for y = x w^T:
     dgrad  dx = dy w        dy in `grad` format, w as above
     wgrad  dw = dy^T x      dy as above, x as it was `saved`
 
-with products summed as `accumulation` says: in FP32, but for rows in FP8 whose `precision.accumulation` is `fast`.
+with products summed by `accumulation`: in FP32, but for rows in FP8 whose `precision.accumulation` is `fast`.
 Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
 """
 

@@ -36,7 +36,7 @@ from precision.rows import CUDA, REFERENCE, TE
 
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
-FAR = math.log(8.0)  # a measured shape that is so far away says little
+FAR = math.log(8.0)  # a measured shape that is so far away is a poor estimate
 FAR_NOTE = "is judged by a shape far from it"
 
 
@@ -56,7 +56,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Choice:
-    """precision may be lower than asked for (never_slower); why says so, else it is None."""
+    """precision may be lower than asked for (never_slower); why: the reason, else None."""
 
     precision: Precision
     backend: str
@@ -188,7 +188,7 @@ class Resolver:
             return None  # other times count (a run without the key summed fast)
         precision, why = Precision(row["precision"]), row["why"]
         if precision is not Precision.fp8 and not str(why).startswith(NEVER_SLOWER):
-            return None  # the table said something else then
+            return None  # the table was different then
         return Choice(precision, row["backend"], why)
 
     def _fp8(self, gemm: Gemm) -> Choice:

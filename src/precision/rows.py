@@ -94,7 +94,7 @@ class GemmRow:
 @dataclass(frozen=True)
 class CoreRow:
     """Attention's core in one block: two products forward, five backward. qk_scale: static scale of queries and keys in
-    FP8, a power of two; None: scaled as the recipe says. recipe: formats of q, k, v, P and of dO, dS."""
+    FP8, a power of two; None: scaled by the recipe. recipe: formats of q, k, v, P and of dO, dS."""
 
     name: str
     num_heads: int

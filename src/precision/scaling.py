@@ -89,7 +89,7 @@ def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingCo
 class ScalingArena:
     """All scaling state of a model on one device. See the module docstring.
 
-    names: N row names, in the order of the forward pass as far as modules tell it. amax [N], scale [N], history [N, H]:
+    names: N row names, in the order of the forward pass where modules define it. amax [N], scale [N], history [N, H]:
     FP32. max_logits [attention cores, H] FP32: see `max_logits`.
     """
 

@@ -39,14 +39,14 @@ from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 
 
 class Exchange(Protocol):
-    """Moves rows between the processes of a group, in the sizes of one forward pass."""
+    """Moves rows between the processes of a group, in the sizes of one forward pass; several tensors in one message."""
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Rows [R, ...], sorted by process, to where they belong: -> [A, ...]."""
+    def there(self, *rows: Tensor) -> list[Tensor]:
+        """Rows [R, ...], sorted by process, to where they belong: -> [A, ...] of each."""
         ...
 
-    def back(self, rows: Tensor) -> Tensor:
-        """[A, ...] as they arrived -> [R, ...] as they were sent."""
+    def back(self, *rows: Tensor) -> list[Tensor]:
+        """[A, ...] as they arrived -> [R, ...] as they were sent; valid until the next message."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
@@ -59,7 +59,8 @@ class Parcels(NamedTuple):
     process, -1 for none. owner [T, K]: who holds each chosen expert. each: experts of a process. kernels: whether
     `gather` and `sum` run as kernels of the cuda backend (BF16 results).
 
-    Until `cut`, when the host knows R, token and process have room for the largest R.
+    Until `cut`, when the host knows R, token and process have room for the largest R. With slots (`in_slots`), R is
+    fixed: each process gets so many rows, those in use first; of the others token is -1.
     """
 
     token: Tensor
@@ -68,6 +69,7 @@ class Parcels(NamedTuple):
     owner: Tensor
     each: int
     kernels: bool
+    slots: int = 0
 
     @staticmethod
     def address(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "Parcels":
@@ -84,6 +86,25 @@ class Parcels(NamedTuple):
         fmt = torch.int32 if kernels else torch.int64
         return Parcels((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels)
 
+    @staticmethod
+    def in_slots(expert_TK: Tensor, processes: int, each: int, kernels: bool, slots: int) -> tuple["Parcels", Tensor]:
+        """As `address`, `slots` rows for each process; and how many there would have to be for each, [P] int64. A row
+        too many is not sent."""
+        T, P = expert_TK.shape[0], processes
+        device, owner_TK = expert_TK.device, expert_TK // each
+        wanted_PT = torch.zeros(P, T, dtype=torch.bool, device=device).scatter_(0, owner_TK.t(), True)
+        place_PT = wanted_PT.cumsum(1) - 1
+        sent_PT = wanted_PT & (place_PT < slots)
+        row_PT = place_PT + torch.arange(P, device=device)[:, None] * slots
+        token = torch.full((P * slots + 1,), -1, dtype=torch.int64, device=device)
+        whose = torch.arange(T, device=device).expand(P, T)
+        token.scatter_(0, torch.where(sent_PT, row_PT, P * slots).flatten(), whose.flatten())
+        process = torch.arange(P * slots, device=device) // slots
+        position_TP = torch.where(sent_PT, row_PT, -1).t().contiguous()
+        fmt = torch.int32 if kernels else torch.int64
+        made = Parcels(token[:-1].to(fmt), process, position_TP.to(fmt), owner_TK, each, kernels, slots)
+        return made, wanted_PT.sum(1)
+
     def cut(self, rows: int) -> "Parcels":
         """R rows."""
         return self._replace(token=self.token[:rows], process=self.process[:rows])
@@ -97,15 +118,24 @@ class Parcels(NamedTuple):
     def gather(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> [R, D]."""
         if not self.kernels:
-            return _bytes(x_TD).index_select(0, self.token).view(x_TD.dtype)
+            return self.of_tokens(_bytes(x_TD)).view(x_TD.dtype)
         from precision.kernels.route import gather
 
         return gather(x_TD.contiguous(), None, self._route(), None)[0]
 
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """x [T, ...] -> [R, ...]; 0 in slots that are not in use."""
+        if not self.slots:
+            return x.index_select(0, self.token)
+        return x.index_select(0, self.token.clamp_min(0)).masked_fill_((self.token < 0)[:, None], 0)
+
     def sum(self, rows_RD: Tensor, add_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Each token's rows, and `add`, summed in `dtype`: -> [T, D] in dtype, or with kernels in the rows'."""
         if not self.kernels:
-            total = sum_rows(rows_RD, torch.where(self.position < 0, rows_RD.shape[0], self.position), dtype)
+            none = rows_RD.shape[0]
+            if self.slots:  # as many rows as places: the one that is none has to be made
+                rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
+            total = sum_rows(rows_RD, torch.where(self.position < 0, none, self.position), dtype)
             return total if add_TD is None else total + add_TD
         from precision.kernels.route import combine
 
@@ -120,7 +150,7 @@ class Parcels(NamedTuple):
 
 @dataclass
 class GradFormat:
-    """How dy travels: cast as `recipe` says into the arena rows of `slot`. known: whether the arena has a scale. rows:
+    """How dy travels: cast by `recipe` into the arena rows of `slot`. known: whether the arena has a scale. rows:
     what it is cast with where it arrives."""
 
     slot: Slot
@@ -207,13 +237,16 @@ class _Send(torch.autograd.Function):
         parcels: Parcels,
         exchange: Exchange,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        K, each, token = expert_TK.shape[1], parcels.each, parcels.token
-        local_RK = expert_TK.index_select(0, token) - parcels.process[:, None] * each
-        local_RK = torch.where((local_RK < 0) | (local_RK > each), each, local_RK)
-        beside = [local_RK.int(), weight_TK.index_select(0, token).view(torch.int32)]
+        K, each = expert_TK.shape[1], parcels.each
+        local_RK = parcels.of_tokens(expert_TK) - parcels.process[:, None] * each
+        elsewhere = (local_RK < 0) | (local_RK > each)
+        if parcels.slots:
+            elsewhere |= (parcels.token < 0)[:, None]
+        local_RK = torch.where(elsewhere, each, local_RK)
+        beside = [local_RK.int(), parcels.of_tokens(weight_TK).view(torch.int32)]
         if inv is not None:
-            beside.append(inv.index_select(0, token).view(torch.int32))
-        data_AD, beside = exchange.there(parcels.gather(data)), exchange.there(torch.cat(beside, 1))
+            beside.append(parcels.of_tokens(inv).view(torch.int32))
+        data_AD, beside = exchange.there(parcels.gather(data), torch.cat(beside, 1))
         expert_AK, weight_AK = beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
         # scales of blocks lie as kernels read them, one block of all rows after the other
         inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
@@ -229,7 +262,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         parcels = Parcels(*ctx.saved_tensors, *ctx.rest)
-        dx_RD, dweight_RK = ctx.exchange.back(grads[0]), ctx.exchange.back(grads[2])
+        dx_RD, dweight_RK = ctx.exchange.back(grads[0], grads[2])
         dx_TD = parcels.sum(dx_RD, None, torch.float32).to(ctx.dtype)
         row_TK = parcels.position.gather(1, parcels.owner).long()
         choice = torch.arange(row_TK.shape[1], device=row_TK.device)
@@ -249,7 +282,7 @@ class _BringBack(torch.autograd.Function):
         grad: GradFormat | None,
         accumulate: torch.dtype,
     ) -> Tensor:
-        y_RD = exchange.back(y_AD)
+        (y_RD,) = exchange.back(y_AD)
         ctx.save_for_backward(*parcels[:4])
         ctx.rest, ctx.exchange, ctx.grad, ctx.dtype = parcels[4:], exchange, grad, y_AD.dtype
         return parcels.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
@@ -258,11 +291,12 @@ class _BringBack(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         parcels, exchange, dy = Parcels(*ctx.saved_tensors, *ctx.rest), ctx.exchange, grads[0]
         if ctx.grad is None:
-            return exchange.there(parcels.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
+            return *exchange.there(parcels.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
         data, inv = ctx.grad.quantize(dy.to(ctx.dtype), exchange)
-        data_AD = exchange.there(parcels.gather(data))
         if inv.dim():
-            inv = exchange.there(inv.index_select(0, parcels.token))
+            data_AD, inv = exchange.there(parcels.gather(data), parcels.of_tokens(inv))
+        else:
+            (data_AD,) = exchange.there(parcels.gather(data))
         return read_back(data_AD, inv, ctx.dtype), dy, *(None,) * 4
 
 

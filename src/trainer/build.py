@@ -44,8 +44,9 @@ from trainer.health.stragglers import Stragglers
 from trainer.launch.world import World
 from trainer.recovery.diagnosis import Diagnosis
 from trainer.recovery.ladder import Ladder, Rewind
+from trainer.run.location import check_place, will_resume
 from trainer.run.resume_source import check_resumable, init_from, made_by
-from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, check_place, saved_backends, will_resume
+from trainer.run.run_folder import METRICS, TENSORS, Note, RunFolder, saved_backends
 from trainer.sinks import Sinks
 from trainer.step.engine import Engine, build_engine
 from trainer.step.profiler import Profiler

@@ -58,7 +58,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """What a config of a run says. YAMLError for anything that cannot be read, whatever bytes it has."""
+    """The content of a run's config. YAMLError for anything that cannot be read, whatever bytes it has."""
     try:
         return yaml.load(text, _PlainLoader)
     except (ValueError, RecursionError) as error:

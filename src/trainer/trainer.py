@@ -181,11 +181,12 @@ class Trainer:
         return loss
 
     def _review(self) -> None:
-        """Read the verdicts of the steps since the last review; report dropped ones, and tell the ladder."""
+        """Read the verdicts of the steps since the last review; report dropped ones, and pass them to the ladder."""
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
+        self._make_room([verdict for verdict, _ in verdicts])
         dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        reports = iter(self.run.diagnosis.tell(dropped) if dropped else [])
+        reports = iter(self.run.diagnosis.report(dropped) if dropped else [])
         for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
             if not is_bad:
                 self.run.ladder.note(None)
@@ -194,12 +195,23 @@ class Trainer:
             if (overflow := self.run.engine.guard.overflow(verdict, bad.place)) is not None:
                 self.run.sinks.event("loss_scale", verdict.step, overflow.line, **bad.what | overflow.what)
                 continue  # a lower scale is the remedy: nothing for the ladder
+            if (slots := self.run.engine.model.slots) is not None:
+                crowded = self.run.engine.guard.crowded(verdict, slots.capacity)
+                if crowded is not None:
+                    self.run.sinks.event("dispatch", verdict.step, crowded.line, **crowded.what)
+                    continue  # more room is the remedy
             self.run.ladder.note(SkippedStep(verdict.step, int(windows.min()), int(windows.max()) + 1, bad.place))
             if spike is None:
                 self.run.sinks.event("nonfinite", verdict.step, bad.line(verdict.step), **bad.what)
             else:
                 line = "; ".join([spike.line, *bad.details])
                 self.run.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
+
+    def _make_room(self, verdicts: list[Verdict]) -> None:
+        """For tokens on their way to experts, as the steps since the last review needed it. All ranks do the same."""
+        slots, fills = self.run.engine.model.slots, [v.fill for v in verdicts if v.fill is not None]
+        if slots is not None and fills:
+            slots.fit(float(torch.stack(fills).max()))
 
     def _log(self) -> None:
         """One line of metrics, in one copy from the device."""
@@ -211,7 +223,7 @@ class Trainer:
         if e.loss_scale is not None:
             dropped["recovery/loss_scale_skips"] = e.guard.overflowed
         r.stragglers.launch()
-        values = r.health.tell(self.step, copy_to_host(device | dropped))
+        values = r.health.report(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self._timeline.tokens(self.step)}

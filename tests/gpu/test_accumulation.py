@@ -55,7 +55,7 @@ def test_fp32_sums_have_no_bias(sums: ModuleType, model: str, kind: str, mode: s
 
 @pytest.mark.parametrize("kernel", ["linear nt", "linear wgrad", "grouped nt", "grouped wgrad"])
 @pytest.mark.parametrize("mode", ["tensor", "row"])
-def test_fast_sums_lose_what_the_emulation_says(sums: ModuleType, kernel: str, mode: str) -> None:
+def test_fast_sums_lose_as_much_as_the_emulation(sums: ModuleType, kernel: str, mode: str) -> None:
     """The reference's emulation of the tensor cores, on other numbers of mean 1. cuBLAS, which serves linears, may cut
     a sum into parts, four at most here, that it adds up in FP32."""
     from precision.backends.products import truncated_matmul

@@ -130,6 +130,27 @@ def test_addresses_are_followed_without_waiting() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
 
 
+def test_norms_of_gradients_are_those_of_float64_without_waiting() -> None:
+    from precision.kernels.gradient_norms import GradientNorms
+
+    kernel = GradientNorms([math.prod(shape) for shape in SHAPES], torch.device("cuda"))
+    for seed in range(3):
+        parameters = [torch.empty(shape, device="cuda") for shape in SHAPES]
+        set_gradients(parameters, seed)
+        gradients = [p.grad for p in parameters]
+        gradients[seed] = None
+        odd = gradients[5]
+        assert odd is not None
+        gradients[5] = torch.cat([odd.new_zeros(seed), odd])[seed:]
+        exact = torch.stack([odd.new_zeros(()) if g is None else g.double().norm() for g in gradients]).float()
+        torch.cuda.set_sync_debug_mode("error" if seed else "default")
+        try:
+            ours = kernel(gradients)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=0)
+
+
 def test_more_than_two_to_the_31_elements() -> None:
     size = 2**31 + 5001
     from precision.kernels.adamw import FusedAdamW

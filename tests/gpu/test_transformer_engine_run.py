@@ -68,7 +68,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["bf16", "fp8_delayed", "fp8_jit", "fp8_block"])
-def test_a_run_learns_saves_plain_tensors_and_goes_on(config: Make, name: str, recompute: str):
+def test_a_run_learns_saves_plain_tensors_and_resumes(config: Make, name: str, recompute: str):
     scaling = ["precision.scaling.granularity=tensor"] if name == "fp8_jit" else []
     settings = (
         f"+recipe={name}",

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_tensors import to_hf
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from models import DeepSeek, ModelConfig
-from models.hf import to_hf, to_hf_config
+from models.hf import to_hf_config
 from precision import Plan, PrecisionConfig, bind
 from precision.config import Precision
 

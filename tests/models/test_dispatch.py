@@ -1,4 +1,5 @@
-"""Experts spread over processes compute what one process computes on the whole batch: values, gradients, amaxes.
+"""Experts spread over processes compute what one process computes on the whole batch: values, gradients, amaxes; and in
+fixed slots the same bits as without.
 
 The processes run this file as a program, each on its sequences of the batch, all cases one after the other.
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
+from models.slots import Slots, room
+from models.transport import EqualSplits
 from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
 
 PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
@@ -52,7 +55,9 @@ CASES = {
 }
 
 
-def build(case: Case, group: dist.ProcessGroup | None = None) -> tuple[DeepSeek, ScalingArena]:
+def build(
+    case: Case, group: dist.ProcessGroup | None = None, slots: Slots | None = None
+) -> tuple[DeepSeek, ScalingArena]:
     """A model with random weights, its experts spread over the group."""
     base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{case.recipe}.yaml")
     precision = OmegaConf.merge(*base, OmegaConf.from_dotlist(["backend=reference", *case.keys]))
@@ -73,13 +78,15 @@ def build(case: Case, group: dist.ProcessGroup | None = None) -> tuple[DeepSeek,
                 bias[[e for e in range(8) if e not in case.only]] = -10.0
     for _, block in model.iter_blocks():
         if group is not None and isinstance(block, MoEBlock):
-            block.moe.spread(group)
+            block.moe.spread(group, slots)
     return model, bind(model, plan, "cpu")
 
 
-def one_layer(case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, group=None) -> dict[str, Tensor]:
+def one_layer(
+    case: Case, amax: Tensor | None, rank: int = 0, size: int = 1, group=None, slots: Slots | None = None
+) -> dict[str, Tensor]:
     """A norm and the layer of experts behind it on this process's share of the batch. amax: of a step before."""
-    model, arena = build(case, group)
+    model, arena = build(case, group, slots)
     block = model.get_submodule("layers.1")
     assert isinstance(block, MoEBlock)
     if amax is not None:
@@ -118,8 +125,16 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     try:
         group = dist.group.WORLD
+        assert group is not None
         amaxes = torch.load(folder / "amaxes.pt")
         made = {name: one_layer(case, amaxes[name], rank, size, group) for name, case in CASES.items()}
+        for name, case in CASES.items():
+            slots = Slots(EqualSplits(group), 4.0, torch.zeros(()))
+            again = one_layer(case, amaxes[name], rank, size, group, slots)
+            made[f"{name} in slots"] = again | {"fill": slots.fill}
+        slots = Slots(EqualSplits(group), 0.3, torch.zeros(()))  # of two processes too few slots, of four too few rows
+        crowd = one_layer(CASES["one_process"], None, rank, size, group, slots)
+        made["crowd"] = {"fill": slots.fill, **{key: value for key, value in crowd.items() if key in ("y", "dh")}}
         made["model"] = whole_model(CASES["fp32"], rank, size, group)
         torch.save(made, folder / f"{rank}.pt")
         dist.barrier()
@@ -137,13 +152,22 @@ def single() -> dict[str, dict[str, Tensor]]:
     return made | {"model": whole_model(CASES["fp32"])}
 
 
-@pytest.fixture(scope="module")
-def many(single: dict, start_ranks, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
-    """What each of several processes computes."""
+def on_ranks(size: int, single: dict, start_ranks, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    """What each of `size` processes computes."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save({name: single[name]["amax_before"] for name in CASES}, folder / "amaxes.pt")
-    start_ranks(__file__, SIZE, folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+    start_ranks(__file__, size, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def many(single: dict, start_ranks, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    return on_ranks(SIZE, single, start_ranks, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def two(single: dict, start_ranks, tmp_path_factory) -> list[dict[str, dict[str, Tensor]]]:
+    return on_ranks(2, single, start_ranks, tmp_path_factory)
 
 
 def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -177,7 +201,7 @@ def test_a_layer_spread_over_processes_equals_one_process(name: str, single: dic
         assert error(value, theirs[key]) <= limit, key
 
 
-def test_a_process_whose_experts_nobody_chose_has_gradients_of_zero(many: list) -> None:
+def test_a_process_without_chosen_experts_has_gradients_of_zero(many: list) -> None:
     idle = [part["one_process"] for part in many if not part["one_process"]["grad.moe.experts.down.weight"].any()]
     assert len(idle) == len(many) - 1
     for part in idle:
@@ -189,6 +213,34 @@ def test_a_model_with_mtp_spread_over_processes_equals_one_process(single: dict,
     assert any(key.startswith("grad.mtp.0.moe.experts") for key in ours)
     for key, value in ours.items():
         assert error(value, theirs[key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slots_change_no_bit(name: str, two: list, many: list) -> None:
+    for part in [*two, *many]:
+        theirs, ours = part[name], part[f"{name} in slots"]
+        assert 0 <= ours.pop("fill") <= 1 and ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            assert torch.equal(value, theirs[key]), key
+
+
+def test_more_tokens_than_slots_are_noticed_where_they_arrive_and_are_left_out(two: list, many: list) -> None:
+    for parts in (two, many):
+        assert max(float(part["crowd"]["fill"]) for part in parts) > 1
+        for part in parts:
+            assert all(torch.isfinite(part["crowd"][key]).all() for key in ("y", "dh"))
+        assert any(not torch.equal(part["crowd"]["y"], part["one_process"]["y"]) for part in parts)
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_room_of_slots(processes: int) -> None:
+    tokens, chosen, each = 1000, 6, 64 // processes
+    for capacity in (1.0, 1.25, 100.0):
+        slots, choices = room(capacity, tokens, chosen, processes, each)
+        even = tokens * (1 - (1 - 1 / processes) ** chosen)
+        assert min(even * capacity, tokens) <= slots < min(even * capacity, tokens) + 17 and slots % 16 == 0
+        assert capacity * tokens * chosen <= choices or choices == processes * slots * min(chosen, each)
+    assert room(100.0, tokens, chosen, processes, each)[1] >= processes * tokens * min(chosen, each)  # whatever comes
 
 
 if __name__ == "__main__":

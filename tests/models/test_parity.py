@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_tensors import from_hf
 from torch import Tensor
 from transformers import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 
 from models import DeepSeek, RouterScoring, YarnConfig
-from models.hf import from_hf
 
 Build = Callable[..., DeepSeek]
 Save = Callable[[DeepSeek, Path], None]

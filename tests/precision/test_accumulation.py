@@ -49,7 +49,7 @@ def test_the_emulation_is_exact_where_nothing_is_cut() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("recipe_name", ["fp8_delayed", "fp8_jit"])
-def test_a_layer_sums_as_its_row_says(recipe: Recipe, recipe_name: str, grouped: bool) -> None:
+def test_a_layer_accumulates_as_its_plan_row_states(recipe: Recipe, recipe_name: str, grouped: bool) -> None:
     """All three GEMMs, over 2,048 numbers of one sign."""
     made: dict[str, list[Tensor]] = {}
     for sums in ("fp32", "fast"):

@@ -188,7 +188,7 @@ def test_a_graph_holds_both_passes(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("backend", [BackendChoice.auto, BackendChoice.reference])
-def test_a_gpu_has_no_kernel_for_it_yet_and_the_plan_says_so(backend: BackendChoice, recipe: Recipe) -> None:
+def test_a_gpu_has_no_kernel_for_it_yet_and_the_plan_notes_it(backend: BackendChoice, recipe: Recipe) -> None:
     config = recipe("fp8_full")
     config.backend = backend
     plan = Plan(config, 1, Gpu("NVIDIA H200", (9, 0)))

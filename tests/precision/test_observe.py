@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_jit", "fp8_block"])
-def test_every_cast_is_told_as_it_was_made(recipe: Recipe, name: str) -> None:
+def test_every_cast_is_shown_as_it_was_made(recipe: Recipe, name: str) -> None:
     torch.manual_seed(0)
     plan = Plan(recipe(name, backend="reference"), 1)
     net = Net(plan)

@@ -19,7 +19,7 @@ from precision.proof import Combination, Proof, read_report
 from precision.rates import RateTable
 from precision.resolve import Gemm, Resolver
 from precision.selftest.__main__ import run as run_check
-from precision.selftest.table import Check
+from precision.selftest.checks import Check
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 LINEAR, GROUPED = (Gemm(f"g{groups}", 2816, 2048, groups, 16384, BF16) for groups in (1, 64))

@@ -35,7 +35,7 @@ def te_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "te_missing", lambda: None)
 
 
-def test_a_cpu_has_the_reference_and_says_nothing() -> None:
+def test_a_cpu_takes_the_reference_without_a_note() -> None:
     resolver = Resolver(settings(), None)
     for precision in Precision:
         assert resolver.choose(GEMM, precision) == Choice(precision, "reference")
@@ -104,7 +104,7 @@ def test_fp16_is_plain_pytorch_everywhere() -> None:
 
 
 @pytest.mark.usefixtures("te_installed")
-def test_a_gpu_without_rates_keeps_the_recipe_and_says_so_once() -> None:
+def test_a_gpu_without_rates_keeps_the_recipe_with_one_note() -> None:
     for gpu, backend in ((H200, "cuda"), (A100, "reference"), (B200, "transformer_engine")):
         resolver = Resolver(settings(), gpu, rates=RateTable([]))
         assert [resolver.choose(GEMM, Precision.fp8) for _ in range(3)] == 3 * [Choice(Precision.fp8, backend)]
@@ -129,7 +129,7 @@ def test_what_is_not_installed_is_not_chosen() -> None:
     assert resolver.choose(GEMM, Precision.fp8).backend == "cuda"
 
 
-def test_never_slower_leaves_a_slow_row_in_bf16_and_says_by_how_much() -> None:
+def test_never_slower_leaves_a_slow_row_in_bf16_with_the_ratio() -> None:
     for backend in ("auto", "cuda"):
         resolver = Resolver(settings(backend, never_slower=True), H200, rates=rates(bf16=1.86, cuda=2.0))
         assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.bf16, "cuda", "never_slower: 0.93x")
@@ -137,7 +137,7 @@ def test_never_slower_leaves_a_slow_row_in_bf16_and_says_by_how_much() -> None:
         assert fast.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "cuda")
 
 
-def test_never_slower_says_once_where_it_judges_by_a_shape_that_is_far_away() -> None:
+def test_never_slower_notes_once_that_the_measured_shape_is_far_away() -> None:
     table = rates(bf16=3.0, cuda=2.0)  # 2048 x 2048, 16384 rows
     for never_slower, told in ((True, 1), (False, 0)):
         resolver = Resolver(settings(never_slower=never_slower), H200, rates=table)
@@ -152,7 +152,7 @@ def test_never_slower_says_once_where_it_judges_by_a_shape_that_is_far_away() ->
     assert asked in resolver.notes[0]
 
 
-def test_never_slower_without_rates_says_that_it_does_nothing_and_is_refused_with_the_reference() -> None:
+def test_never_slower_without_rates_has_a_note_and_is_refused_with_the_reference() -> None:
     resolver = Resolver(settings(never_slower=True), None)
     assert resolver.choose(GEMM, Precision.fp8) == Choice(Precision.fp8, "reference")
     assert resolver.notes[0].endswith("precision.never_slower has no effect on them")
@@ -160,7 +160,7 @@ def test_never_slower_without_rates_says_that_it_does_nothing_and_is_refused_wit
         Resolver(settings("reference", never_slower=True), H200)
 
 
-def test_a_run_that_goes_on_keeps_its_choice() -> None:
+def test_a_resumed_run_keeps_its_backends() -> None:
     config = settings(never_slower=True)
     first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
     slow = first.choose(GEMM, Precision.fp8)
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_keeps_its_choice() -> None:
     assert later.choose(other, Precision.fp8).precision is Precision.fp8  # a row that was not there
 
 
-def test_a_run_that_goes_on_elsewhere_or_otherwise_chooses_anew() -> None:
+def test_a_run_resumed_elsewhere_or_in_another_precision_chooses_again() -> None:
     config = settings(never_slower=True)
     first = Resolver(config, H200, rates=rates(bf16=1.0, cuda=2.0))
     first.choose(GEMM, Precision.fp8)

@@ -21,7 +21,7 @@ class SmallRuns:
     """Trains small models in folders."""
 
     words = SMALL
-    """What train.py would be told, places apart."""
+    """Arguments of train.py, without folders."""
 
     @staticmethod
     def write(folder: Path, files: int = 6, words: int = 120, end: str = "\n") -> Path:

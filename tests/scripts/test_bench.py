@@ -298,9 +298,23 @@ def test_scaling(tmp_path: Path, bench: Run) -> None:
     assert both["forecast"] > 0
 
 
-def test_scaling_says_what_a_run_refused(tmp_path: Path, bench: Run) -> None:
+def test_scaling_reports_why_a_run_was_refused(tmp_path: Path, bench: Run) -> None:
     done = bench("scaling", tmp_path, "--gpus", "1", "parallel=fsdp", "model.heads=3")
     assert done.returncode == 1 and "model.heads" in done.stdout and "no count of GPUs ran" in done.stderr
+
+
+def test_ways_of_tokens_to_experts_agree(tmp_path: Path, run_python: Run) -> None:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", BENCH / "dispatch.py"]
+    small = {"tokens": 32, "hidden": 32, "width": 16, "experts": 4, "chosen": 2, "repeat": 1}
+    words = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    done = run_python(*start, *words, "--json", "ways.json", cwd=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    checks = [line for line in done.stdout.splitlines() if line.startswith("ok")]
+    assert len(checks) == 11 and "DIFFERS" not in done.stdout and "these processes share none" in done.stdout
+    results = json.loads((tmp_path / "ways.json").read_text())["results"]
+    assert [(one["payload"], one["way"]) for one in results] == [
+        (payload, way) for payload in ("BF16", "FP8") for way in ("all_to_all", "silent", "slots")
+    ]
 
 
 SMALL_ATTENTION = {"tokens": 16, "hidden": 16, "heads": 2, "latent": 8, "nope": 8, "rope": 4, "value": 8, "repeat": 1}

@@ -159,7 +159,7 @@ def test_the_same_data_in_another_place_is_the_same(runs: Path, tmp_path: Path, 
     assert "data.path=/far/away/corpus" in done.stderr and "other data" in done.stderr
 
 
-def test_other_weights_and_settings_changed_half_way_are_told(runs: Path, tmp_path: Path, compare: Run) -> None:
+def test_other_weights_and_settings_changed_half_way_are_reported(runs: Path, tmp_path: Path, compare: Run) -> None:
     other = tmp_path / "other"
     shutil.copytree(runs / "fp8", other)
     config = (other / "config.yaml").read_text()
@@ -174,7 +174,7 @@ def test_other_weights_and_settings_changed_half_way_are_told(runs: Path, tmp_pa
     assert not {"weights", "settings"} & set(compare(runs, "bf16", "fp8", "--no-plots").stdout.split())
 
 
-def test_without_matplotlib_it_says_how_to_get_it(runs: Path) -> None:
+def test_without_matplotlib_the_error_names_the_install_command(runs: Path) -> None:
     code = (
         "import importlib.util, runpy, sys; find = importlib.util.find_spec;"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest);"

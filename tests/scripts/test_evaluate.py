@@ -63,7 +63,7 @@ def test_the_loss_is_what_the_run_logged(runs: Path) -> None:
     assert plain.own == logged(runs / "fp32", 6) and plain.gap is plain.bf16 is None
 
 
-def test_the_model_is_the_checkpoints_whatever_config_yaml_says(runs: Path, tmp_path: Path) -> None:
+def test_the_model_is_the_checkpoints_even_if_config_yaml_differs(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs / "fp32", run)
     tree = yaml.safe_load((run / "config.yaml").read_text())

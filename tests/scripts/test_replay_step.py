@@ -112,7 +112,7 @@ def test_what_is_printed(run: Path, run_python: Run) -> None:
     done = run_python(str(ROOT / "scripts" / "replay_step.py"), str(run), "4", "--only", "layers.1.*")
     assert done.returncode == 0, done.stderr
     assert "step 4: from step_00000003, 0 steps trained again" in done.stdout
-    assert "the run said: step 4 is not finite, first at layers.1.attn (backward)" in done.stdout
+    assert "the run reported: step 4 is not finite, first at layers.1.attn (backward)" in done.stdout
     assert "not finite in 1 of 2 sequences: window 12" in done.stdout and "return x" in done.stdout
     table = done.stdout.splitlines()
     table = table[next(i for i, line in enumerate(table) if "of range" in line) + 1 :]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import Checkpointer
-from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunFolder
+from trainer.run.location import CHECKPOINTS
+from trainer.run.run_folder import EVENTS, METRICS, RunFolder
 
 TEXTS = {"config.yaml": "lr: 1\n", "overrides.txt": "", "environment.json": "{}\n", "precision_plan.txt": "plan\n"}
 

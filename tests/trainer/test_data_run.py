@@ -27,7 +27,7 @@ def events(run: Path) -> list[dict]:
     return [event for event in found if event["kind"] == "data"]
 
 
-def test_lines_that_are_left_out_are_told_at_the_start(config: Configs, lines: Path, tmp_path: Path) -> None:
+def test_lines_that_are_left_out_are_reported_at_the_start(config: Configs, lines: Path, tmp_path: Path) -> None:
     words = ("data.source=files", f"data.path={lines}", "trainer.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}")
     with pytest.raises(ValueError, match=r"data\.skip_damaged=false: texts\.jsonl, line \d+: not JSON"):
         Trainer(config("run.name=a", *words))
@@ -38,7 +38,7 @@ def test_lines_that_are_left_out_are_told_at_the_start(config: Configs, lines: P
     assert "(not JSON; " in event["message"] and "(no key text, which " in event["message"] and event["count"] == 3
 
 
-def test_a_run_goes_on_from_what_was_prepared_ahead(config: Configs, lines: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_what_was_prepared_ahead(config: Configs, lines: Path, corpus: Path, tmp_path: Path) -> None:
     mix = f"data.mix=[{{name: web, source: files, path: {lines}}}, {{name: code, path: {corpus}}}]"
     words = ("data.path=null", "data.skip_damaged=true", f"data.cache_dir={tmp_path / 'cache'}")
     one = config("run.name=a", "trainer.max_steps=2", mix, *words)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_what_was_prepared_ahead(config: Configs, lines: Path
         prepare(one.data, one.model.vocab_size, folder=tmp_path / "ahead")
 
 
-def test_held_out_text_shorter_than_a_sequence_is_told_before_the_training(config: Configs, tmp_path: Path) -> None:
+def test_held_out_text_shorter_than_a_sequence_is_reported_before_the_training(config: Configs, tmp_path: Path) -> None:
     sizes = ("trainer.sequence_length=3000", "trainer.global_batch_size=1", "trainer.microbatch_size=1")
     with pytest.raises(ValueError, match=r"sequence_length=3000: .*validation\.bin has only \d+ tokens, a sequence"):
         Trainer(config("run.name=a", *sizes))

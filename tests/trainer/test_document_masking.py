@@ -18,7 +18,7 @@ def losses(run: Path) -> list[tuple[float, ...]]:
     return [tuple(v for k, v in entry.items() if k.startswith("loss/")) for entry in entries]
 
 
-def test_a_run_stays_within_documents_and_goes_on_so(
+def test_a_run_and_its_resume_stay_within_documents(
     config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents of a few words, so that they are cut off from each other in every sequence."""

@@ -83,7 +83,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(config: Configs, disk: Ca
     assert len(lines(run / "metrics.jsonl")) == 7
 
 
-def test_a_run_whose_end_cannot_be_saved_says_so_after_its_summary(
+def test_a_run_whose_end_cannot_be_saved_reports_it_after_its_summary(
     config: Configs, disk: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
@@ -94,14 +94,14 @@ def test_a_run_whose_end_cannot_be_saved_says_so_after_its_summary(
         trainer.train()
     assert end.value.exit_code == 1 and "validation loss" in capsys.readouterr().out
     run = trainer.run.folder.path
-    assert len(events(run, "alert")) == 1  # tried twice, told once
+    assert len(events(run, "alert")) == 1  # tried twice, reported once
     assert checkpoints(run)[-1] == "step_00000004"
     disk(False)
     assert Trainer(config("run.name=a", "checkpoint.every=2", "run.resume=auto")).train().step == 6
     assert checkpoints(run)[-1] == "step_00000006"
 
 
-def test_told_to_stop_and_unable_to_save_is_not_called_saved(config: Configs, disk: Callable[[bool], None]) -> None:
+def test_a_stopped_run_that_cannot_save_is_not_called_saved(config: Configs, disk: Callable[[bool], None]) -> None:
     trainer = Trainer(config("run.name=a"))
     at(trainer, 2, lambda: (disk(True), signal.raise_signal(signal.SIGTERM)))
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_data_cut_off_under_a_run_end_it_in_one_line(config: Configs, tmp_path: 
     assert Trainer(config("run.name=a", *more)).train().step == 6
 
 
-def test_a_validation_text_that_has_changed_is_told_at_the_resume(
+def test_a_validation_text_that_has_changed_is_reported_at_the_resume(
     config: Configs, corpus: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(corpus, tmp_path / "corpus")
@@ -160,7 +160,7 @@ def test_a_validation_text_that_has_changed_is_told_at_the_resume(
     assert event["message"].endswith("validation.bin is another one than before: loss/validation too")
 
 
-def test_what_is_left_out_of_the_data_is_counted_and_told(config: Configs, corpus: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_of_the_data_is_counted_and_reported(config: Configs, corpus: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     (folder / "latin.txt").write_bytes("é a".encode("latin-1"))
     words = (f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "trainer.max_steps=2")
@@ -189,7 +189,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_told_to_stop_while_it_prepares_data_a_process_says_so_and_leaves_nothing_behind(
+def test_a_signal_while_data_is_prepared_is_reported_and_leaves_nothing_behind(
     overrides: Callable[..., list[str]], tmp_path: Path, programs: Any
 ) -> None:
     words = [word for word in overrides(f"data.cache_dir={tmp_path / 'cache'}", "run.name=a") if "console" not in word]
@@ -273,7 +273,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(config: Configs, monkeypatch: 
     assert checkpoints(trainer.run.folder.path)[-1] == "step_00000004"
 
 
-def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config: Configs) -> None:
+def test_a_signal_during_an_evaluation_or_a_save_saves_the_next_step(config: Configs) -> None:
     for name, trainer in {
         "evaluates": Trainer(config("run.name=evaluates", "eval.every=2", "checkpoint.every=2")),
         "saves": Trainer(config("run.name=saves", "checkpoint.every=2")),
@@ -295,7 +295,7 @@ def test_told_to_stop_while_it_evaluates_or_saves_it_saves_the_next_step(config:
         assert checkpoints(trainer.run.folder.path) == ["step_00000002", "step_00000003"]
 
 
-def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: Configs) -> None:
+def test_a_signal_in_the_last_evaluation_is_reported_and_the_evaluation_continues(config: Configs) -> None:
     trainer = Trainer(config("run.name=a"))
     doing, told = trainer.run.sinks.doing, []
 
@@ -313,7 +313,7 @@ def test_told_to_stop_in_the_last_evaluation_it_says_that_this_goes_on(config: C
     assert event["message"].startswith("SIGINT: all steps are trained, and the last evaluation continues; a second")
 
 
-def test_told_to_stop_in_the_last_step_it_does_not_begin_the_last_evaluation(config: Configs) -> None:
+def test_a_signal_in_the_last_step_skips_the_last_evaluation(config: Configs) -> None:
     trainer = Trainer(config("run.name=a", "eval.every=0"))
     at(trainer, 6, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(TrainingStopped, match="stopped by SIGTERM after step 6, saved"):

@@ -126,7 +126,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("recipe", "where", "value"), pairwise(["bf16", "fp8_delayed", "fp8_block"], [*PLACES], ["nan", "inf"])
 )
-def test_a_bad_step_changes_nothing_and_is_told(config: Configs, recipe: str, where: str, value: str) -> None:
+def test_a_bad_step_changes_nothing_and_is_reported(config: Configs, recipe: str, where: str, value: str) -> None:
     cfg = config(
         f"+recipe={recipe}", f"debug.inject={{step: 3, where: {where}, value: {value}}}", "trainer.max_steps=4"
     )
@@ -162,7 +162,7 @@ def test_too_many_bad_steps_stop_the_run(config: Configs) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
-def test_a_stopped_run_goes_on_bit_for_bit(config: Configs, recipe: str) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(config: Configs, recipe: str) -> None:
     common = (
         f"+recipe={recipe}",
         "run.resume=auto",
@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(config: Configs) 
     assert any(file.name in line["message"] for line in lines(run / "events.jsonl"))
 
 
-def test_a_run_may_go_on_in_another_precision(config: Configs) -> None:
+def test_a_run_may_resume_in_another_precision(config: Configs) -> None:
     run = stopped_after(config("+recipe=fp8_delayed", "run.name=run", "run.resume=auto"), 3)
     _, same = train(config("+recipe=bf16", "run.name=run", "run.resume=auto"))
     assert same == run
@@ -268,7 +268,7 @@ def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 
-def test_what_a_run_once_started_from_may_be_gone_when_it_goes_on(config: Configs, tmp_path: Path) -> None:
+def test_what_a_run_once_started_from_may_be_gone_when_it_resumes(config: Configs, tmp_path: Path) -> None:
     _, origin = train(config("trainer.max_steps=1", "run.name=origin"))
     keys = "run.name=run", "run.resume=auto", f"run.init_from={origin}"
     run = stopped_after(config(*keys), 2)

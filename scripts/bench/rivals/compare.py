@@ -15,7 +15,7 @@ by its distributed optimizer. KEY=VALUE changes our config, and theirs as far as
     x their best  times the tokens/s of the fastest Megatron-core run in the table
     loss          of the first and the last step: both learn the same tokens by heart
 
-Megatron-core: pip install --no-deps megatron-core==0.19.2, and Transformer Engine 2.20.2; `megatron_core.py` says what
+Megatron-core: pip install --no-deps megatron-core==0.19.2, and Transformer Engine 2.20.2; `megatron_core.py` lists what
 is switched on.
 """
 

@@ -1,4 +1,4 @@
-"""Who computes a GEMM. One interface; the plan says which backend serves an op.
+"""Backends compute GEMMs. One interface; the plan chooses the backend of an op.
 
 `reference` is plain PyTorch on any device and the definition of right; the others are tested against it. What a backend
 must offer: `precision.backends.interface`. A backend is imported when an op first asks for it: `cuda` needs Triton, and

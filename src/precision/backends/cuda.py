@@ -24,7 +24,7 @@ from precision.kernels.common import MODES, Cast
 from precision.kernels.gemm_ops import grouped_nt, grouped_wgrad
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight, transpose_weight
-from precision.observe import is_observed, tell
+from precision.observe import is_observed, show
 from precision.rows import GemmRecipe
 
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -56,7 +56,7 @@ class CudaBackend:
         data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text, place)
         data, inv = data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
         if is_observed():
-            tell(place, x, data, inv, fmt)
+            show(place, x, data, inv, fmt)
         return data, inv
 
     def quantize_grad(
@@ -66,7 +66,7 @@ class CudaBackend:
         how = cast_of(recipe, recipe.grad).text
         data, inv, data_t, inv_t = ops.cast_transposed(dy, scale_row, amax_row, how, place)
         if is_observed():
-            tell(place, dy, data, inv, recipe.grad)
+            show(place, dy, data, inv, recipe.grad)
         return GradOperand(dy, data, inv, data_t, inv if inv_t.numel() == 0 else inv_t)
 
     def quantize_weight(

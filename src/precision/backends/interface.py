@@ -1,4 +1,4 @@
-"""What a backend is: who computes a GEMM, and the operands that pass through its door.
+"""The interface of a backend, which computes GEMMs, and the operands that it exchanges with layers.
 
 Shapes: R rows, K in features, N out features, G groups; offsets [G] int32 are the cumulative ends of each group's rows,
 None for a plain linear. `scale_inv` None marks an operand that is not quantised.

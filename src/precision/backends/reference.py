@@ -14,7 +14,7 @@ What shares a scale, and where the scale is applied (y [R, N] = x [R, K] w [N, K
 
 The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: as they are. row:
 both are cast again under the largest of their scales (powers of two: exact but for underflow). block: cast again in 128
-x 1 tiles, x from its FP8 numbers, because that is what was kept and what may have travelled, dy from the exact
+x 1 tiles, x from its FP8 numbers, because only they are saved for backward and gathered, dy from the exact
 gradient, which is at hand (DeepSeek-V3 report, 3.3.2; grouped: tiles restart in each expert). The input gradient sums
 over N: row scales of w would vary along it, so `row` keeps a second cast of w with one scale a column.
 """

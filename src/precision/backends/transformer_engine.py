@@ -23,7 +23,7 @@ non-finite one into scale 1, so it is measured here, one more pass over x and dy
 scales each expert's rows by themselves; the arena shows the scale of the whole tensor.)
 
 *Sums.* TE's own defaults are fast in the forward product and promoted to FP32 in the other two; a recipe's
-`fp8_gemm_*` says what `precision.accumulation` does instead, for all three.
+`fp8_gemm_*` sets it from `precision.accumulation` instead, for all three.
 
 *Rows.* FP8 GEMMs take multiples of 16 rows, so rows are padded with zeros, those of each expert too. GroupedLinear
 wants its splits on the host: one synchronisation a call. torch.compile is off in a plan with these modules.
@@ -125,7 +125,7 @@ class TransformerEngineGemm:
         return tuple(part.detach() for part in (self.weight.unbind() if self.weight.dim() == 3 else (self.weight,)))
 
     def look_at_gradient(self, dy: Tensor) -> None:
-        """What TE does not tell about the output gradient."""
+        """What TE does not report about the output gradient."""
         self._note(2, absolute_max(dy))
 
     def _note(self, which: int, amax: Tensor) -> None:

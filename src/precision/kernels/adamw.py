@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precision.kernels.common import MOMENTS, cdiv, chunk_table
+from precision.kernels.common import MOMENTS, address_table, cdiv, chunk_table
 from precision.kernels.update_norms import UpdateNorms
 
 _BLOCK = 512  # elements at a time, 4 a thread: a load of 16 bytes from each of four tensors
@@ -68,15 +68,17 @@ def _towards(old, new, BETA: tl.constexpr):
 @triton.jit
 def _update(
     p, g, m, v, begin, end, rate, root, decay, shrink,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements from `begin` on; WHOLE: none of them is past `end`, so that loads are wide."""
+    """BLOCK elements from `begin` on; WHOLE: none of them is past `end`, so that loads are wide. EVICT: their policy in
+    the L2 cache."""
     at = begin + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < end
-    gradient = tl.load(g + at, mask=inside, eviction_policy="evict_first") * shrink
-    first = tl.load(m + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    second = tl.load(v + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    master = tl.load(p + at, mask=inside, eviction_policy="evict_first")
+    gradient = tl.load(g + at, mask=inside, eviction_policy=EVICT) * shrink
+    first = tl.load(m + at, mask=inside, eviction_policy=EVICT).to(tl.float32)
+    second = tl.load(v + at, mask=inside, eviction_policy=EVICT).to(tl.float32)
+    master = tl.load(p + at, mask=inside, eviction_policy=EVICT)
     first = _towards(first, gradient, BETA1)
     second = _towards(second, gradient * gradient, BETA2)
     master -= decay * master + rate * (first / (tl.sqrt(second) * root + EPS))
@@ -89,7 +91,7 @@ def _update(
 def _adamw_kernel(
     chunks, gradients, tensors, factors, ok,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """One chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
     addresses of p, m and v, number of elements. All addresses are multiples of ALIGN. MOMENT: format of m and v."""
@@ -111,10 +113,10 @@ def _adamw_kernel(
         shrink = tl.load(factors + i * 4 + 3)
         end = tl.minimum(begin + BLOCK * BLOCKS, size)
         while begin + BLOCK <= end:
-            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, True)
+            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, EVICT, True)
             begin += BLOCK
         if begin < end:
-            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, False)
+            _update(p, g, m, v, begin, end, rate, root, decay, shrink, BETA1, BETA2, EPS, BLOCK, EVICT, False)
 
 
 class FusedAdamW:
@@ -124,7 +126,7 @@ class FusedAdamW:
     BF16; steps: P 0-d FP32 tensors, one each;
     weight_decay: P numbers. All on one device. Moments and step counts stay where they are in memory from now on;
     parameters and gradients may move. block, blocks, num_warps: how the work is cut, `block` elements at a time and
-    `blocks` times that by a program.
+    `blocks` times that by a program; evict: what the L2 cache does with what has been read.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class FusedAdamW:
         block: int = _BLOCK,
         blocks: int = _BLOCKS,
         num_warps: int = _WARPS,
+        evict: str = "evict_first",
     ):
         self._parameters, self._kept = list(parameters), [*first, *second, *steps]
         moments = first[0].dtype if first else torch.float32
@@ -148,7 +151,7 @@ class FusedAdamW:
             assert tensor.dtype == moments and tensor.is_contiguous()
         self._moment = MOMENTS[moments]
         self._betas, self._eps = betas, eps
-        self._block, self._blocks, self._num_warps = block, blocks, num_warps
+        self._block, self._blocks, self._num_warps, self._evict = block, blocks, num_warps, evict
         self._device = device = self._parameters[0].device
         chunks = [-(-p.numel() // (block * blocks)) for p in self._parameters]
         self._chunks = chunk_table(chunks).to(device)
@@ -180,7 +183,7 @@ class FusedAdamW:
         if len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
                 self._chunks, self._gradients, self._tensors, self._factors, ok,
-                beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment,
+                beta1, beta2, self._eps, self._block, self._blocks, self._align, self._moment, self._evict,
                 num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
@@ -200,17 +203,12 @@ class FusedAdamW:
             return
         if parameters != known[0]:
             rows = [(p, *moments, n) for p, moments, n in zip(parameters, self._moments, self._sizes, strict=True)]
-            self._tensors = self._copied(rows)
+            self._tensors = address_table(rows, self._device)
         if gradients != known[1]:
-            self._gradients = self._copied(gradients)
+            self._gradients = address_table(gradients, self._device)
         self._addresses = parameters, gradients
         every = [*parameters, *gradients, *(address for pair in self._moments for address in pair)]
         self._align = 16 if all(address % 16 == 0 for address in every) else 4
-
-    def _copied(self, numbers: list) -> Tensor:
-        pinned = self._device.type == "cuda"  # or the copy would wait
-        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
-        return host.to(self._device, non_blocking=True)
 
 
 def _log(beta: float) -> float:

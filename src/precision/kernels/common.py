@@ -88,6 +88,13 @@ def chunk_table(counts: Sequence[int]) -> Tensor:
     return torch.stack([index, within], dim=1).int()
 
 
+def address_table(numbers: Sequence, device: torch.device) -> Tensor:
+    """Numbers, or rows of them, as int64 on the device, copied without waiting."""
+    pinned = device.type == "cuda"  # or the copy would wait
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+    return host.to(device, non_blocking=True)
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. (Triton's own takes 2 us: constant expressions have to understand it, too.)"""
     return -(-a // b)

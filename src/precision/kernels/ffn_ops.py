@@ -25,7 +25,7 @@ from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import plain_wgrad, scaled_nt, scaled_wgrad
 from precision.kernels.swiglu import swiglu, swiglu_backward_rows, swiglu_backward_tensor
-from precision.observe import every, is_sampled, part_of, tell, tell_rows
+from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
 from precision.permutation import TILE, rows_in_tiles
 
@@ -172,7 +172,7 @@ def _backward(
     if to is None:
         d, d_inv, dt, dt_inv = cast(dy, dy_scale, dy_amax, casts.grad, transposed=True)
         if is_sampled():
-            tell_rows(dy_place, dy, d, d_inv, casts.grad.fmt)
+            show_rows(dy_place, dy, d, d_inv, casts.grad.fmt)
     elif mode == const.BLOCK.value:
         d, d_inv, dt, dt_inv = cast_blocks(
             dy, dy_amax, casts.grad, rows=True, transposed=True, ends=to.ends, token=to.token
@@ -180,11 +180,11 @@ def _backward(
         if is_sampled():
             part = every(d)
             live = to.token[part]
-            tell(dy_place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], casts.grad.fmt, live)
+            show(dy_place, dy.index_select(0, live.clamp_min(0)), d[part], d_inv[part], casts.grad.fmt, live)
     else:
         d8, d8_inv, _, _ = cast(dy, dy_scale, dy_amax, casts.grad)
         if is_sampled():
-            tell_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
+            show_rows(dy_place, dy, d8, d8_inv, casts.grad.fmt)
         d, d_inv, dt, dt_inv = gather_transposed(d8, d8_inv, to.token, to.ends, casts.grad, rows=True)
     assert d is not None and d_inv is not None and dt is not None and dt_inv is not None
     dh = _nt(d, d_inv, w2, w2_inv, casts, to)
@@ -264,7 +264,7 @@ def _sample_h(
     if casts.forward is not None:
         exact, _ = swiglu(y1[part].contiguous(), *_sampled_route(to, part), h_inv, _empty(h, 1), None)
         inv = h_inv[0] if casts.mode == const.TENSOR.value else h_inv[part]
-        tell(place, exact, h[part], inv, casts.forward.fmt, live)
+        show(place, exact, h[part], inv, casts.forward.fmt, live)
     if kurtosis.numel():
         add_kurtosis(kurtosis, exact, live=live)
 
@@ -276,7 +276,7 @@ def _sample_d1(
     part = every(y1)
     rows = dh[part].contiguous(), y1[part].contiguous()
     exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)
-    tell(place, exact, d1[part], part_of(d1_inv, part), how.fmt, None if to is None else to.token[part])
+    show(place, exact, d1[part], part_of(d1_inv, part), how.fmt, None if to is None else to.token[part])
 
 
 def _sampled_route(to: Route | None, part: slice) -> tuple[Tensor | None, Tensor | None]:

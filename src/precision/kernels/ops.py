@@ -13,7 +13,7 @@ from precision.kernels import const
 from precision.kernels import norm as _norm
 from precision.kernels import rotary as _rotary
 from precision.kernels.common import Cast, padded_rows
-from precision.observe import every, is_sampled, part_of, tell, tell_rows
+from precision.observe import every, is_sampled, part_of, show, show_rows
 from precision.operators import operator
 
 
@@ -45,7 +45,7 @@ def cast(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | N
     x, made = x.contiguous(), Cast.parse(how)
     y, inv = _cast.cast(x, scale_row, amax, made)[:2]
     if is_sampled():
-        tell_rows(place, x, y, inv, made.fmt)
+        show_rows(place, x, y, inv, made.fmt)
     return y, inv
 
 
@@ -64,7 +64,7 @@ def cast_transposed(
     y, inv, yt, inv_t = _cast.cast(x, scale_row, amax, made, transposed=True)
     assert yt is not None and inv_t is not None
     if is_sampled():
-        tell_rows(place, x, y, inv, made.fmt)
+        show_rows(place, x, y, inv, made.fmt)
     return y, inv, yt, inv_t if made.mode != const.TENSOR.value else inv.new_empty(0)
 
 
@@ -104,7 +104,7 @@ def rms_norm(
     if is_sampled() and made is not None and place is not None:
         part = every(x)
         exact = y[part] if plain else _norm.rms_norm(x[part].contiguous(), gain, eps, scale_row, amax, None, True)[0]
-        tell(place, exact, data[part], part_of(inv, part), made.fmt)
+        show(place, exact, data[part], part_of(inv, part), made.fmt)
     return y, data, inv, rstd
 
 

@@ -4,7 +4,7 @@ Versions of Triton have compiled right programs into wrong ones (`kernels.common
 kernels are not trusted on a combination of GPU, torch and Triton until they have been right on it once:
 `precision.proof` runs this package as a program, keeps what it reports, and refuses what was wrong.
 
-    table.py      which kernels are checked by what, and which op does without them if the check fails
+    checks.py     which kernels are checked by what, and which op does without them if the check fails
     operands.py   checks of casts, weights, norms and SwiGLU: bits where rounding is defined, else bounds of the formats
     products.py   checks of routing and of the GEMMs
     muon.py       checks of Muon's kernels

@@ -11,7 +11,7 @@ import time
 import torch
 
 from precision.backends.availability import HOPPER
-from precision.selftest.table import CHECKS, Check, share_of
+from precision.selftest.checks import CHECKS, Check, share_of
 from precision.selftest.twins import Mismatch
 
 

@@ -65,7 +65,7 @@ def casts_of(device: torch.device) -> Iterator[tuple[Cast, Tensor, Tensor]]:
 
 
 def casts(device: torch.device) -> None:
-    """Casts of activations and gradients, their transposed copies, and the transposition of what was kept."""
+    """Casts of activations and gradients, their transposed copies, and the transposition of saved operands."""
     for how, x, scale in casts_of(device):
         where = f"{how.fmt.name}, mode {how.mode}, {tuple(x.shape)}"
         R, amax, known = len(x), zeros(device), scale if how.delayed and bool(scale > 0) else None

@@ -9,6 +9,7 @@ from precision.cross_entropy import IGNORED, mean_weight, plain_rows
 from precision.formats import E4M3
 from precision.kernels import cast_statistics, cross_entropy, document_attention, rotary
 from precision.kernels.adamw import FusedAdamW
+from precision.kernels.gradient_norms import GradientNorms
 from precision.kernels.kurtosis import add_kurtosis
 from precision.kernels.topk_experts import choose
 from precision.kurtosis import add_plain_kurtosis
@@ -116,7 +117,10 @@ def heads(device: torch.device) -> None:
 
 
 def optimizer(device: torch.device) -> None:
-    """AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    """Norms of gradients; AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    gradients = [plain(device, n, dtype=torch.float32) for n in (1, 5000, 37)]
+    norms = GradientNorms([1, 5000, 37, 3], device)([*gradients, None])
+    near(norms, torch.stack([*(g.double().norm() for g in gradients), norms.new_zeros(())]), FP32_SUM, "gradient norms")
     for moments in (torch.float32, torch.bfloat16):
         _optimizer(device, moments)
 

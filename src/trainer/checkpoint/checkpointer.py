@@ -1,7 +1,7 @@
 """Saves the state of a run in the background.
 
     save      on the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned if there is a GPU,
-              kept from save to save), hand them to the writing thread, go on training
+              kept from save to save), hand them to the writing thread, continue training
     write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
     rename    to checkpoints/step_N: here it becomes visible, whole or not at all
     delete    what exceeds `keep`: only now, so that there is always a whole one
@@ -91,7 +91,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._last = -1
-        self._told = ""
+        self._last_reported = ""
         self._group: ProcessGroup | None = None
         self._is_first, self._attempt = True, ""
         if world is not None and world.many:
@@ -132,7 +132,7 @@ class Checkpointer:
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
         without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
         began: when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest
-        checkpoint of a step below it stays, whatever `keep` says, until the next save.
+        checkpoint of a step below it stays, even beyond `keep`, until the next save.
 
         All ranks call it for the same steps, with states of the same names; what is not a `ShardView`, rank 0's is
         saved. No rank waits for another one here.
@@ -206,9 +206,9 @@ class Checkpointer:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                if reason != self._told:  # by the attempt before
+                if reason != self._last_reported:  # by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
-                self._told = reason
+                self._last_reported = reason
             raise CheckpointError(
                 f"checkpoint of {reason}; earlier checkpoints are intact, free space or set run.dir"
             ) from error

@@ -1,4 +1,4 @@
-"""A rank's part of a tensor, said without any mesh: a box of the whole.
+"""A rank's part of a tensor, described without a mesh: a box of the whole.
 
 Ranks may share a tensor in any way (rows of it, whole experts of it, copies of it): what a checkpoint needs to know of
 it is the whole's shape, where this rank's box begins, and which of the ranks that hold the same box writes it. So what
@@ -42,7 +42,7 @@ class ShardView:
 
     @property
     def box(self) -> ChunkStorageMetadata:
-        """Offsets and sizes, as DCP says it."""
+        """Offsets and sizes, in DCP's type."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
     def size(self) -> torch.Size:

@@ -96,7 +96,7 @@ class SafetensorsWriter(StorageWriter):
         self.files: dict[str, FileDigest] = {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """DCP says which rank this is."""
+        """Called by DCP with this rank."""
         self.file_name = f"rank{rank:05d}.safetensors"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

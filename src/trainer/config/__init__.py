@@ -1,7 +1,7 @@
 """The config of a run: its schema, loading, and differences. Imports nothing else of `trainer`."""
 
 from trainer.config.load import RECIPE, load, meant_by, unknown_key
-from trainer.config.schema import Recompute, Switch
+from trainer.config.schema import Dispatch, Recompute, Switch
 from trainer.config.sections import (
     CheckpointConfig,
     Coefficients,
@@ -39,6 +39,7 @@ __all__ = [
     "ConsoleConfig",
     "DebugConfig",
     "Device",
+    "Dispatch",
     "EvalConfig",
     "GpuChoice",
     "InjectConfig",

@@ -40,7 +40,7 @@ class Format(Enum):
 
 
 class Stop(Enum):
-    """When a mixture with weights has been read."""
+    """Where a mixture with weights ends."""
 
     first_exhausted = "first_exhausted"
     all_exhausted = "all_exhausted"
@@ -48,10 +48,10 @@ class Stop(Enum):
 
 @dataclass
 class MixEntry:
-    """One source of several. Null: what the `data` section itself says."""
+    """One source of several. Null: the value of the `data` section itself."""
 
     name: str
-    """What it is called in summaries and in evaluation: letters, digits, _ and -."""
+    """Its name in summaries and in evaluation: letters, digits, _ and -."""
     weight: float | None = None
     """Its share of the text, relative to the others' weights. Null for all: everything, once."""
     source: Source | None = None

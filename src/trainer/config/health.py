@@ -25,7 +25,7 @@ class AlertsConfig:
     enabled: bool
     """Watch what is logged; alerts go to the console, events.jsonl, W&B, and the two below."""
     repeat: int | None
-    """Steps after which what is still wrong is said again; null: not before it was well."""
+    """Steps after which a lasting alert is raised again; null: not before it has cleared."""
     webhook: str | None
     """http(s) address that gets a POST of JSON for every alert, rewind and failure; null: none."""
     command: str | None
@@ -84,7 +84,7 @@ class HealthConfig:
 
     every: int | None
     """Steps between looks inside: the step is sampled and shows what its casts and activations do; null: with every
-    logged line, 0: never. Such a step is logged, whatever logging.every says."""
+    logged line, 0: never. Such a step is logged independently of logging.every."""
     shadow_every: int
     """Steps between BF16 shadows: a microbatch runs aside in the run's precision and in BF16, and loss and gradients
     are compared; 0: never. Such a step is logged, too."""

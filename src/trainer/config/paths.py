@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainer.config.data import DataConfig, MixEntry
 
 NO_PATHS = "never", "auto"
-"""What `run.resume` says besides a path."""
+"""Values of `run.resume` besides a path."""
 
 
 def kept_tree(config: "Config") -> dict[str, Any]:
-    """`anchored(config)` as plain values, enums by name: what config.yaml says."""
+    """`anchored(config)` as plain values, enums by name: the content of config.yaml."""
     return _plain(asdict(anchored(config)))
 
 

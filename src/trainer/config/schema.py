@@ -30,6 +30,17 @@ class Switch(Enum):
     false = "false"
 
 
+class Dispatch(Enum):
+    """How tokens travel to experts on other ranks: over memory that the GPUs of a node share where there is such, else
+    as the second; in one collective of what there is; in fixed slots by collectives of equal parts; in fixed slots over
+    shared memory."""
+
+    auto = "auto"
+    all_to_all = "all_to_all"
+    slots = "slots"
+    symmetric = "symmetric"
+
+
 class Recompute(Enum):
     """What is computed again in the backward pass instead of being kept: nothing, attention but for its core, or the
     inside of every block."""

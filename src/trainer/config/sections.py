@@ -13,7 +13,7 @@ from trainer.config.data import DataConfig
 from trainer.config.health import HealthConfig
 from trainer.config.phases import Length, PhaseConfig, Span
 from trainer.config.recovery import RecoveryConfig
-from trainer.config.schema import Recompute, Switch
+from trainer.config.schema import Dispatch, Recompute, Switch
 
 
 class Device(Enum):
@@ -84,7 +84,7 @@ class Where(Enum):
 
 @dataclass
 class RunConfig:
-    """Which run this is and what it starts from."""
+    """The run's name, and what it starts from."""
 
     name: str | None
     """Name of the run and of its folder; null: the date and time."""
@@ -159,7 +159,7 @@ class OptimConfig:
     clip: float | None
     """Largest global gradient norm; null: not clipped."""
     moments: Moments
-    """Format of both moments and of Muon's momentum: as precision.table.optim.moments says."""
+    """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
     schedule: Schedule
     """Shape of the decay: wsd (straight line), cosine, or phases (trainer.phases says it)."""
     warmup_steps: Span
@@ -194,7 +194,7 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What survives a crash."""
+    """Checkpoints."""
 
     every: Span
     """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run that a signal stops saves
@@ -205,7 +205,7 @@ class CheckpointConfig:
 
 @dataclass
 class ConsoleConfig:
-    """What the terminal shows."""
+    """Output on the terminal."""
 
     enabled: bool
     """Progress and metrics: a live line on a terminal, plain lines elsewhere."""
@@ -232,7 +232,7 @@ class WandbConfig:
     """Weights & Biases."""
 
     enabled: bool
-    """Log there."""
+    """Log to Weights & Biases."""
     project: str
     """Project of the run."""
     entity: str | None
@@ -265,12 +265,12 @@ class CompileConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of a run share its work: replicate x shard x context x tensor x pipeline of them."""
+    """Degrees of parallelism; a run has replicate x shard x context x tensor x pipeline processes."""
 
     replicate: int
-    """Groups of ranks that each hold the whole model (HSDP); -1: what is left of the processes."""
+    """Groups of ranks that each hold the whole model (HSDP); -1: as many as the other degrees leave."""
     shard: int
-    """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: what is left of the processes."""
+    """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: as many as the other degrees leave."""
     expert: int
     """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
     timeout: float
@@ -286,6 +286,14 @@ class ParallelConfig:
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
+    dispatch: Dispatch = Dispatch.all_to_all
+    """How tokens travel to experts on other ranks. all_to_all: as many rows as there are, which the host waits to learn
+    in each layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of
+    other GPUs of the node; auto: symmetric where the ranks of `expert` are in one node, else all_to_all. The numbers
+    are the same."""
+    dispatch_capacity: float = 1.25
+    """Room for tokens in slots, times what even routing needs, 1 or more. A step that needs more is dropped, and more
+    is made."""
     context: int = 1
     """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
     tensor: int = 1
@@ -322,7 +330,7 @@ class InjectConfig:
     value: float
     """nan or inf; or a spike, a number above 1: the loss is multiplied by it, elsewhere one number becomes it."""
     steps: int = 1
-    """In so many steps one after the other."""
+    """Number of consecutive steps with the fault."""
     windows: list[int] | None = None
     """[BEGIN, END): only where a step reads one of these windows of the run's stream; null: whatever it reads. Steps
     come again after a rewind, and windows that were left out do not."""
@@ -347,7 +355,7 @@ class Config:
     model: ModelConfig
     """The model."""
     precision: PrecisionConfig
-    """What computes in which format."""
+    """Number formats of all operations."""
     data: DataConfig
     """The text."""
     optim: OptimConfig
@@ -361,9 +369,9 @@ class Config:
     recovery: RecoveryConfig
     """Dropped steps."""
     health: HealthConfig
-    """What is watched beside the loss."""
+    """Metrics beside the loss, and alerts."""
     parallel: ParallelConfig
-    """How several processes share the work."""
+    """Degrees of parallelism."""
     compile: CompileConfig
     """torch.compile."""
     recompute: Recompute
@@ -376,7 +384,7 @@ class Config:
     profile: ProfileConfig
     """A window of steps to look into."""
     debug: DebugConfig
-    """Faults on purpose."""
+    """Tools for tests."""
     dry_run: bool
     """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""
     gpu: GpuChoice = GpuChoice.auto

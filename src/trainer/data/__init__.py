@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.data import DataConfig, Source, check_data
 from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, DamagedShard
-from trainer.data.prepare import Progress, find_or_build, new_tokenizer, prepare
+from trainer.data.prepare import find_or_build, prepare
 from trainer.data.prepared import Prepared
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer_sample import Progress, new_tokenizer
 from trainer.data.verified import check_whole
 
 if TYPE_CHECKING:

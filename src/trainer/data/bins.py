@@ -1,4 +1,4 @@
-"""Bins: all tokens of a split in files (shards), each with a JSON sidecar that says what it is.
+"""Bins: all tokens of a split in files (shards), each with a JSON sidecar that describes it.
 
     train.bin    ids, little-endian uint16 (uint32 above 65536 entries):  E d d d d E d d E d d d E   (E: end of text)
     train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, name and fingerprint of the source
@@ -53,7 +53,7 @@ class Sidecar:
 
 
 class DamagedShard(OSError):
-    """A file of the data can no longer be read as it was when it was checked; the message names it and says why."""
+    """A file of the data can no longer be read as it was when it was checked; the message names it and the reason."""
 
 
 class Shard:
@@ -128,7 +128,7 @@ class Shard:
         return tokens
 
     def damaged(self, why: str) -> DamagedShard:
-        """The error that says so."""
+        """The error that reports it."""
         fix = f"delete {self.path.parent}, which is then prepared again, and resume with run.resume=auto"
         return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
 

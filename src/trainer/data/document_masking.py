@@ -6,5 +6,5 @@ from trainer.data import Prepared
 
 
 def set_document_masking(model: DeepSeek, config: TrainerConfig, data: Prepared) -> None:
-    """From now on attention stays within documents, if the config says so; data: which the model is to read."""
+    """Keep attention within documents from now on, if the config asks for it. data: what the model will read."""
     model.end_of_text = data.train.sidecar.end_of_text if config.document_masking else None

@@ -69,7 +69,7 @@ class Dataset:
             return None
         if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):
             commit = self.part.revision
-        with self._told():
+        with self._as_user_error():
             self._builder = self._load(commit or self.part.revision)
         found = str(self._builder.hash)
         if commit is not None and found != commit:
@@ -91,8 +91,8 @@ class Dataset:
         return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever the library says becomes a UserError in one line."""
+    def _as_user_error(self) -> Iterator[None]:
+        """Turns any error of the library into a UserError in one line."""
         part = self.part
         try:
             yield
@@ -106,14 +106,14 @@ class Dataset:
             ) from error
 
     def _open(self) -> Any:
-        """The rows, loaded once. UserError, one line, for whatever the library says."""
+        """The rows, loaded once. UserError, one line, for any error of the library."""
         if self._rows is not None:
             return self._rows
         import datasets
 
         part, root = self.part, self._root
         rows: Any
-        with self._told():
+        with self._as_user_error():
             if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
                 rows = datasets.load_from_disk(str(root))
                 if isinstance(rows, datasets.DatasetDict):

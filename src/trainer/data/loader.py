@@ -3,7 +3,7 @@
 The stream is cut into windows of S+1 tokens at stride S: neighbours share one token, the last target of one and the
 first input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at
 the end, never is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i
-of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` says which window
+of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` gives the window
 stands there. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W), and one
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 
@@ -201,7 +201,7 @@ class Loader:
         return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units(self.cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved cursor. UserError as `check` says."""
+        """Continue from a saved cursor. UserError as in `check`."""
         self.check(state)
         self._forget()
         self.cursor = int(state["cursor"])

@@ -2,9 +2,9 @@
 
     train-00007.bin  train-00007.json  held-00007-web.bin  held-00007-web.json  ...  done-00007.json
 
-A shard is consecutive blocks of the source, some `shard_mb` of text, so that what is in it does not depend on who packs
-it, or when. The last of its files says that it is done, what is in it and what was left out: after a kill, shards with
-this file are whole, and the others are packed again from their first document.
+A shard is consecutive blocks of the source, some `shard_mb` of text, so that its content does not depend on the process
+that packs it, or when. The last of its files marks it as done and lists its content and what was left out: after a
+kill, shards with this file are whole, and the others are packed again from their first document.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -30,32 +29,24 @@ from tokenizers import Tokenizer
 
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
-from trainer.data.bins import FORMAT, Shard
+from trainer.data.bins import FORMAT
+from trainer.data.finish import REVISIONS, finish, tidy
 from trainer.data.packing import Done, Packing, Work, read_done
 from trainer.data.prepared import (
-    SIDECARS,
     SUMMARY,
     Prepared,
     open_prepared,
     open_several,
     read_summary,
-    sidecar_digests,
 )
-from trainer.data.records import EMPTY, ONE_VALUE, SkipLog, Skipped
-from trainer.data.shard_writer import ShardWriter, write_json
+from trainer.data.records import EMPTY, SkipLog
+from trainer.data.shard_writer import write_json
 from trainer.data.sources import Reader, mixed, open_source
-from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, train_tokenizer
-from trainer.data.verified import ALONE, check_whole, remember
+from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries
+from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
+from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
-from trainer.digests import write_signed
-from trainer.files import TEMPORARY, replace_file
-
-REPORT_SECONDS = 0.2
-REVISIONS = "revisions.json"
-MEGABYTE = 1_000_000
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all (0 where that is not known)."""
+from trainer.files import replace_file
 
 
 def prepare(
@@ -80,7 +71,7 @@ def find_or_build(
     without text, what is damaged (unless `data.skip_damaged`), and sidecars that are not what they were when written.
     """
     check_data(data, vocab_size)
-    report = progress or _silent
+    report = progress or silent
     sources = source_configs(data)
     if sources[0].source is Source.bins:
         prepared = open_several(sources)
@@ -130,10 +121,6 @@ def find_or_build(
     return prepared
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress for a caller who asked for none."""
-
-
 def _name(data: DataConfig) -> str:
     return "mix" if data.mix else data.source.value
 
@@ -156,7 +143,7 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
 
 
 def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
-    """The acquired lock of `folder`, which `setting` says. The system releases it when its process dies."""
+    """The acquired lock of `folder`. setting: for messages. The system releases the lock when its process dies."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -222,8 +209,8 @@ def _build(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when they are still"
                 )
-        _finish(packing, done, log, readers, key, revisions)
-    _tidy(partial)
+        finish(packing, done, log, readers, key, revisions)
+    tidy(partial)
     os.rename(partial, folder)
 
 
@@ -249,49 +236,9 @@ def _tokenizer(
             load_tokenizer(data.tokenizer)
             content = Path(data.tokenizer).read_bytes()
         else:
-            content = _train(readers, data, vocab_size, report).to_str(pretty=True).encode()
+            content = train_on_sample(readers, data, vocab_size, report).to_str(pretty=True).encode()
         replace_file(path, content)
     return load_tokenizer(path)
-
-
-def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries that has learned from a sample of the training text of `data`."""
-    check_data(data, vocab_size)
-    for part in source_configs(data):
-        if part.source is Source.bins:
-            raise UserError(f"{part.key}.source=bins: has no text to learn from: name what it was prepared from")
-    readers = [open_source(part, data.validation_fraction) for part in source_configs(data)]
-    return _train(readers, data, vocab_size, progress or _silent)
-
-
-def _train(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress) -> Tokenizer:
-    texts = _sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
-    return train_tokenizer(texts, vocab_size, data.end_of_text)
-
-
-def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
-    """About so much training text, of each source its share. UserError if there is none."""
-    what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
-    weights = [reader.part.weight or 1.0 for reader in readers]
-    next_report = 0.0
-    for reader, weight in zip(readers, weights, strict=True):
-        share = max(int(num_bytes * weight / sum(weights)), 1)
-        for block in reader.sample(share):
-            for piece in block.pieces(validation_fraction, log):
-                if not piece.held_out:
-                    taken += piece.num_bytes
-                    yield piece.text
-            if time.monotonic() >= next_report:
-                report(what, min(taken, num_bytes), 0)
-                next_report = time.monotonic() + REPORT_SECONDS
-    if not taken:
-        where = " and ".join(str(reader.part.path) for reader in readers)
-        found = log.found.values()
-        found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are no JSON either
-        reasons = "; ".join(each.line() for each in found[:3])
-        fix = f"{reasons}; correct that" if reasons else "give more text, or a data.tokenizer"
-        raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
-    report(what, taken, taken)
 
 
 def _pack(
@@ -344,78 +291,3 @@ def _pack(
 def _cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _finish(
-    packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str, revisions: dict[str, str]
-) -> None:
-    """One validation file a source, and prepared.json. UserError if there is nothing to train or validate on."""
-    skipped = SkipLog(strict=False)
-    for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
-        before = skipped.found.get((each.path, each.why))
-        count, first = (before.count, before.first) if before else (0, each.first)
-        skipped.found[each.path, each.why] = Skipped(each.path, each.why, each.count + count, first)
-    documents = {name: [0, 0] for name in packing.names}
-    for shard in done:
-        for name, counts in shard.documents.items():
-            documents[name] = [a + b for a, b in zip(documents[name], counts, strict=True)]
-    validation: dict[str, str] = {}
-    stamps = {name: each for shard in done for name, each in shard.stamps.items()}
-    for reader in readers:
-        name = reader.part.name
-        held_out = [packing.folder / shard.validation[name] for shard in done if name in shard.validation]
-        if not (held_out and documents[name][0]):
-            reasons = "; ".join(map(str, list(skipped.found.values())[:3]))
-            why = f" (left out: {reasons})" if reasons else ""
-            missing = "hold out" if not held_out else "train on"
-            raise UserError(
-                f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
-                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
-            )
-        validation[name] = f"validation-{name}.bin" if len(readers) > 1 else "validation.bin"
-        tokenizer_hash = file_hash(packing.tokenizer_path)
-        facts = Shard.open(held_out[0], tokenizer_hash).sidecar
-        writer = ShardWriter(
-            packing.folder / validation[name],
-            source=name,
-            vocab_size=facts.vocab_size,
-            end_of_text=facts.end_of_text,
-            tokenizer_hash=facts.tokenizer_hash,
-            source_fingerprint=facts.source_fingerprint,
-        )
-        for path in held_out:
-            writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
-        writer.close()
-        stamps |= writer.stamps()
-    train = [shard.train for shard in done if shard.train is not None]
-    if len(train) == 1:
-        stamps["train.bin"] = stamps[train[0]]
-    listed = [*(train if len(train) > 1 else ["train.bin"]), *validation.values()]
-    remember(packing.folder, {name: stamps[name] for name in listed})
-    listing = {
-        "format": FORMAT,
-        "key": key,
-        "train": train if len(train) > 1 else ["train.bin"],
-        "validation": validation,
-        "documents": documents,
-        "revisions": revisions,
-        "skipped": [asdict(each) for each in skipped.found.values()],
-    }
-    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, validation)})
-
-
-def _sidecars(partial: Path, train: list[str], validation: dict[str, str]) -> dict[str, str]:
-    """Digests of the sidecars by the names that `_tidy` gives them."""
-    found = sidecar_digests(partial, {"train": train, "validation": validation})
-    only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
-    return {"train.json" if name == only else name: digest for name, digest in found.items()}
-
-
-def _tidy(partial: Path) -> None:
-    """Leave what prepared.json names. A process that is killed in here leaves the rest to the next one."""
-    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS):
-        for path in partial.glob(pattern):
-            path.unlink()
-    if read_summary(partial)["train"] == ["train.bin"]:
-        for path in partial.glob("train-*"):
-            path.rename(partial / f"train{path.suffix}")

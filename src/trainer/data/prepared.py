@@ -53,7 +53,7 @@ class Prepared:
 
 
 def read_summary(folder: Path) -> dict:
-    """What prepared.json says."""
+    """The content of prepared.json."""
     fix = f"delete {folder} and prepare the data again, if it is prepared data"
     return read_signed(folder / SUMMARY, KEYS, fix)
 

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from trainer.config.data import DataConfig
-from trainer.data.prepare import Progress as Report
 from trainer.data.prepare import find_or_build, prepare
 from trainer.data.prepared import Prepared
+from trainer.data.tokenizer_sample import Progress as Report
 
 
 def prepare_with_bars(data: DataConfig, vocab_size: int, folder: Path | None = None) -> Prepared:

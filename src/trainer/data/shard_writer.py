@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,3 @@ class ShardWriter:
 def write_json(path: Path, content: object) -> None:
     """The file, whole or not at all, on the disk."""
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_bins(path: Path, pieces: Iterable[tuple[np.ndarray, bool]], *, num_text_bytes: int, **facts: Any) -> Sidecar:
-    """A shard of pieces (ids, whether they end a document). facts: what `ShardWriter` wants to know."""
-    writer = ShardWriter(path, **facts)
-    for ids, ends_document in pieces:
-        writer.add(ids, ends_document, 0)
-    writer._num_text_bytes = num_text_bytes
-    return writer.close()

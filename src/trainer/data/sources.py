@@ -1,4 +1,4 @@
-"""Sources: each gives its text as an order of blocks, the same at every reading, and says what state it is in.
+"""Sources: each gives its text as an order of blocks, the same at every reading, and a fingerprint of its state.
 
     text, stdlib    a file is a document; which are held out, the hash of their paths says. Of a source that is one file
                     of text the last part is held out.
@@ -189,7 +189,7 @@ class Files:
         return kind, packed
 
     def pin(self, commit: str | None) -> None:
-        """Files have no commits: the fingerprint says what state they are in."""
+        """Files have no commits: the fingerprint identifies their state."""
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         for damage in self._corpus.missing:

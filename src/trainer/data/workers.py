@@ -43,7 +43,7 @@ def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: 
 
     reading = Lock()
     stopped = False
-    crew: list[_Worker] = []
+    workers: list[_Worker] = []
 
     def keep_busy(worker: _Worker) -> None:
         while not stopped:
@@ -55,14 +55,14 @@ def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: 
 
     pool = ThreadPoolExecutor(num_workers)
     try:
-        crew.extend(_Worker(packing) for _ in range(num_workers))
-        jobs = [pool.submit(keep_busy, worker) for worker in crew]
+        workers.extend(_Worker(packing) for _ in range(num_workers))
+        jobs = [pool.submit(keep_busy, worker) for worker in workers]
         ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
         for job in ended:
             job.result()
     finally:
         stopped = True
-        for worker in crew:
+        for worker in workers:
             worker.end()
         pool.shutdown()
 

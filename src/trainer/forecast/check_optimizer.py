@@ -36,7 +36,7 @@ def check_optimizer(config: Config) -> None:
 def _check_moments(config: Config) -> None:
     o, decided = config.optim, config.precision.table.optim.moments
     if decided is not None and decided.value != o.moments.value:
-        why = f"the precision table says {decided.value}"
+        why = f"the precision table sets {decided.value}"
         fix = f"leave optim.moments out, and set precision.table.optim.moments={o.moments.value}"
         _refuse("optim.moments", o.moments.value, why, fix)
     if o.moments is Moments.fp32:

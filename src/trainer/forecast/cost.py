@@ -56,6 +56,8 @@ HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
 
 
+NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
+"""Bytes a second of one H200 in either direction, within a node and between nodes; GPUs of a node."""
 RATES = {False: 469.0, True: 611.0}
 """TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
 
@@ -138,10 +140,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
 
     held, policy = forecast(config, plan, d, machine.memory)
     hidden = max(_shared(own, rows, d, machine, policy, microbatches) for own, rows, _ in stage_models(config, plan, d))
-    moe_blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
-    waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * moe_blocks, d.expert)
+    waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * m.num_moe_blocks, d.expert)
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)

@@ -12,12 +12,10 @@ from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
 from trainer.config.timeline import widest
-from trainer.forecast.cost import SPARE, Machine, fewest
+from trainer.forecast.cost import PER_NODE, SPARE, Machine, fewest
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
 from trainer.parallel.mesh import Degrees
-
-PER_NODE = 8
 
 
 def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> None:

@@ -1,6 +1,6 @@
 """The machine that a forecast is for: this one, or a GPU by name (`dry_run=true gpu=h200` on a login node).
 
-Memory is what torch reports as `total_memory` of such a GPU, less than what its name says.
+Memory is what torch reports as `total_memory` of such a GPU, less than its name suggests.
 """
 
 from dataclasses import dataclass

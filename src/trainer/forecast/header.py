@@ -11,15 +11,13 @@ from trainer.config import Config
 from trainer.config.timeline import Timeline, widest
 from trainer.config_diff import printable
 from trainer.data import Prepared
-from trainer.forecast.cost import RATES, Machine, cost
+from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
 from trainer.forecast.course import course
 from trainer.forecast.gpus import target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.unusual import unusual
 from trainer.forecast.words import ranks, short
 from trainer.parallel.mesh import resolve
-
-NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
 
 
 def header(

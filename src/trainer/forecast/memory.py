@@ -1,4 +1,4 @@
-"""What a run takes: bytes of GPU or host memory that one rank holds, by what they are for.
+"""Memory forecast: bytes of GPU or host memory that one rank holds, by purpose.
 
     parameters        FP32 masters, this rank's part of them
     gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
@@ -30,10 +30,11 @@ import torch
 
 from models.config import ModelConfig
 from models.flops import arriving, count_parameters, head_gradient_bytes, kept_bytes_per_token
+from models.slots import room
 from precision import Plan
 from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
-from trainer.config import Config, Recompute, Switch
+from trainer.config import Config, Dispatch, Recompute, Switch
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
 from trainer.forecast.stages import stage_models
@@ -117,8 +118,14 @@ def _of_a_rank(
     )
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
     if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
-        rows = tokens * arriving(model, degrees.expert)
-        memory["communication"] += 2 * rows * model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
+        width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
+        if (capacity := _capacity(config)) is None:
+            memory["communication"] += 2 * tokens * arriving(model, degrees.expert) * width
+        else:
+            K, each = model.num_experts_per_token, model.num_experts // degrees.expert
+            slots, _ = room(capacity, tokens, K, degrees.expert, each)
+            inbox = config.parallel.dispatch is not Dispatch.slots  # besides what leaves and what has come
+            memory["communication"] += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
     if degrees.context > 1:
         memory["communication"] += 2 * tokens * _exchanged(plan)
     if degrees.tensor > 1:  # gathered, and its gradient in FP32
@@ -187,8 +194,7 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
     """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
     m = config
-    blocks = m.num_layers - m.num_dense_layers + m.num_mtp_layers
-    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * blocks
+    experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * m.num_moe_blocks
     head = plan.gemms["lm_head"]
     others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # of embedding and head one
     return others + head.in_features * head.out_features, experts
@@ -319,20 +325,28 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
+def _capacity(config: Config) -> float | None:
+    """Of the slots that tokens travel in to experts; None: there are none."""
+    return None if config.parallel.dispatch is Dispatch.all_to_all else config.parallel.dispatch_capacity
+
+
 @once
-def _kept(plan: Plan, selective: bool, spread: int, tokens: int, config: ModelConfig) -> dict[str, float]:
-    return kept_bytes_per_token(config, plan, selective, spread, tokens)
+def _kept(
+    plan: Plan, selective: bool, spread: int, tokens: int, capacity: float | None, config: ModelConfig
+) -> dict[str, float]:
+    return kept_bytes_per_token(config, plan, selective, spread, tokens, capacity)
 
 
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Bytes a token."""
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
-    kept = _kept(plan, False, degrees.expert, tokens, config=config.model)
+    spread = degrees.expert, tokens, _capacity(config)
+    kept = _kept(plan, False, *spread, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())
     num_blocks = config.model.num_layers + config.model.num_mtp_layers
     if config.recompute is Recompute.selective:
-        selective = sum(_kept(plan, True, degrees.expert, tokens, config=config.model).values()) - head
+        selective = sum(_kept(plan, True, *spread, config=config.model).values()) - head
         blocks = selective + (blocks - selective) / num_blocks
     if config.recompute is Recompute.full:
         inputs = config.model.hidden_size * plan.tensors["residual"].format.bytes

@@ -1,4 +1,4 @@
-"""What follows from a precision plan is worked out once: a search asks for many layouts of one plan."""
+"""Caches what depends on a precision plan alone: a search asks for many layouts of one plan."""
 
 from collections.abc import Callable, Hashable
 from copy import copy

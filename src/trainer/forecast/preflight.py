@@ -1,4 +1,4 @@
-"""Before a run: what the schema cannot say, and what the run will cost.
+"""Checks before a run that the schema cannot express, and the forecast of its cost.
 
 `check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
 and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`
@@ -21,13 +21,14 @@ from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
 from precision.errors import UserError
-from trainer.config import Config, Device, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
+from trainer.config import Config, Device, Dispatch, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Stretch, Timeline, each_shape, last_step, widest
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
+from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
 from trainer.forecast.course import check_phases, course
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
@@ -148,6 +149,9 @@ def check_sizes(config: Config) -> None:
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
             _refuse(key, value, "out of range", "set a number above 0")
+    if not 1 <= config.parallel.dispatch_capacity < math.inf:
+        why = "it is room for so many times the tokens of even routing"
+        _refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
     if not 1 <= config.parallel.timeout < math.inf:
         _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
     if o.clip is not None and not 0 < o.clip < math.inf:
@@ -243,7 +247,9 @@ def _check_recovery(r: RecoveryConfig) -> None:
         if value < 0:
             _refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
     if s.window < 2:
-        _refuse("recovery.spikes.window", s.window, "too few steps to tell what is usual", "set 128, or 2 at least")
+        _refuse(
+            "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"
+        )
     if not 2 <= s.min_steps <= s.window:
         why = f"it is a part of recovery.spikes.window={s.window}"
         _refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
@@ -268,6 +274,9 @@ def without_effect(config: Config, world_size: int) -> list[str]:
         for key in ("reduce_each_microbatch", "fp8_all_gather", "reshard_after_forward"):
             if (choice := getattr(p, key)) is not Switch.auto:
                 idle(f"parallel.{key}", choice.value, "one process shares nothing", "set auto, or start more")
+    if p.dispatch is not Dispatch.all_to_all and p.expert == 1:
+        why = "all experts are in one process"
+        idle("parallel.dispatch", p.dispatch.value, why, "set all_to_all, or parallel.expert to 2 or more")
     for key, usual in (("stages", None), ("stages_per_rank", 1)):
         if (value := getattr(p, key)) != usual and p.pipeline == 1:
             idle(f"parallel.{key}", value, "there is one stage", f"set {usual or 'null'}, or parallel.pipeline")
@@ -391,7 +400,11 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
         return ""
     busiest, sent = muon_load(config, plan, degrees)
     mean = short(muon_size(config, plan, degrees).flops)
-    return f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step"
+    machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
+    return (
+        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
+        f"{1e3 * machine.seconds(sent, degrees.world):.1f} ms beside the arithmetic"
+    )
 
 
 def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:

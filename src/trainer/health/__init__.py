@@ -1,1 +1,1 @@
-"""How a run is doing: what its tensors, its experts, its GPU and its curves say, and what is worth an alert."""
+"""Health of a run: metrics of its tensors, experts, GPUs and curves, and alerts on them."""

@@ -1,4 +1,4 @@
-"""Kurtosis of activations: the sign that comes first when a run in FP8 is going to diverge.
+"""Kurtosis of activations: the earliest sign that an FP8 run is about to diverge.
 
     kurtosis(x) = mean(x^4) / mean(x^2)^2          uncentred, over the hidden dimension of one token
 

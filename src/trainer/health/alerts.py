@@ -1,4 +1,4 @@
-"""Alerts: rules that watch what is logged, and say it once.
+"""Alerts: rules over the logged metrics, each raised once while its condition lasts.
 
 A rule is a small object that sees every logged line, in order, and answers what is wrong as of this line:
 
@@ -6,16 +6,16 @@ A rule is a small object that sees every logged line, in order, and answers what
                                    []             all is well
                                    None           nothing in this line to judge by
 
-It keeps what it needs of the past in `History`s. It knows nothing of what has been said already: `Alerts` does. What is
-wrong is said when it begins, one alert a rule and line for all the tensors that it is about; again only after it was
-well for `QUIET` lines, or every `repeat` steps while it lasts. To write a rule: subclass `Rule`, give it a `name` (the
-config key of its threshold), implement `see`, and hand it to `Alerts.add`. It must bear missing keys, None (what
+It keeps what it needs of the past in `History`s. It does not know which alerts were raised before: `Alerts` does. An
+alert is raised when its condition begins, one a rule and line for all affected tensors; again only after `QUIET` lines
+without the condition, or every `repeat` steps while it lasts. To write a rule: subclass `Rule`, give it a `name` (the
+config key of its threshold), implement `see`, and pass it to `Alerts.add`. It must accept missing keys, None (what
 metrics.jsonl has for NaN) and NaN: `number()` turns all three into None.
 
-Steps may go back, when a run rewinds: a `History` forgets what was later by itself, and what was said may be said
-again. A run that is resumed feeds its rules from the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`), so
-that nothing has to be in the checkpoint: medians and what has been said are as they were. Rules `of_process` (speed,
-memory, heat) start afresh instead: the process may be on another machine.
+Steps go back when a run rewinds: a `History` drops later values by itself, and alerts may be raised again. A run that
+resumes feeds its rules from the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`), so that the checkpoint
+holds nothing of them: medians and raised alerts are as they were. Rules `of_process` (speed, memory, heat) start again
+instead: the process may be on another machine.
 """
 
 import math
@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from trainer.files import parse_line
 
 QUIET = 5
-"""So many lines must be well before the same thing is said again; a rule also leaves so many between two alerts."""
+"""Lines without the condition before its alert may be raised again; also the least distance of a rule's alerts."""
 
 TAIL = 8 * 2**20
 """So many bytes of each file are read again when a run continues."""
@@ -75,7 +75,7 @@ class Rule:
     """About this process and machine (speed, memory, heat) and not the model: knows nothing of the time before a
     resume."""
     lasting: ClassVar[bool] = False
-    """Never gets well again by itself: said once, not every `repeat` steps."""
+    """Never clears by itself: raised once, not every `repeat` steps."""
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         """What is wrong as of this line, worst first; [] if nothing is; None if the line has nothing to judge by.
@@ -133,7 +133,7 @@ def number(metrics: Entry, key: str) -> float | None:
 
 @dataclass
 class _Said:
-    """What was said about something: when last, and how many lines it has been well since."""
+    """The last alert about something: its step, and the lines without the condition since."""
 
     step: int
     well: int = 0
@@ -142,7 +142,7 @@ class _Said:
 class Alerts:
     """The rules of a run. On rank 0; no rule costs more than microseconds, or a millisecond of a look inside.
 
-    repeat: steps after which something that is still wrong is said again; None: not before it was well.
+    repeat: steps after which a lasting alert is raised again; None: not before it has cleared.
     """
 
     def __init__(self, rules: Iterable[Rule] = (), repeat: int | None = None):
@@ -171,12 +171,12 @@ class Alerts:
             self._inside = entry
 
     def see(self, metrics: Entry) -> list[Alert]:
-        """A logged line -> what is to be said now."""
+        """A logged line -> the alerts to raise now."""
         inside, self._inside = self._inside, None
         return self._see(self._rules, metrics, inside if inside and inside.get("step") == metrics["step"] else None)
 
     def replay(self, metrics: Path, tensors: Path) -> None:
-        """Make up for the lines before a resume, from the files of the run. Says nothing: it has been said."""
+        """Make up for the lines before a resume, from the files of the run, without raising their alerts again."""
         rules = [rule for rule in self._rules if not rule.of_process]
         of_step: dict[int, Entry] = {}
         for entry in _tail(tensors):
@@ -210,7 +210,7 @@ class Alerts:
                 del said[about]
         new = [alert for alert in wrong if self._is_new(rule, step, alert, said)]
         if not new or self._lines_since[rule.name] <= QUIET:
-            return None  # what is new so soon after the last alert is said later, if it lasts
+            return None  # too soon after the last alert: raised later, if it lasts
         self._lines_since[rule.name] = 0
         for alert in wrong:
             said[alert.about] = _Said(step)

@@ -7,7 +7,7 @@
                              `health.every` steps, casts and activations are sampled as they are made
                              (`precision.observe`)
     collect(load, ok)        what there is on the device, vectors included, after a step that is logged
-    tell(step, values)       the same on the host: summaries are returned for metrics.jsonl, vectors go to tensors.jsonl
+    report(step, values)     the same on the host: summaries are returned for metrics.jsonl, vectors go to tensors.jsonl
 
 What is collected leaves the device in the trainer's one copy. Passes and collectives are the same on all ranks.
 
@@ -87,8 +87,8 @@ class Health:
     def before(self, step: int, tokens: Tensor) -> str | None:
         """Before step `step` on this rank's tokens [B, S + 1]. Nothing that training sees changes.
 
-        A shadow may need memory that a step does not. Where a process by itself has none, there are no more, and what
-        to tell of it is returned. (Others would wait in the pass's collectives: raised.)
+        A shadow may need memory that a step does not. If a single process has none, shadows end and the message is
+        returned. (Of several ranks the others would wait in the pass's collectives: the error is raised.)
         """
         self._seen, self._looked = {}, False
         if not _due(step, self._shadows):
@@ -148,7 +148,7 @@ class Health:
         self._seen = {}
         return found
 
-    def tell(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def report(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """values: what was collected, copied to the host. Returns the line for metrics.jsonl."""
         vectors = {key.removeprefix(VECTOR): value for key, value in values.items() if key.startswith(VECTOR)}
         line = {key: value for key, value in values.items() if not key.startswith(VECTOR)}
@@ -182,7 +182,7 @@ def load_statistics(load: Tensor) -> dict[str, Tensor]:
 
 
 def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
-    """What metrics.jsonl says of the vectors."""
+    """The summaries of the vectors for metrics.jsonl."""
     summaries: dict[str, float] = {}
 
     def note(key: str, vector: str, of: Callable[[list[float]], float]) -> None:

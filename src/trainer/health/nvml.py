@@ -3,10 +3,10 @@
 NVML counts all GPUs of a machine, torch those that CUDA_VISIBLE_DEVICES leaves it, in its order: an index of one means
 nothing to the other. What both know is the UUID that a GPU was made with, so that is what `find` goes by; then its
 address on the PCI bus; then, where NVML sees one GPU alone (a container), it is that one. A slice of a GPU (MIG) has no
-meter of its own: its GPU's is read, and `Gpu.sliced` says so.
+meter of its own: its GPU's is read, and `Gpu.sliced` is true.
 
 Any call may be refused: by a GPU that lacks the sensor, by an old driver that lacks the function, by a container that
-may not ask. Each quantity is None then, asked no more, and the others go on. A GPU that has fallen off the bus raises
+may not ask. Such a quantity is None and not asked again; the others continue. A GPU that has fallen off the bus raises
 `Lost`.
 
 Nothing here touches the GPU's queue or waits for it, but a call may take milliseconds, and many when the driver is in
@@ -39,7 +39,7 @@ _GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "UNINITIALIZED", "DRIVER_NOT_LOADED")
 
 
 class Unavailable(Exception):
-    """There is no NVML, or not this GPU in it; the message says why and what to do."""
+    """There is no NVML, or not this GPU in it; the message has the reason and what to do."""
 
 
 class Lost(Exception):
@@ -171,7 +171,7 @@ class Gpu:
         )
 
     def _ask(self, quantity: str, function: str, *arguments: Any) -> Any:
-        """What a function of NVML says; None if it refuses, and it is not called again if it always will."""
+        """The result of a function of NVML; None if it refuses, and it is not called again if it always will."""
         if quantity in self._silent:
             return None
         call = getattr(self._nvml, function, None)

@@ -1,7 +1,7 @@
 """Power and heat of the run's GPUs, at each logged line: watts, joules a token, temperatures, clocks, throttling.
 
 Each rank has a thread that asks NVML about its GPU every `health.power.seconds`. The training loop never asks NVML: at
-a logged line it takes what the thread has gathered since the line before, and the ranks tell each other in one small
+a logged line it takes what the thread has gathered since the line before, and the ranks exchange it in one small
 message between hosts.
 
     thread   sample . . sample . . sample . . sample . . sample        each interval between two samples counts
@@ -227,7 +227,7 @@ class Found:
     whole: bool
     """Whether that is all of the job's GPUs."""
     problem: str
-    """Why not all are; empty if there is nothing to tell."""
+    """Why some are missing; empty if none is."""
 
 
 def find_gpus(config: PowerConfig, world: World) -> Found:
@@ -309,7 +309,7 @@ class PowerMeter:
 def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, steps: int) -> dict[str, Any]:
     """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that no rank has is left out.
 
-    whole: whether every GPU of the job is among them: what a token costs is said only then.
+    whole: whether every GPU of the job is among them: energy per token is given only then.
     """
     values: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The BF16 shadow: is FP8 still fine?
+"""The BF16 shadow: loss and gradients of a microbatch in FP8 compared with BF16.
 
 The same tokens run twice aside, from the same masters: in the run's precision, and with every FP8 GEMM in BF16. Logged:
 

@@ -1,4 +1,4 @@
-"""What surrounds training on the command line: composing the config with Hydra, and errors in one line.
+"""The command line: composing the config with Hydra, and errors in one line.
 
 Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
 composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
@@ -187,7 +187,7 @@ def _check_resumed(jobs: list[Job]) -> None:
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
     """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
-    rank_group: of the processes that do the same. What all of them say, one of them says; what ends one, ends all.
+    rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
     rank_group = rank_group or RankGroup()
 
@@ -201,7 +201,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
             main()
     except (Exception, KeyboardInterrupt) as error:
         if (
-            isinstance(error, BrokenPipeError) and not rank_group.connected and _nobody_reads(sys.stdout)
+            isinstance(error, BrokenPipeError) and not rank_group.connected and _has_no_reader(sys.stdout)
         ):  # `--help | head`
             return CUT_OFF
         rank_group.decided()
@@ -243,7 +243,7 @@ def _own_warnings_in_one_line() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def _nobody_reads(stream: TextIO) -> bool:
+def _has_no_reader(stream: TextIO) -> bool:
     """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
     state = select.poll()
     state.register(stream.fileno(), 0)  # reports errors alone
@@ -257,8 +257,8 @@ def _nobody_reads(stream: TextIO) -> bool:
 
 @dataclass
 class _End:
-    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: one told
-    this process to end."""
+    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: a signal
+    ended this process."""
 
     message: str | None
     code: int

@@ -1,4 +1,4 @@
-"""What a training process asks of the machine it runs on, before it allocates anything large."""
+"""The device of a training process, and checks of it before anything large is allocated."""
 
 import ctypes
 import gc

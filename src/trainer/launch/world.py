@@ -1,9 +1,9 @@
-"""The processes of a run: which one this is, and how they talk about anything that is not a tensor of the model.
+"""The processes of a run: which one this is, and their messages about anything but tensors of the model.
 
     torchrun --nproc_per_node=8 train.py ...     one process a GPU; RANK, LOCAL_RANK, WORLD_SIZE in its environment
 
 `init()` joins them: NCCL between GPUs, gloo between host memories. With GPUs the default process group carries both
-(`cpu:gloo,cuda:nccl`), so that tensors go by the one that their device has. What hosts tell each other (the run's
+(`cpu:gloo,cuda:nccl`), so that tensors go by the one that their device has. What hosts exchange (the run's
 folder, whether to stop) is small and goes by gloo: it waits for no GPU.
 
 A process by itself is a `World` of one, and nothing of torch.distributed is imported for it.
@@ -45,7 +45,7 @@ class World:
     rank_group: RankGroup = field(default_factory=RankGroup)
     """Who watches over the others."""
     control: "ProcessGroup | None" = None
-    """A group of its own for what hosts tell each other while the model's collectives are under way; gloo."""
+    """A gloo group of its own for messages between hosts while the model's collectives are under way."""
     store: "TCPStore | None" = None
     timeout: float = TIMEOUT
     """Seconds that a collective waits for the others."""
@@ -124,11 +124,11 @@ class World:
             return ask(lambda work: [part(work)])
         key, turn = f"{named}/{self.rank_group.launch.attempt}", 0
 
-        def say(goes_on: bool, value: Any) -> None:
+        def say(more: bool, value: Any) -> None:
             nonlocal turn
             turn += 1
             self._say(f"{key}/{turn}")
-            self.share((goes_on, value))
+            self.share((more, value))
 
         def everyone(work: A) -> list[B]:
             say(True, work)
@@ -141,8 +141,8 @@ class World:
         while True:
             turn += 1
             self._await(f"{key}/{turn}", [0])
-            goes_on, value = self.share(cast("tuple[bool, Any]", None))
-            if not goes_on:
+            more, value = self.share(cast("tuple[bool, Any]", None))
+            if not more:
                 return value
             self.gather(part(value), f"{key}/{turn}")
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves the user with: some text that the model wrote, and the commands that come next.
+"""The end of a run on the screen: some text that the model wrote, and the commands that come next.
 
 The text comes from the run's last checkpoint, opened as scripts/sample.py opens it, in a process by itself only. What
 shows a run cannot make it fail.

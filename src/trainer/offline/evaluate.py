@@ -1,4 +1,4 @@
-"""The loss on text that was held out: while a run trains, and of one of its checkpoints afterwards.
+"""Loss on held-out text: while a run trains, and of one of its checkpoints afterwards.
 
 In FP8 and in BF16 it is the same model with the same weights (`precision.plain`); the difference is what the casts
 cost. On one process, on the device that the run had, the loss in the run's recipe is the one that it logged.

@@ -1,7 +1,7 @@
-"""Between a run folder and the world of Hugging Face: what `trainer.offline.hf_export` needs to know of a run.
+"""Export of a run folder to Hugging Face: reads from the run what `trainer.offline.hf_export` needs.
 
-The checkpoint says what model it is of, with which recipe it computes, which token ends a text, and the hash of the
-tokenizer.json that the run folder holds. The run folder says which backends serve it (backends.json).
+The checkpoint records the model, the recipe, the token that ends a text, and the hash of the run folder's
+tokenizer.json. The run folder records the backends (backends.json).
 """
 
 from pathlib import Path
@@ -19,7 +19,8 @@ from trainer.offline.hf_fp8 import KeptQuantizer, Quantizer, RunQuantizer
 from trainer.offline.hf_tokenizer import TOKENIZER, TokenizerSource
 from trainer.offline.row_reader import SavedTensors
 from trainer.offline.saved_model import check_tokenizer, config_at
-from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
+from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.run_folder import find_checkpoint, saved_backends
 
 
 def export_run(
@@ -32,7 +33,7 @@ def export_run(
     max_file_bytes: int = 5 * 10**9,
     tokenizer: Path | None = None,
 ) -> tuple[Exported, list[str]]:
-    """Export a run folder, one of its checkpoints, or an imported model; `export` says how.
+    """Export a run folder, one of its checkpoints, or an imported model; see `export`.
 
     step: of the checkpoint, None for the newest whole one. tokenizer: a tokenizer.json instead of the run's. Returns
     what was made and remarks, a line each. UserError for what the user can correct.

@@ -156,7 +156,7 @@ def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
 
 
 def plain_model(model: ModelConfig) -> dict[str, Any]:
-    """A model's config as JSON says it, for a checkpoint's meta."""
+    """A model's config as JSON values, for a checkpoint's meta."""
     return json.loads(json.dumps(asdict(model), default=lambda choice: choice.value))
 
 

@@ -113,7 +113,7 @@ def import_hf(source: Path, out: Path) -> Imported:
 
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
-    """The model's config; without multi-token prediction if the files have none, whatever config.json says."""
+    """The model's config; without multi-token prediction if the files have none, even if config.json has it."""
     most = len(folder.names())
     for key in ("num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"):
         given = folder.config.get(key) or 0

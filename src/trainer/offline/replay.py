@@ -32,7 +32,8 @@ from trainer.launch.device import pick_device
 from trainer.offline.saved_model import ONE_PROCESS, config_at, with_overrides
 from trainer.recovery.ladder import Ladder
 from trainer.recovery.nonfinite_probe import NonfiniteProbe, probe_microbatch
-from trainer.run.run_folder import CHECKPOINTS, CONFIG, EVENTS, METRICS, saved_backends
+from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.run_folder import EVENTS, METRICS, saved_backends
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
 
@@ -50,7 +51,7 @@ class Course:
     first: int
     rewinds: list[dict[str, Any]]
     event: dict[str, Any] | None
-    """What the run said of the step when it dropped it."""
+    """What the run reported of the step when it dropped it."""
     logged: dict[str, Any] | None
     """The run's metrics of the step."""
 

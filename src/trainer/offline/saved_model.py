@@ -38,7 +38,8 @@ from trainer.data.tokenizer import end_of_text_id, file_hash
 from trainer.forecast.preflight import check_sizes
 from trainer.launch.device import pick_device, tune_host
 from trainer.offline.row_reader import SavedTensors
-from trainer.run.run_folder import CHECKPOINTS, CONFIG, find_checkpoint, saved_backends
+from trainer.run.location import CHECKPOINTS, CONFIG
+from trainer.run.run_folder import find_checkpoint, saved_backends
 
 TOKENIZER = "tokenizer.json"
 AXES = "replicate", "shard", "expert", "context", "tensor", "pipeline", "stages_per_rank"
@@ -47,8 +48,8 @@ ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None}
 
 @dataclass
 class Saved:
-    """An opened model. text: hash of the validation text that the run had, None if it does not say. remarks: what
-    there is to tell, a line each."""
+    """An opened model. text: hash of the validation text that the run had, None if it is not recorded. remarks:
+    for the user, a line each."""
 
     run: Path
     checkpoint: Path

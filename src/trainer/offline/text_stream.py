@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 BROKEN = "\ufffd"
 """What a decoder puts for bytes that are no character, or not yet."""
 ENOUGH = 8
-"""Tokens of the prompt that tell how the next one reads: more than a character has bytes."""
+"""Tokens of the prompt that decide how the next one is decoded: more than a character has bytes."""
 
 
 class TextStream:

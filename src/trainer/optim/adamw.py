@@ -33,6 +33,7 @@ from trainer.parallel.shard_views import copies, local, shared_like
 
 if TYPE_CHECKING:
     from precision.kernels.adamw import FusedAdamW
+    from precision.kernels.gradient_norms import GradientNorms
 
 # What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -63,7 +64,7 @@ class LearningRate:
         self._lowered = (1.0, 0)
 
     def lower(self, factor: float, until: int) -> None:
-        """Multiply it by `factor` until so many steps are committed; instead of what was said before."""
+        """Multiply it by `factor` until so many steps are committed; replaces an earlier factor."""
         self._lowered = factor, until
 
     def at(self, committed: Tensor, attempted: int | None = None) -> Tensor:
@@ -148,6 +149,7 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(p, dtype=moments),
             }
         self._kernel = self._make_kernel(config) if _has_kernel(device) else None
+        self._grad_norms = self._make_grad_norms(device) if self._kernel is not None else self._plain_norms
 
     def _make_kernel(self, config: OptimConfig) -> "FusedAdamW":
         from precision.kernels.adamw import FusedAdamW  # needs Triton
@@ -161,6 +163,16 @@ class Optimizer:
         )
         return FusedAdamW(parameters, first, second, steps, decays, (config.betas[0], config.betas[1]), config.eps)
 
+    def _make_grad_norms(self, device: torch.device) -> "GradientNorms":
+        from precision.kernels.gradient_norms import GradientNorms  # needs Triton
+
+        return GradientNorms([0 if part.is_meta else part.numel() for part in self._parts.values()], device)
+
+    def _plain_norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        present, zero = [g for g in gradients if g is not None], self._lr.new_zeros(())
+        norms = iter(foreach_norm(present)) if present else iter(())
+        return torch.stack([zero if g is None else next(norms) for g in gradients])
+
     @torch.no_grad()
     def unscale(self, scale: Tensor) -> None:
         """Divide all gradients by `scale`, 0-d FP32, in place."""
@@ -169,10 +181,8 @@ class Optimizer:
 
     def grad_norms(self) -> Tensor:
         """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
-        zero = self._lr.new_zeros(())
-        present = [local(p.grad) for p in self._named.values() if p.grad is not None]
-        norms = iter(foreach_norm(present)) if present else iter(())
-        return self._of_all_parts(torch.stack([zero if p.grad is None else next(norms) for p in self._named.values()]))
+        gradients = [None if p.grad is None else local(p.grad) for p in self._named.values()]
+        return self._of_all_parts(self._grad_norms(gradients))
 
     def norms(self, ok: Tensor) -> tuple[Tensor, Tensor]:
         """L2 norms, 0-d FP64: of all master weights; of what the last step added to them, 0 unless it was `ok` (0-d

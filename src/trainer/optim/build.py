@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for, and which of the model's weights are whose."""
+"""Builds the optimizer of a config, and assigns the model's weights to its parts."""
 
 import torch
 
@@ -34,13 +34,13 @@ def build_optimizer(
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
-            raise UserError(f"optim.name=muon: no rule says which matrices {name} holds; set optim.name=adamw")
+            raise UserError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
     return Muon(model, no_decay, c, schedule, device, found, world)
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
-    """The plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if the config says so. None with
-    AdamW alone."""
+    """The plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if configured. None with AdamW
+    alone."""
     o = config.optim
     if o.muon is None or o.name is OptimizerName.adamw:
         return {}

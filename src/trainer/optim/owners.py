@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix: one owner each, the FLOPs shared out evenly.
+"""Owners: each matrix is orthogonalised by one rank, with FLOPs spread evenly over ranks.
 
 Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Of the logical matrices (`models.matrices`) some
 lie within one rank's rows: experts always, since a stack is cut between experts, and heads where a part's rows are a

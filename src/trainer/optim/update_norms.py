@@ -1,4 +1,4 @@
-"""How far the last step moved each parameter, told afterwards: from the moments and the weights as they are now.
+"""How far the last step moved each parameter, computed afterwards from the present moments and weights.
 
 AdamW adds, with t the number of steps, p the weight before and p' the one now,
 

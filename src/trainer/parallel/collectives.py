@@ -1,4 +1,4 @@
-"""What all ranks have to know alike in each step: amaxes, losses, loads. Without others: what there is.
+"""Numbers reduced over all ranks in each step: amaxes, losses, loads. With one rank: unchanged.
 
 Each rank sees its own tokens. Scales, the verdict on a step and the router's bias follow from what all of them saw, and
 so are the same everywhere without being sent. On the device, no rank's host waits.

@@ -3,7 +3,7 @@
 Each rank holds a part of every master, gradient and moment, in FP32: rows of it, dimension 0 cut evenly. PyTorch's
 `fully_shard` gathers a block's weights before its forward and its backward pass, the next block's while this one
 computes, frees them afterwards, and reduces its gradients into their parts. What this module adds is what travels.
-That is not a policy of FSDP's, but what the precision plan says of each weight:
+That is not a policy of FSDP's, but decided by the precision plan for each weight:
 
     weight of a GEMM      its compute weight: BF16(master), or FP32. A layer in FP8 quantises it on arrival, which gives
                           each rank the numbers that one process computes with, and frees the BF16; or each rank
@@ -13,7 +13,7 @@ That is not a policy of FSDP's, but what the precision plan says of each weight:
     gradients             FP32; they are added up, for each rank's loss is divided by the number of all microbatches,
                           so that gradients and their scales are those of a single process
 
-It uses FSDP2's extension: a shard with two functions, of which the first says what to send, the second makes of what
+It uses FSDP2's extension: a shard with two functions, of which the first returns what to send, the second makes of what
 arrived the parameter that autograd sees: see `gather`. Large weights and their gradients travel without the copies that
 FSDP makes of them: see `large`.
 
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from models import DeepSeek
 from models.block import Block, MoEBlock
 from models.context import ContextSplit
+from models.slots import Slots
 from models.tensor import TensorSplit
 from precision import GroupedLinear, Linear
 from trainer.parallel.fsdp_internals import groups, let_dynamo_guard
@@ -47,7 +48,13 @@ from trainer.parallel.mesh import Mesh
 
 
 def materialise(
-    model: DeepSeek, mesh: Mesh, device: torch.device, seed: int, keeps: bool = False, fp8: bool = False
+    model: DeepSeek,
+    mesh: Mesh,
+    device: torch.device,
+    seed: int,
+    keeps: bool = False,
+    fp8: bool = False,
+    slots: Slots | None = None,
 ) -> None:
     """Give a model on the meta device its weights, as `DeepSeek.init_weights` would, each rank its part of them.
 
@@ -61,6 +68,7 @@ def materialise(
     ranks = None if mesh.stage is None else mesh.stage.get_group()
     sync, sending = WeightAmaxSync(fp8, ranks) if fp8 or tensor is not None else None, Sending()
     model.weight_amax_sync = sync  # type: ignore[assignment]
+    model.slots = slots
     generator = torch.Generator(device=device).manual_seed(seed)
     own = [model.layers, model.mtp] if model.pipeline is None else map(model.blocks_of, model.pipeline.stages)
     stages = [[cast(Block, block) for block in blocks] for blocks in own]
@@ -76,7 +84,7 @@ def materialise(
         if model.here(part) and isinstance(part, Block):
             frees = not keeps and part is not stages[-1][-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
-                part.moe.spread(mesh.expert.get_group())
+                part.moe.spread(mesh.expert.get_group(), slots)
                 if mesh.degrees.shares_experts:
                     _shard(part.moe.experts, mesh.experts, frees, sync, sending)
                 for parameter in part.moe.experts.parameters():

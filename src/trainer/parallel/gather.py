@@ -1,4 +1,4 @@
-"""What a shared weight travels in, and what becomes of it on arrival.
+"""The format in which a sharded weight is gathered, and what is made of it on arrival.
 
 PyTorch's FSDP2 asks a shard two things: what to send, and what parameter the gathered whole is. Ours is an edge only:
 it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. What computes is the
@@ -226,7 +226,7 @@ class _Own(NamedTuple):
 class WeightAmaxSync:
     """The amaxes of whole weights of which each rank holds a part, and the scales that follow, the same on all ranks.
 
-    They are found when a weight is first sent after the masters have changed (`forget` says that they have): at one
+    They are found when a weight is first sent after the masters have changed (`forget` marks that): at one
     place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
 
     fp8: whether weights may travel in FP8. ranks: all that have parts of these weights; None: all there are. split:

@@ -1,4 +1,4 @@
-"""The mesh: which rank does what.
+"""The mesh: the axes of parallelism and each rank's place on them.
 
     blocks                              pipeline; the axes below are within a stage
     sequences                           (replicate x shard) x (context x tensor)

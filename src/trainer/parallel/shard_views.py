@@ -80,7 +80,7 @@ def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
         return tensor.detach()
     offsets, copy = [0] * tensor.dim(), 0
     if is_shared(tensor):
-        (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # DTensor says where its part lies
+        (box,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]  # where the DTensor's part lies
         offsets = list(box.offsets)
         for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
             if placement.is_replicate():

@@ -1,1 +1,1 @@
-"""What a run does about bad steps: find the cause, go back to a checkpoint, or stop."""
+"""Reactions to bad steps: find the cause, rewind to a checkpoint, or stop."""

@@ -60,9 +60,9 @@ class BadStep:
 
 
 class Again(NamedTuple):
-    """What the bad tensor was when its microbatch was run again: numbers that were not finite, of how many; the share
-    that was clipped, None if it was not cast; the sequences with them, none if its shape does not tell. not_finite is
-    0 if it came out finite."""
+    """The bad tensor in a second run of its microbatch: how many numbers were not finite (0: it was finite), of how
+    many; the share that was clipped, None if it was not cast; the sequences with them, none if its shape does not show
+    them."""
 
     not_finite: int
     elements: int
@@ -88,7 +88,7 @@ class Diagnosis:
         self._rows = {name: i for i, name in enumerate(self._arena.names)}
         self._limit = self._arena.limit.cpu()
 
-    def tell(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
+    def report(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
         """dropped: all verdicts since the last call that are not ok, each with the windows that its step was given."""
         kept = self._engine.snapshot.take()
         assert len(kept) == len(dropped)
@@ -100,7 +100,7 @@ class Diagnosis:
             may_look = self._may_look and not bool(verdict.overflow)  # which a lower loss scale mends
             if origin is not None and same_weights and not looked and may_look:
                 again, looked = self._look_again(verdict.step, place, served, origin), True
-            reports.append(self._tell(verdict.step, place, origin, served, evidence, again))
+            reports.append(self._report(verdict.step, place, origin, served, evidence, again))
         return reports
 
     def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
@@ -118,7 +118,7 @@ class Diagnosis:
         microbatch, place, rank = min(found)
         return place, Origin(rank, microbatch)
 
-    def _tell(
+    def _report(
         self,
         step: int,
         place: int,

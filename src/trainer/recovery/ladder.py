@@ -1,4 +1,4 @@
-"""The ladder: what to do with a run whose steps go bad, one rung after the other.
+"""The ladder: reactions to bad steps, one rung after the other.
 
     1  a step is dropped                                              `guard`, on the device
     2  more than `max_consecutive_skips` in a row: a *rewind*, back to the newest whole checkpoint from before the row;
@@ -115,7 +115,7 @@ class Ladder:
         return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
-        """Accept what rank 0 chose after `step`. Returns what to tell; TrainingStopped, with the diagnosis, if the run
+        """Accept what rank 0 chose after `step`. Returns the message; TrainingStopped, with the diagnosis, if the run
         is to end here."""
         row, limit = self.streak, self._config.max_consecutive_skips
         count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"

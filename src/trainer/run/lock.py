@@ -1,5 +1,5 @@
 """One process in a run folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however
-it dies. The file says whose it is."""
+it dies. The file names its holder."""
 
 import errno
 import fcntl

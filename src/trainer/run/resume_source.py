@@ -27,7 +27,8 @@ from trainer.config.timeline import Timeline, last_step
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.optim.orthogonalise import polynomials
-from trainer.run.run_folder import CHECKPOINTS, Note, check_name, check_place, find_checkpoint, will_resume
+from trainer.run.location import CHECKPOINTS, check_name, check_place, will_resume
+from trainer.run.run_folder import Note, find_checkpoint
 
 
 def identity(config: Config) -> dict:
@@ -90,7 +91,7 @@ def _check_same(theirs: dict, ours: dict, path: Path) -> None:
 
 
 def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
-    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; what there is to tell goes to
+    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; remarks go to
     `notes`. A collective. UserError if there are none, or not the same tensors."""
 
     def note(kind: str, step: int, message: str, **what: object) -> None:

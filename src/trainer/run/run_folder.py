@@ -1,4 +1,4 @@
-"""The folder of a run: what it is called, whether it may be written, and where in the run we are.
+"""The folder of a run: its files, its lock, and the step to resume from.
 
     runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
                 precision_plan.txt  backends.json                what computes in which format, and which backend serves
@@ -17,15 +17,13 @@
 Resuming from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
-One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and the others are
-told where it is. Where torchrun has started them again, those before may be dying still: rank 0 waits for the lock.
+One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and broadcasts its
+path. After a restart by torchrun the processes before may still be ending: rank 0 waits for the lock.
 """
 
 import json
-import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -51,21 +49,20 @@ from trainer.config_diff import changes
 from trainer.digests import read_signed, signed
 from trainer.files import delete_temporary, replace_file, trim
 from trainer.run.environment import environment
+from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
 
 if TYPE_CHECKING:
-    from trainer.config import Config, RunConfig
+    from trainer.config import Config
     from trainer.launch.world import World
 
 Check = Callable[[dict[str, Any], Path], None]
 """Called with (meta, path) of the checkpoint to resume from; raises UserError if this config cannot resume from it."""
 
-CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TENSORS = "tensors.jsonl"
 EVENTS = "events.jsonl"
 RECOVERY = "recovery.json"
-CHECKPOINTS = "checkpoints"
 BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
 """How long the processes of a run that is started again wait for those before to be gone."""
@@ -85,7 +82,7 @@ class RunFolder:
     """A run's folder, locked for this process until `close()`.
 
     path: the folder. resumed_from: the checkpoint to resume from, None for a start. first_step: its step, or 0.
-    notes: what there is to tell about the opening.
+    notes: events of the opening.
     """
 
     def __init__(
@@ -99,26 +96,26 @@ class RunFolder:
         patience: float = 0.0,
         verify: Verify = verify_checkpoint,
     ) -> None:
-        """Open the run `name` in `parent` as `resume` (never, auto or a path) says; see the table above.
+        """Open the run `name` in `parent`. resume: never, auto or a path; see the table above.
 
-        Without a name the run is called by time and `label`. `texts` are the files that say what produced the run, by
-        name, `config.yaml` among them. patience: seconds to wait for a process that has the folder. verify: of the
+        Without a name the run is named by time and `label`. `texts` are the files that record what produced the run,
+        by name, `config.yaml` among them. patience: seconds to wait for a process that holds the lock. verify: of the
         checkpoints.
         """
         self.notes: list[Note] = []
-        with _told(parent):
-            self.path, checkpoint = _locate(parent, name, resume, label)
+        with as_user_error(parent):
+            self.path, checkpoint = locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
         with ExitStack() as on_error:
-            with _told(parent):
+            with as_user_error(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
             delete_temporary(self.path)
-            state = _state_of(self.path)
+            state = state_of(self.path)
             if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
-                raise _exists(self.path, state)
+                raise exists_already(self.path, state)
             if state == "run":
                 self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
                 if checkpoint is not None:
@@ -129,7 +126,7 @@ class RunFolder:
                 if check is not None:
                     check(read_meta(self.resumed_from), self.resumed_from)
                 self.first_step = checkpoint_step(self.resumed_from) or 0
-                self._go_on(texts)
+                self._resume(texts)
             on_error.pop_all()
 
     @classmethod
@@ -144,7 +141,7 @@ class RunFolder:
     ) -> "RunFolder":
         """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
 
-        A collective: rank 0 opens it, the others get a `RunFolder` that says the same and holds no lock. All verify.
+        A collective: rank 0 opens it, the others get an equal `RunFolder` without the lock. All verify.
         """
         run, opened = config.run, []
         with ExitStack() as on_error:
@@ -238,7 +235,7 @@ class RunFolder:
         for name, text in texts.items():
             replace_file(self.path / name, text.encode())
 
-    def _go_on(self, texts: Mapping[str, str]) -> None:
+    def _resume(self, texts: Mapping[str, str]) -> None:
         step = self.first_step
         aside = set_aside_after(self.path / CHECKPOINTS, step)
         if aside:
@@ -267,33 +264,6 @@ class RunFolder:
             replace_file(path, text.encode())
 
 
-def check_place(run: "RunConfig") -> Path | None:
-    """What `RunFolder.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
-
-    Returns the folder, which need not exist; None for an unnamed new run, which gets an unused name.
-    """
-    if run.name is None and run.resume == "never":
-        return None
-    with _told(Path(run.dir)):
-        return _locate(Path(run.dir), run.name, run.resume, "")[0]
-
-
-def check_name(name: str | None) -> None:
-    """UserError for a run.name that no folder can have, or that would be several."""
-    if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
-        raise UserError(
-            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
-        )
-
-
-def will_resume(run: "RunConfig") -> bool:
-    """Whether `RunFolder.open` will resume from a checkpoint of the run, or refuse. Writes nothing."""
-    if run.resume == "never":
-        return False
-    folder = check_place(run)
-    return folder is not None and bool(list_checkpoints(folder / CHECKPOINTS))
-
-
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
     """Which backends were chosen when the run in this folder began; None if it is a new one, or older than that."""
     path = None if folder is None else folder / BACKENDS
@@ -316,76 +286,6 @@ def find_checkpoint(path: Path, key: str, on_event: OnEvent, verify: Verify = ve
     if found is None:
         raise UserError(f"{key}={path}: no checkpoint there; give a run folder or one of its {CHECKPOINTS}/step_*")
     return found
-
-
-def _locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
-    check_name(name)
-    if resume in ("never", "auto"):
-        if name is None:
-            if resume == "auto":
-                raise UserError("run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH")
-            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
-        path = parent / name
-        if path.is_symlink() and not path.exists():
-            what = f"{path} is a link to {path.readlink()}, which is not there"
-            raise UserError(f"run.name={name}: {what}; make that folder, or choose another run.name")
-        state = _state_of(path)
-        if state == "foreign" or (state == "run" and resume == "never"):
-            raise _exists(path, state)
-        return path, None
-    target = Path(resume)
-    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
-    path = target if checkpoint is None else checkpoint.parent.parent
-    if not target.is_dir() or _state_of(path) != "run":
-        raise UserError(
-            f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
-        )
-    if name is not None and (parent / name).resolve() != path.resolve():
-        raise UserError(
-            f"run.name={name}: run.resume={resume} continues in {path}; leave run.name out, "
-            "or start a new run from its weights with run.init_from"
-        )
-    return path, checkpoint
-
-
-def _state_of(path: Path) -> str:
-    """`vacant`: not there, or empty but for hidden files; `run`: a run folder; `foreign`: something else."""
-    if not path.exists():
-        return "vacant"
-    if not path.is_dir():
-        return "foreign"
-    if (path / CONFIG).is_file():
-        return "run"
-    return "foreign" if any(not entry.name.startswith(".") for entry in path.iterdir()) else "vacant"
-
-
-def _exists(path: Path, state: str) -> UserError:
-    if state == "foreign":
-        return UserError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
-    return UserError(f"run.name={path.name}: {path} exists; choose another run.name, or resume it: run.resume=auto")
-
-
-@contextmanager
-def _told(parent: Path) -> Iterator[None]:
-    """A folder that cannot be made or looked into is a UserError that names run.dir."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename or parent} cannot be used ({error.strerror or error})"
-        raise UserError(f"run.dir={parent}: {what}; set a folder that can be written") from error
-
-
-def _make_unique(parent: Path, name: str) -> Path:
-    number = 1
-    while True:
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            continue
-        return path
 
 
 def _unused(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines everywhere else.
+"""The console: a live line on a terminal, plain lines everywhere else.
 
 On a terminal (rich):          In a file, a pipe, CI:
 

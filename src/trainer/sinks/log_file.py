@@ -1,4 +1,4 @@
-"""`logs/rankN.log`: everything that rank N said, with the time at which it said it.
+"""`logs/rankN.log`: everything that rank N printed, with its time.
 
 While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear
 on the screen, in one line each, instead of tearing through the progress bar.

@@ -12,7 +12,7 @@ a line, under the name that Slack and its like want. The command gets the object
 it in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
 
 Nothing here holds training up. Each of the two has a queue and a thread of its own, made with the first notice, and a
-time limit for each notice; notices that do not fit in the queue are given up. A failure is said once through `warn`,
+time limit for each notice; notices that do not fit in the queue are given up. A failure is reported once by `warn`,
 without the URL's path: that is often a secret.
 """
 
@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 from precision.errors import UserError
 
-TOLD = frozenset({"alert", "rollback", "failure"})
+SENT = frozenset({"alert", "rollback", "failure"})
 """Kinds of events that are sent; so is any with a `rule` or with `failed`."""
 
 WEBHOOK_SECONDS = 10.0
@@ -49,7 +49,7 @@ Notice = Mapping[str, Any]
 
 
 def check_targets(webhook: str | None, command: str | None) -> None:
-    """UserError, naming key, value and fix, for what could never be told."""
+    """UserError, naming key, value and fix, for a webhook or command that can never work."""
     if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
         raise UserError("health.alerts.webhook: not an address to post to; set http://... or https://...")
     if command is None:
@@ -63,15 +63,15 @@ def check_targets(webhook: str | None, command: str | None) -> None:
         raise UserError(f"health.alerts.command: no program {name!r} here; give its path (sh -c '...': shell)")
 
 
-def is_told(kind: str, what: Mapping[str, Any]) -> bool:
+def is_sent(kind: str, what: Mapping[str, Any]) -> bool:
     """Whether an event goes out."""
-    return kind in TOLD or "rule" in what or bool(what.get("failed"))
+    return kind in SENT or "rule" in what or bool(what.get("failed"))
 
 
 class Notifier:
     """Sends notices about the run in `folder`. Without webhook and command it does nothing. Any thread may call.
 
-    warn(text): told when something cannot be delivered, once each.
+    warn(text): called when something cannot be delivered, once each.
     """
 
     def __init__(self, webhook: str | None, command: str | None, folder: Path, warn: Callable[[str], None]):
@@ -146,7 +146,7 @@ class _Channel:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
-            self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not said")
+            self._warn(f"{self._name} failed: {reason}; training continues, and later failures of it are not reported")
 
 
 def _finite(value: Any) -> Any:

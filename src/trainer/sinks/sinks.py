@@ -9,7 +9,7 @@ summary(...)                                         x             x
 
 An event that is an alert goes to W&B as an alert; alerts and failures go to `health.notify`, too.
 
-Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and says nothing on the
+Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and prints nothing on the
 screen but that something failed on it.
 """
 
@@ -27,12 +27,13 @@ from rich.text import Text
 from trainer.config import LoggingConfig
 from trainer.config_diff import without_secrets
 from trainer.files import last_step_in
-from trainer.launch.liveness.heartbeat import News
-from trainer.run.run_folder import CONFIG, EVENTS, METRICS, TENSORS, RunFolder
+from trainer.launch.liveness.job_store import News
+from trainer.run.location import CONFIG
+from trainer.run.run_folder import EVENTS, METRICS, TENSORS, RunFolder
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
-from trainer.sinks.notify import Notifier, is_told
+from trainer.sinks.notify import Notifier, is_sent
 from trainer.sinks.trackers import TensorboardTracker
 from trainer.sinks.wandb_tracker import WandbTracker
 
@@ -135,7 +136,7 @@ class Sinks:
         event = _event(kind, step, message, what)
         if self._events is not None:
             self._events.write(event)
-            if is_told(kind, what):
+            if is_sent(kind, what):
                 self._notifier.send(event)
             if self._wandb is not None and kind == "alert":
                 self._wandb.alert(str(what.get("rule", kind)), message)
@@ -231,7 +232,7 @@ class Sinks:
         self._screen.close()
         if error is not None:
             self._log.write(f"stopped by {type(error).__name__}: {error}", error)
-            self._tell_of_end(error)
+            self._notify_of_end(error)
         if self._wandb is not None:
             self._wandb.close(failed=error is not None)
         if self._tensorboard is not None:
@@ -249,7 +250,7 @@ class Sinks:
     ) -> None:
         self.close(error)
 
-    def _tell_of_end(self, error: BaseException) -> None:
+    def _notify_of_end(self, error: BaseException) -> None:
         """Notify that the run cannot continue; not if the user has stopped it. Of many ranks, `ended` does it."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
         if self._alone and not asked_for:

@@ -70,5 +70,5 @@ class TensorboardTracker:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, on one line."""
+    """The message of an error, on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -4,8 +4,8 @@
     the thread            import wandb, login, init (online: 30 s, else offline), then what is in the queue
 
 wandb itself waits: for a server that does not answer, `init` takes a minute and a half and `login` retries; a stalled
-connection can hold up `log` and `finish`. All of that happens on the thread. What the queue cannot take is lost, and
-told; `metrics.jsonl` has everything. What the server does not get stays on the disk, for `wandb sync`.
+connection can hold up `log` and `finish`. All of that happens on the thread. What the queue cannot take is lost, with
+an alarm; `metrics.jsonl` has everything. What the server does not get stays on the disk, for `wandb sync`.
 
 Numbers only. W&B's history only grows: steps that are run again, after a resume or a rewind, stand there twice. So
 `step` is a metric like others and the axis of all of them (W&B would refuse its own step going back), and
@@ -125,7 +125,7 @@ class WandbTracker:
     def _start(self) -> Any:
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))  # say() says it in one line
+        wandb.setup(wandb.Settings(silent=True))  # say() reports it in one line
         mode = self._mode if self._mode != "auto" else self._automatic_mode()
         try:
             run = self._init(mode)

@@ -18,8 +18,8 @@ def mean_loss(
 ) -> float:
     """Mean language-model loss over windows, nats per token. A collective: the ranks of `world` take turns.
 
-    batches: int64 [<= size, S + 1] each. seen: told now and then how many windows are done. The model, in any mode, is
-    left in that of training.
+    batches: int64 [<= size, S + 1] each. seen: called now and then with the number of windows done. The model, in any
+    mode, is left in training mode.
     """
     model.eval()
     done = 0

@@ -44,9 +44,11 @@ class Verdict:
     """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
     `StepGuard.places`).
 
-    spike: 0-d bool, it is finite and dropped all the same; reading: what says so, None unless spikes are watched.
+    spike: 0-d bool, it is finite and dropped all the same; reading: the evidence, None unless spikes are watched.
     overflow: 0-d bool, only its backward pass is not finite, and loss_scale, 0-d, with which it ran, may fall
     (`trainer.optim.loss_scale`).
+    fill: where tokens travel in slots, the largest share of their room that was needed (`models.slots`), 0-d; crowded:
+    0-d bool, more than all of it was, and nothing else is wrong.
     """
 
     step: int
@@ -56,6 +58,8 @@ class Verdict:
     overflow: Tensor
     reading: Reading | None = None
     loss_scale: Tensor | None = None
+    fill: Tensor | None = None
+    crowded: Tensor | None = None
 
 
 class Reason(NamedTuple):
@@ -83,6 +87,7 @@ class StepGuard:
             "loss (forward)",
             *(f"{arena.names[i].removesuffix(GRAD_SUFFIX)} (backward)" for i in backward),
             *(f"{name.removesuffix('.weight')} (weight gradient)" for name in parameter_names),
+            "experts' slots (capacity)",
             "loss (spike)",
             "gradient norm (spike)",
         ]
@@ -92,17 +97,27 @@ class StepGuard:
         )
         self._spikes = SpikeWatch(config.spikes, device) if config.spikes.enabled else None
 
-    def judge(self, step: int, losses: Tensor, grad_norms: Tensor, loss_scale: LossScale | None = None) -> Verdict:
+    def judge(
+        self,
+        step: int,
+        losses: Tensor,
+        grad_norms: Tensor,
+        loss_scale: LossScale | None = None,
+        fill: Tensor | None = None,
+    ) -> Verdict:
         """losses [n], the total first, grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step ->
-        the verdict. loss_scale: as it was in the backward pass."""
+        the verdict. loss_scale: as it was in the backward pass. fill: of slots, in this step."""
         reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
         spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
-        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), ~spiked])
+        fits = spiked.new_ones(1) if fill is None else (fill <= 1)[None]
+        bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), fits, ~spiked])
+        crowded = ~fits[0] & ~bad[:-3].any()
         ok, place, spike = ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any()
+        room = (None, None) if fill is None else (fill.clone(), crowded)
         if loss_scale is None:
-            return Verdict(step, ok, place, spike, torch.zeros_like(ok), reading)
-        overflow = ~ok & ~spike & (place >= self._first_backward) & loss_scale.may_fall
-        return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone())
+            return Verdict(step, ok, place, spike, torch.zeros_like(ok), reading, None, *room)
+        overflow = ~ok & ~spike & ~crowded & (place >= self._first_backward) & loss_scale.may_fall
+        return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone(), *room)
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
         """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
@@ -138,6 +153,18 @@ class StepGuard:
         scale = float(verdict.loss_scale)
         line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,.12g}, first at {place}; it falls to "
         return Reason(f"{line}{scale / 2:,.12g}, nothing else of the step was kept", {"loss_scale": scale})
+
+    def crowded(self, verdict: Verdict, capacity: float) -> Reason | None:
+        """What to say of a step that was dropped because tokens had too few slots; None: it was dropped for something
+        else. capacity: that there is from now on. Synchronises."""
+        if verdict.fill is None or verdict.crowded is None or not bool(verdict.crowded):
+            return None
+        fill, line = float(verdict.fill), f"step {verdict.step} was dropped: "
+        if fill == torch.inf:
+            return Reason(f"{line}a scale of tokens on their way to experts was lost; it is made again", {})
+        line += f"experts of a rank were sent {fill:.2f} times what they have room for; "
+        fix = f"there is more from now on: parallel.dispatch_capacity={capacity:.3g}, to be set from the start"
+        return Reason(line + fix, {"fill": fill, "capacity": capacity})
 
     def count(self, verdict: Verdict) -> None:
         """Add the step to the counters, and to what is usual."""

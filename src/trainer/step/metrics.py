@@ -39,7 +39,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def allocated_memory_gib(device: torch.device) -> float:
-    """Memory held now, GiB: by tensors on a GPU, by the process on a CPU (its peak, where it cannot be told)."""
+    """Memory held now, GiB: by tensors on a GPU, by the process on a CPU (its peak, if the current value is hidden)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30
     pages = Path("/proc/self/statm")

@@ -1,4 +1,4 @@
-"""A window of steps under the microscope: `profile.steps=[10, 12]`.
+"""Profiles a window of steps: `profile.steps=[10, 12]`.
 
 Two files in the run's folder, for viewers that exist:
 
@@ -26,7 +26,7 @@ MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to
 
 
 class Profiler:
-    """Records the window. folder: the run's. on_event(kind, step, message, **what): told when the files are written.
+    """Records the window. folder: the run's. on_event(kind, step, message, **what): called when the files are written.
     rank: this one's, None if it is the only one."""
 
     def __init__(

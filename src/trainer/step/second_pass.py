@@ -1,4 +1,4 @@
-"""A forward and backward pass off the record: it changes nothing in training, bit for bit.
+"""A forward and backward pass without effect on training, bit for bit.
 
 Between two steps nothing is on the way: gradients are gone, gathered weights are freed, the data cursor and the random
 numbers are the host's. What a pass leaves behind is known, and is put away here:

@@ -5,7 +5,7 @@ numbers into a small buffer on the device, a good one into a slot that is never 
 
     amax [M, N + 1]   this rank's amaxes after each of its M microbatches, before ranks put theirs together, and the
                       microbatch's loss beside them. Amaxes are maxima, so the first row with a number that is not
-                      finite is the microbatch in which it began, and the row says where
+                      finite is the microbatch in which it began, and the row gives the place
     rows [2, N]       amaxes of the whole step over all ranks, and the scales that it was cast with
 
 That is a copy a microbatch and a handful of small kernels a step. The host reads at its next review, on a GPU up to one

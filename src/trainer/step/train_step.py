@@ -29,6 +29,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     """Step number `step` on this rank's tokens [B / data ranks, S+1], `Engine.data_share` of the batch: everything it
     changes, or nothing. No host synchronisation."""
     begin_step(e.model, e.arena)
+    fill = None if e.model.slots is None else e.model.slots.fill.zero_()
     tokens = tokens.to(e.device)
     microbatches = tokens.split(microbatch_size)
     if (targets := e.model.mtp_targets(tokens)) is not None:
@@ -48,12 +49,12 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     means = torch.stack([torch.stack([getattr(s, key) for s in seen]).mean() for key in LOSSES])
     load = torch.stack([losses.load for losses in seen]).sum(0)
     means, load = all_mean(means, e.world, e.degrees.pipeline), all_sum([load], e.world)[0]
-    all_max([e.arena.amax, e.arena.max_logits], e.world)
+    all_max([e.arena.amax, e.arena.max_logits, *([] if fill is None else [fill])], e.world)
     if e.loss_scale is not None:
         e.optimizer.unscale(e.loss_scale.scale)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
-    verdict = e.guard.judge(step, means, norms, e.loss_scale)
+    verdict = e.guard.judge(step, means, norms, e.loss_scale, fill)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
     clipped = None if e.qk_clip is None else e.qk_clip.apply(verdict.ok)
     e.model.update_router_bias(load, verdict.ok)
@@ -64,6 +65,8 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
 
     metrics = {f"loss/{key}": mean for key, mean in zip(LOSSES, means, strict=True)}
     metrics |= {"optim/grad_norm": norm, "optim/lr": lr, **load_metrics(load)}
+    if verdict.fill is not None:
+        metrics["moe/slot_fill"] = verdict.fill
     if clipped is not None:
         metrics["optim/qk_clipped_heads"] = clipped
     if e.loss_scale is not None and verdict.loss_scale is not None:

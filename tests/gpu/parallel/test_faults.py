@@ -27,7 +27,7 @@ FAULTS = {
 
 @pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_ends_a_run_on_two_gpus_is_said_within_a_minute(fault: str, tmp_path: Path) -> None:
+def test_a_failure_on_two_gpus_is_reported_within_a_minute(fault: str, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / "text" / f"{i}.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)

@@ -38,7 +38,7 @@ def test_keeping_the_evidence_waits_for_nothing(engine: Callable[..., Engine], c
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_bad_step_is_told_at_the_log_and_replayed(config: Configs, tmp_path: Path, last: bool) -> None:
+def test_a_bad_step_is_reported_at_the_log_and_replayed(config: Configs, tmp_path: Path, last: bool) -> None:
     """Step 5 is logged: nothing is committed after it, and it is run again at once. Step 4 names the command."""
     step = 5 if last else 4
     fault = f"debug.inject={{step: {step}, where: activation, value: inf}}"

@@ -168,7 +168,7 @@ def test_nothing_is_left_behind(engine: Engines, config: Callable[..., Config], 
     with health.inside(3, logged=True):
         result = train_step(e, 3, batch(e, 3), 4)
     assert bool(result.verdict.ok)
-    line = health.tell(3, copy_to_host(health.collect(result.load, result.verdict.ok)))
+    line = health.report(3, copy_to_host(health.collect(result.load, result.verdict.ok)))
     assert all(math.isfinite(line[f"act/kurtosis_{place}"]) for place in ("qkv", "ffn", "block"))
     assert 1e-5 < line["optim/update_ratio"] < 0.1
     if has_fp8:

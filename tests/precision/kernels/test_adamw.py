@@ -180,7 +180,7 @@ COMPILE = """
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from precision.kernels import adamw, update_norms
+from precision.kernels import adamw, gradient_norms, update_norms
 
 def ptx(kernel, tensors, constants, numbers=None, warps=4):
     signature = tensors | (numbers or {}) | dict.fromkeys(constants, "constexpr")
@@ -192,7 +192,8 @@ tensors = {"gradients": "*i64", "steps": "*i64", "decays": "*fp32", "ok": "*i1",
            "factors": "*fp32"}
 ptx(adamw._prepare_kernel, tensors, {"LOG_BETA1": -0.1, "LOG_BETA2": -0.05, "BLOCK": adamw._PREPARED}, {"P": "i32"})
 tensors = {"chunks": "*i32", "gradients": "*i64", "tensors": "*i64", "factors": "*fp32", "ok": "*i1"}
-constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16}
+constants = {"BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "BLOCK": adamw._BLOCK, "BLOCKS": adamw._BLOCKS, "ALIGN": 16,
+             "EVICT": "evict_first"}
 wide = adamw._BLOCK // (4 * 32 * adamw._WARPS)
 count = lambda start, width="v4.b32": sum(start in line and width in line for line in made.splitlines())
 for moment, narrow in ((tl.float32, 0), (tl.bfloat16, 2)):
@@ -211,6 +212,11 @@ constants = {"BLOCK": update_norms._BLOCK, "ALIGN": 16, "MOMENT": tl.float32}
 made = ptx(update_norms._squares_kernel, tensors, constants, warps=update_norms._WARPS)
 wide = update_norms._BLOCK // (4 * 32 * update_norms._WARPS)
 assert count("ld.global") == 3 * wide and ".local" not in made, "16 bytes at a time"
+tensors = {"chunks": "*i32", "gradients": "*i64", "sizes": "*i64", "sums": "*fp32"}
+constants = {"BLOCK": gradient_norms._BLOCK, "ALIGN": 16}
+made = ptx(gradient_norms._squares_kernel, tensors, constants, warps=gradient_norms._WARPS)
+wide = gradient_norms._BLOCK // (4 * 32 * gradient_norms._WARPS)
+assert count("ld.global") == wide and ".local" not in made, "16 bytes at a time"
 tensors = {"ends": "*i64", "sums": "*fp32", "steps": "*i64", "decays": "*fp32", "lr": "*fp32", "norms": "*fp64"}
 made = ptx(update_norms._add_up_kernel, tensors, {"BLOCK": update_norms._AT_ONCE}, {"P": "i32"}, warps=8)
 assert ".local" not in made

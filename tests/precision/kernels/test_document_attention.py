@@ -69,7 +69,7 @@ def test_not_a_number_stays_in_its_document() -> None:
     assert bad.sum() == 20
 
 
-def test_operator_is_what_it_says() -> None:
+def test_operator_passes_opcheck() -> None:
     """Fake results, layouts, autograd: checked by PyTorch."""
     from precision.kernels.attention_ops import document_attention
 

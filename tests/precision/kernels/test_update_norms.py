@@ -1,4 +1,4 @@
-"""The kernels tell the norms that `trainer.optim.update_norms` and torch tell, of what AdamW has just done."""
+"""The kernels return the same norms of an AdamW step as `trainer.optim.update_norms` and torch."""
 
 import math
 
@@ -77,7 +77,7 @@ def test_nothing_was_changed_before_the_first_step() -> None:
     assert [i for i, norm in enumerate(norms[0].tolist()) if norm == 0] == [3, 4], "no step; no elements"
 
 
-def test_parameters_that_moved_are_found_and_steps_go_on() -> None:
+def test_parameters_that_moved_are_found_and_steps_continue() -> None:
     run = Run()
     run.step()
     for i, p in enumerate(run.parameters):  # to addresses that are no multiples of 16

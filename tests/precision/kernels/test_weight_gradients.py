@@ -112,7 +112,7 @@ def test_bf16_is_fp32_rounded_once(recipe: Recipe, name: str, backend: str, kind
 
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["", "e4m3:1:0:0:1"])
-def test_what_the_compiler_is_told_is_so(how: str, out: torch.dtype) -> None:
+def test_hints_to_the_compiler_are_true(how: str, out: torch.dtype) -> None:
     """The operators' stand-ins give the dtype, too."""
     from precision.kernels import ffn_ops, gemm_ops
 

@@ -70,9 +70,9 @@ class Mirror:
     def __init__(self):
         self.log: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-    def there(self, rows: Tensor) -> Tensor:
-        self.log.append((rows.dtype, tuple(rows.shape)))
-        return rows.clone()
+    def there(self, *rows: Tensor) -> list[Tensor]:
+        self.log += [(one.dtype, tuple(one.shape)) for one in rows]
+        return [one.clone() for one in rows]
 
     back = there
 
@@ -89,21 +89,35 @@ def build(config: PrecisionConfig, backend: str) -> tuple[Layer, ScalingArena]:
     return layer, bind(layer, layer.plan, DEVICE)
 
 
-def travel(layer: Layer, made: Operand | Tensor, expert: Tensor, weight: Tensor, add: Tensor, known: bool, way: Mirror):
-    """The experts' layer over a wire."""
+def travel(
+    layer: Layer,
+    made: Operand | Tensor,
+    expert: Tensor,
+    weight: Tensor,
+    add: Tensor,
+    known: bool,
+    way: Mirror,
+    slots: int,
+):
+    """The experts' layer over a wire, in so many slots for each process; 0: in as many rows as there are."""
     kernels = travels_by_kernels(layer.up, layer.down, BF16, FP32)
-    parcels = Parcels.address(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
-    sent, choices = parcels.counts().t().tolist()
-    parcels = parcels.cut(sum(sent))
+    if slots:
+        parcels, wanted = Parcels.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, kernels, slots)
+        assert wanted.tolist() == [int((expert // parcels.each == p).any(1).sum()) for p in range(PROCESSES)]
+        choices = expert.numel() + (200 if kernels else 0)
+    else:
+        parcels = Parcels.address(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
+        sent, each = parcels.counts().t().tolist()
+        parcels, choices = parcels.cut(sum(sent)), sum(each)
     grad = GradFormat.of(layer.down, known) if isinstance(made, Operand) else None
     x, expert_AK, weight_AK = send(made, expert, weight, parcels, way, layer.up, known)
     first_A1 = parcels.process[:, None] * parcels.each  # this process is all of them
     expert_AK = torch.where(expert_AK < parcels.each, expert_AK + first_A1, EXPERTS)
-    y = layer.experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, sum(choices))
+    y = layer.experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
     return bring_back(y, add, parcels, way, grad, FP32)
 
 
-def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> list[Tensor]:
+def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool, slots: int = 0) -> list[Tensor]:
     """Result, gradients and amaxes."""
     begin_step(layer, arena)
     layer.zero_grad()
@@ -116,7 +130,7 @@ def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool) -> 
     if way is None:
         y = layer.experts(made, expert, weight, add)
     else:
-        y = travel(layer, made, expert, weight, add, known, way)
+        y = travel(layer, made, expert, weight, add, known, way, slots)
     y.backward(dy)
     grads = [t.grad for t in (x, add, weight, *layer.parameters()) if t.grad is not None]
     return [y.detach(), *grads, arena.amax.clone()]
@@ -138,6 +152,8 @@ def test_sent_or_in_place(recipe: Recipe, name: str, backend: str) -> None:
         error = float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30))
         limit = 5e-3 if i in (0, 1, 6) else 1e-6  # y, dx and the gain's gradient: sums of two rounded sums
         assert error <= limit, f"tensor {i}: {error:.1e}"
+    for a, b in zip(step(layer, arena, Mirror(), known, slots=T + 11), sent, strict=True):
+        assert torch.equal(a, b), "slots that are not in use change no bit"
     rows = way.log[0][1][0]
     assert T < rows < 2 * T, "a token goes to a process once"
     if name == "bf16":

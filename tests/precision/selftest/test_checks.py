@@ -12,7 +12,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from precision import kernels
 from precision.kernels import norm, topk_experts
-from precision.selftest.table import CHECKS, Check, share_of
+from precision.selftest.checks import CHECKS, Check, share_of
 from precision.selftest.twins import Mismatch, near, same
 
 CPU = torch.device("cpu")

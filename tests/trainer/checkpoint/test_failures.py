@@ -152,7 +152,7 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_else(
     assert [path.name for path in list_checkpoints(folder)] == ["step_00000001", "step_00000003"]
 
 
-def test_training_goes_on_after_a_failed_save(checkpointer: Checkpointer, folder: Path, events: Any) -> None:
+def test_training_continues_after_a_failed_save(checkpointer: Checkpointer, folder: Path, events: Any) -> None:
     folder.parent.mkdir(parents=True)
     folder.write_text("in the way")
     for step in (1, 2):

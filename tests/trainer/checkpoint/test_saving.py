@@ -61,7 +61,7 @@ def test_views_shared_memory_and_transposes_come_back(checkpointer: Checkpointer
     assert_same(back, {name: tensor.detach().clone().contiguous() for name, tensor in state.items()})
 
 
-def test_a_model_its_optimizer_and_the_rng_go_on_identically(checkpointer: Checkpointer, assert_same: Any) -> None:
+def test_a_model_its_optimizer_and_the_rng_resume_identically(checkpointer: Checkpointer, assert_same: Any) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
         return model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True)
@@ -221,7 +221,7 @@ def test_the_newest_are_kept_and_a_saved_step_is_not_saved_again(
     assert [step for _, step, _, _ in events.heard] == [1, 2, 3, 4]
 
 
-def test_a_smaller_keep_says_what_the_next_save_deletes(folder: Path, events: Any) -> None:
+def test_a_smaller_keep_reports_what_the_next_save_deletes(folder: Path, events: Any) -> None:
     first = Checkpointer(folder, 0, events)
     for step in (1, 2, 3, 4):
         first.save(step, {"t": torch.tensor(step)}, {})
@@ -229,8 +229,8 @@ def test_a_smaller_keep_says_what_the_next_save_deletes(folder: Path, events: An
     events.heard.clear()
     Checkpointer(folder, 4, events).announce(4)  # as before: each save replaces one
     Checkpointer(folder, 2, events).announce(4, before=2)  # the row began with step 1
-    told = [message for _, _, message, _ in events.heard]
-    assert told == ["checkpoint.keep=2: the next save deletes 2 checkpoints, step_00000002 to step_00000003"]
+    messages = [message for _, _, message, _ in events.heard]
+    assert messages == ["checkpoint.keep=2: the next save deletes 2 checkpoints, step_00000002 to step_00000003"]
     again = Checkpointer(folder, 2, events)
     again.save(5, {"t": torch.tensor(5)}, {}, before=2)
     again.close()

@@ -89,7 +89,7 @@ def test_an_array_over_several_lines_is_named_as_one(files: DataConfig, given: b
     assert "line 2" not in str(error.value)
 
 
-def test_a_missing_column_is_said_without_nested_brackets(files: DataConfig) -> None:
+def test_a_missing_column_is_reported_without_nested_brackets(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c", "id": 3}'] * 9))
     says = "x.jsonl, first at line 1, which has content, id: no key text, which data.text_column names; correct that"
     with pytest.raises(ValueError, match=says) as error:
@@ -213,14 +213,14 @@ def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(file
         prepare(replace(lenient, text_column="body"), 512)
 
 
-def test_files_that_say_nothing_of_what_they_are(files: DataConfig) -> None:
+def test_files_without_a_known_suffix(files: DataConfig) -> None:
     (folder(files) / "x.data").write_bytes(b"\n".join(GOOD))
     with pytest.raises(ValueError, match=r"data\.format=auto: x\.data does not say by its name .*data\.format=jsonl"):
         prepare(files, 512)
     assert count(prepare(replace(files, format=Format.jsonl), 512)) == len(GOOD)
 
 
-def test_nothing_held_out_is_said(files: DataConfig) -> None:
+def test_nothing_held_out_is_reported(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join(GOOD[:3]))
     with pytest.raises(ValueError, match=r"data\.validation_fraction=0\.001: leaves nothing of files to hold out"):
         prepare(replace(files, validation_fraction=0.001), 512)

@@ -11,22 +11,17 @@ import numpy as np
 import pytest
 
 from trainer.data import Bins, DamagedShard, Prepared, check_whole
-from trainer.data.shard_writer import write_bins
+from trainer.data.shard_writer import ShardWriter
 from trainer.data.verified import ALONE
 
 
 def write(path: Path, documents: list[list[list[int]]], vocab_size: int = 1000) -> Bins:
-    pieces = [(np.array(p), p is document[-1]) for document in documents for p in document]
-    write_bins(
-        path,
-        pieces,
-        vocab_size=vocab_size,
-        end_of_text=0,
-        num_text_bytes=1,
-        source="here",
-        tokenizer_hash="t",
-        source_fingerprint="s",
-    )
+    facts = {"source": "here", "vocab_size": vocab_size, "end_of_text": 0, "tokenizer_hash": "t"}
+    writer = ShardWriter(path, source_fingerprint="s", **facts)  # type: ignore[arg-type]
+    for document in documents:
+        for piece in document:
+            writer.add(np.array(piece), piece is document[-1], 1)
+    writer.close()
     return Bins.open(path, "t")
 
 

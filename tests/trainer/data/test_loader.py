@@ -60,7 +60,7 @@ def test_each_token_is_a_target_exactly_once_an_epoch(bins: Bins, sequence_lengt
     assert bins.num_tokens - 1 - num_windows * sequence_length < sequence_length
 
 
-def test_a_batch_over_the_end_of_an_epoch_goes_on_with_the_next(bins: Bins) -> None:
+def test_a_batch_over_the_end_of_an_epoch_continues_with_the_next(bins: Bins) -> None:
     whole, parts = Loader(bins, 16, 187, seed=0), Loader(bins, 16, 100, seed=0)
     assert bins.num_windows(16) == 187
     first, second = whole.next(), whole.next()

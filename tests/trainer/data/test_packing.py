@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.data import Bins, DataConfig, Loader, Prepared, Source, prepare
 from trainer.data.bins import Shard
-from trainer.data.shard_writer import write_bins
+from trainer.data.shard_writer import ShardWriter
 
 MakeData = Callable[..., DataConfig]
 
@@ -86,7 +86,7 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [result.folder]
 
 
-def test_a_worker_that_is_killed_is_told_and_what_is_done_is_kept(
+def test_a_killed_worker_is_reported_and_finished_shards_are_kept(
     make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["trainer.data.prepare"], "REPORT_SECONDS", 0)
@@ -174,8 +174,10 @@ def test_a_large_vocabulary_takes_four_bytes(make_data: MakeData, tmp_path: Path
 def test_a_seam_is_one_token(tmp_path: Path) -> None:
     facts = {"source": "x", "vocab_size": 99, "end_of_text": 0, "tokenizer_hash": "t", "source_fingerprint": "s"}
     for n, documents in enumerate([[[1, 2], [3]], [[4]], [[5, 6]]]):
-        pieces = [(np.array(ids), True) for ids in documents]
-        write_bins(tmp_path / f"train-{n}.bin", pieces, num_text_bytes=1, **facts)
+        writer = ShardWriter(tmp_path / f"train-{n}.bin", **facts)  # type: ignore[arg-type]
+        for ids in documents:
+            writer.add(np.array(ids), True, 1)
+        writer.close()
     bins = Bins.open(sorted(tmp_path.glob("*.bin")), "t")
     assert bins.tokens.tolist() == [0, 1, 2, 0, 3, 0, 4, 0, 5, 6, 0]
     assert bins.num_windows(2) == 5

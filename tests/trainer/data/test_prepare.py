@@ -178,7 +178,7 @@ def test_a_damaged_file_is_named_and_left_out_only_if_that_is_allowed(
         prepare(data, 300)
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_of_it(make_config: MakeConfig, own_corpus: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(make_config: MakeConfig, own_corpus: Path) -> None:
     data = make_config(own_corpus)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -231,7 +231,7 @@ def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpu
         prepare(data, 300)
 
 
-def test_a_folder_that_is_not_prepared_is_not_said_to_be_deleted(make_config: MakeConfig, own_corpus: Path) -> None:
+def test_advice_keeps_a_folder_that_is_not_prepared_data(make_config: MakeConfig, own_corpus: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it[^\n]*or read text with") as as_bins:
         prepare(make_config(own_corpus, source=Source.bins), 300)
     with pytest.raises(ValueError, match="exists, and is not prepared data: name a folder that does not exist") as out:
@@ -272,7 +272,7 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(
         prepare(make_config(tmp_path / "corpus", validation_fraction=fraction), 300)
 
 
-def test_a_text_too_small_for_the_vocabulary_is_said(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_text_too_small_for_the_vocabulary_warns(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("tiny = 1\n")
     with pytest.warns(UserWarning, match=r"model\.vocab_size=4096: the text gives a tokenizer of only \d+"):

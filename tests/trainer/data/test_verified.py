@@ -147,7 +147,7 @@ def test_nodes_with_copies_of_their_own_read_them_all(data: DataConfig, hashed: 
     assert f"{other / 'train-00001.bin'}: the contents are not those" in str(found)
 
 
-def test_a_folder_that_cannot_be_written_is_said(
+def test_a_folder_that_cannot_be_written_is_reported(
     data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(prepare(data, 300).folder, tmp_path / "copy", copy_function=shutil.copyfile)

@@ -155,7 +155,7 @@ def test_a_host_launches_no_faster_for_small_microbatches(moonlight: tuple[Confi
     assert cost(config, moonlight[1], Degrees(pipeline=8), H200S).compute == pytest.approx(HOST * 27 * 8)
 
 
-def test_layouts_with_stages_are_what_a_dry_run_says(moonlight: tuple[Config, Plan]) -> None:
+def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> None:
     """Memory and bubble, of layouts that a run accepts."""
     config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
     machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)

@@ -60,7 +60,7 @@ def test_nothing_is_unusual_about_a_sensible_run() -> None:
         ("trainer.sequence_length=512", 6_000_000_000, 1_500_000, "trainer.sequence_length=512: a document has 4,000"),
     ],
 )
-def test_what_is_unusual_is_said_with_its_source(
+def test_unusual_settings_are_reported_with_their_source(
     changed: str, tokens: int | None, documents: int | None, says: str
 ) -> None:
     lines = [line for line in unusual(sensible(changed), tokens, documents) if line.startswith(says)]

@@ -261,7 +261,7 @@ def test_a_dry_run_of_one_process_takes_the_fewest_ranks_that_go_together(config
     assert says in report(made, check(made))
 
 
-def test_ranks_are_told_that_auto_would_take_transformer_engine(config: Make, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_warn_that_auto_would_take_transformer_engine(config: Make, monkeypatch: pytest.MonkeyPatch):
     """On a chip newer than Hopper."""
     monkeypatch.setattr(preflight, "target", lambda _: Target(Gpu("NVIDIA B200", (10, 0)), 2.0**37))
     monkeypatch.setattr("trainer.forecast.preflight.build_problem", lambda: None)
@@ -288,7 +288,7 @@ def test_degrees_that_do_not_go_with_the_batch_are_refused_by_a_dry_run_too(conf
         report(made, check(made))
 
 
-def test_a_gpu_without_a_compiler_is_told_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_a_compiler_is_reported_before_training(config: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preflight, "build_problem", lambda: "no compiler; install one")
     check(config("trainer.device=cpu"))
     monkeypatch.setattr(preflight, "target", lambda _: Target(Gpu("NVIDIA A100", (8, 0)), 2.0**36))
@@ -378,7 +378,7 @@ def test_settings_without_effect_are_named(config: Make, keys: list[str], ranks:
     assert len(lines) == (says is not None) and (says is None or says in lines[0])
 
 
-def test_settings_without_effect_are_said_at_the_start_and_by_a_dry_run(config: Make):
+def test_settings_without_effect_are_reported_at_the_start_and_by_a_dry_run(config: Make):
     made = config("data.stop=all_exhausted", "trainer.max_steps=1", "health.every=0", "precision=fp32")
     (line,) = without_effect(made, 1)
     assert report(made, check(made)).endswith(f"\n{line}") and "no effect" not in report(config(), check(config()))

@@ -41,18 +41,18 @@ def said(alerts: Alerts, *values: dict[str, float] | float | None, first: int = 
     return [(alert.step, alert.message) for line in lines for alert in alerts.see(line)]
 
 
-def test_what_lasts_is_said_once() -> None:
+def test_a_lasting_condition_alerts_once() -> None:
     assert said(Alerts([Above()]), 0, 2, 3, 4, *[5] * 50) == [(20, "a is 2")]
 
 
-def test_it_is_said_again_after_it_was_well() -> None:
+def test_it_alerts_again_after_a_recovery() -> None:
     well = [0] * QUIET
     assert said(Alerts([Above()]), 2, *well, 3) == [(10, "a is 2"), (10 * QUIET + 20, "a is 3")]
     assert said(Alerts([Above()]), 2, *well[1:], 3, *well[1:], 3) == [(10, "a is 2")]  # not well for long enough
     assert said(Alerts([Above()]), 2, *[None] * 50, 3) == [(10, "a is 2")]  # lines that say nothing about it
 
 
-def test_what_lasts_is_said_again_every_so_many_steps() -> None:
+def test_a_lasting_condition_alerts_again_after_repeat_steps() -> None:
     assert [step for step, _ in said(Alerts([Above()], repeat=100), *[2] * 25)] == [10, 110, 210]
     assert [step for step, _ in said(Alerts([AboveOnce()], repeat=100), *[2] * 25)] == [10]
 
@@ -84,7 +84,7 @@ def test_a_history_forgets_what_comes_again() -> None:
     assert (history.steps, history.values, history.last) == ([2, 3], [2.0, 5.0], (3, 5.0))
 
 
-def test_a_run_that_goes_on_knows_the_lines_before(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_the_lines_before(tmp_path: Path) -> None:
     """Also with lines that are cut off, without a file, and with NaN as JSON has it."""
     metrics, tensors = tmp_path / "metrics.jsonl", tmp_path / "tensors.jsonl"
     lines = [{"step": 10, "x": {"a": 2.0}}, {"step": 10, "loss/validation": None}, {"step": 20, "x": {"a": 3.0}}]
@@ -114,7 +114,7 @@ def test_names_are_found_however_long_the_file_is(tmp_path: Path, monkeypatch: p
     assert rule.rows[-1] == {"step": 1000, "fp8": {"scale": [1.0]}, "names": {"fp8": ["a"]}}
 
 
-def test_a_healthy_run_says_nothing_and_one_that_diverges_does(config: Configs) -> None:
+def test_a_healthy_run_raises_no_alert_and_one_that_diverges_does(config: Configs) -> None:
     """Whole runs: 22 steps with a fitting learning rate, 6 with one a thousand times too high, which then resumes."""
 
     def alerts_of(run: Path) -> list[dict]:

@@ -69,7 +69,7 @@ def train(config: Config, watched: bool, compiler: Any = None) -> tuple[dict[str
         assert bool(result.verdict.ok) and not is_sampled()
         if watched:
             collected = health.collect(result.load, result.verdict.ok)
-            line = health.tell(step, {k: v.tolist() for k, v in collected.items()})
+            line = health.report(step, {k: v.tolist() for k, v in collected.items()})
             written.append(line | entries[-1])
     return everything(engine), written
 
@@ -188,7 +188,7 @@ def test_saturation_shows_before_the_scale_knows(config: Configs) -> None:
         layer.weight.mul_(1000)
     with health.inside(2, logged=True):
         result = train_step(engine, 2, batches()[1], 2)
-    found = health.tell(2, {k: v.tolist() for k, v in health.collect(result.load, result.verdict.ok).items()})
+    found = health.report(2, {k: v.tolist() for k, v in health.collect(result.load, result.verdict.ok).items()})
     assert found["fp8/saturated_worst"] > 0.9
     row = written[0]["names"]["fp8"].index("layers.0.attn.q:weight")
     assert written[1]["fp8"]["saturated"][row] > 0.9 and written[1]["fp8"]["error"][row] > 0.9

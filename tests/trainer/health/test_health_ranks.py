@@ -76,7 +76,7 @@ def train(config: Config, world: World, every: int) -> tuple[list[Tensor], dict[
             result = train_step(engine, step, engine.share_of(tokens), 1)
         assert bool(result.verdict.ok)
         if every:
-            said |= health.tell(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
+            said |= health.report(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
     return state(engine), said
 
 
@@ -137,7 +137,7 @@ def test_every_tensor_is_seen(said: dict[str, dict[str, Any]], name: str) -> Non
     assert [sum(block) for block in line["load"]] == [BATCH * 24 * 2] * 2
 
 
-def test_one_process_says_the_same(said: dict[str, dict[str, Any]]) -> None:
+def test_one_process_reports_the_same(said: dict[str, dict[str, Any]]) -> None:
     """Of the same tokens: the ranks' first sequences."""
     engine = build_engine(config_of(["precision=fp8_block"]), CPU)
     first, second = batches()

@@ -42,7 +42,7 @@ def test_a_slice_is_metered_by_the_whole(nvml) -> None:
     assert gpu.sliced and gpu.uuid == f"GPU-{OTHER}" and gpu.watts() == 650
 
 
-def test_what_a_gpu_says(nvml) -> None:
+def test_readings_of_a_gpu(nvml) -> None:
     nvml.add(f"GPU-{UUID}").set(energy=2**40 + 500, reasons=0x44, ecc=2, memory_temperature=85, sm_clock=1400)
     gpu = find_by(UUID)
     assert gpu.joules() == (2**40 + 500) / 1e3  # 64 bits arrive whole
@@ -52,13 +52,13 @@ def test_what_a_gpu_says(nvml) -> None:
     assert gpu.reasons() == ours.POWER_CAP | 0x40 and gpu.ecc_errors() == 2
 
 
-def test_an_old_driver_says_the_same_under_old_names(load_nvml: Callable) -> None:
+def test_an_old_driver_gives_the_same_under_old_names(load_nvml: Callable) -> None:
     load_nvml("OLD").add(f"GPU-{UUID}").set(reasons=0x08, temperature=51)
     gpu = find_by(UUID)
     assert (gpu.reasons(), gpu.celsius()) == (0x08, 51)
 
 
-def test_what_is_refused_for_good_is_not_asked_again_and_the_rest_goes_on(nvml) -> None:
+def test_a_refused_reading_is_not_asked_again_and_the_rest_continues(nvml) -> None:
     fake = nvml.add(f"GPU-{UUID}")
     fake.refuse(pynvml.NVML_ERROR_NOT_SUPPORTED, "energy", "memory_temperature", "reasons", "ecc", "limit")
     fake.refuse(pynvml.NVML_ERROR_NO_PERMISSION, "sm_clock")

@@ -28,7 +28,7 @@ CPU = World(torch.device("cpu"))
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Time that passes when told."""
+    """Time that the test advances."""
     now = [1000.0]
     monkeypatch.setattr(power.time, "perf_counter", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
@@ -75,7 +75,7 @@ def test_without_a_counter_power_is_the_mean_of_the_readings(nvml, clock) -> Non
     assert samples(sampler(), gpu, clock, {"power": 500_000}, {"power": 700_000}).watts == pytest.approx(500)
 
 
-def test_a_driver_that_was_loaded_anew_starts_its_counter_anew(nvml, clock) -> None:
+def test_a_reloaded_driver_restarts_its_counter(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
     assert samples(sampler(), gpu, clock, {"energy": 5}).watts == pytest.approx(500)  # the readings
 
@@ -134,7 +134,7 @@ def test_what_throttling_costs_is_measured_by_the_clock(nvml, clock) -> None:
     assert samples(s, gpu, clock, capped).speed == pytest.approx(0.9)
 
 
-def test_what_a_gpu_does_not_say_is_left_out_and_the_rest_stays(nvml, clock) -> None:
+def test_readings_that_a_gpu_lacks_are_left_out_and_the_rest_stays(nvml, clock) -> None:
     gpu = nvml.add(f"GPU-{UUID}")
     gpu.refuse(pynvml.NVML_ERROR_NOT_SUPPORTED, "reasons", "memory_temperature", "ecc")
     reading = samples(sampler(), gpu, clock, {"energy": 10**9 + 600_000})
@@ -189,7 +189,7 @@ def test_ranks_together_power_is_added_up_and_else_the_worst_counts() -> None:
     }
 
 
-def test_what_a_token_costs_is_not_said_if_a_gpu_is_not_metered() -> None:
+def test_energy_per_token_is_left_out_if_a_gpu_is_not_metered() -> None:
     together = combine([A, Reading()], False, tokens=1000, seconds=2.0, steps=4)
     assert together["gpu/power_watts"] == 600 and "gpu/joules_per_token" not in together
     assert combine([Reading()], True, 1000, 2.0, 4) == {}
@@ -232,7 +232,7 @@ def test_a_gpu_that_ranks_share_is_metered_once(nvml) -> None:
 @pytest.mark.parametrize(
     ("switch", "device", "why"), [("auto", "cpu", "no GPU"), ("false", "cuda", "health.power.enabled=false")]
 )
-def test_off_on_a_cpu_and_when_asked_is_said_in_the_log_alone(
+def test_off_on_a_cpu_and_when_asked_is_reported_in_the_log_alone(
     switch: str, device: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, world = PowerConfig(Switch(switch), 1.0), World(torch.device(device))
@@ -247,7 +247,7 @@ def test_off_on_a_cpu_and_when_asked_is_said_in_the_log_alone(
 
 
 @pytest.mark.usefixtures("here")
-def test_without_nvml_a_run_on_a_gpu_says_so_once(nvml) -> None:
+def test_without_nvml_a_run_on_a_gpu_reports_it_once(nvml) -> None:
     nvml.fail_init(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     found = find_gpus(PowerConfig(Switch.auto, 1.0), Pair("cuda", ("", "NVML cannot be used")))
     events: list[Any] = []
@@ -259,7 +259,7 @@ def test_without_nvml_a_run_on_a_gpu_says_so_once(nvml) -> None:
     meter.close()
 
 
-def test_a_gpu_lost_on_another_rank_is_said_once_and_the_others_go_on() -> None:
+def test_a_gpu_lost_on_another_rank_is_reported_once_and_the_others_continue() -> None:
     events: list[Any] = []
     world = Pair("cuda", Reading(lost=1.0).row())
     config = PowerConfig(Switch.auto, 1.0)

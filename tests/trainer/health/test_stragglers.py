@@ -27,7 +27,7 @@ def test_the_slowest_is_held_against_the_median_of_the_others() -> None:
     }  # fmt: skip
 
 
-def test_what_is_not_measured_is_not_said() -> None:
+def test_what_is_not_measured_is_left_out() -> None:
     assert set(compare([math.nan] * 2, [0.0, 0.1], [Reading()] * 2)) == {"ranks/data_wait", "ranks/data_rank"}
     assert set(compare([1.0, 2.0], [0.0, 0.1], [Reading()] * 2)) >= {"ranks/gpu_rank", "ranks/gpu_slowness"}
     assert Stragglers(World(CPU), compares=True).read(1.0, []) == {}, "a process alone"

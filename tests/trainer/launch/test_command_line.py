@@ -192,7 +192,7 @@ def test_a_sweep_whose_second_run_has_no_place_trains_none(
     assert recorder.runs == []
 
 
-def test_runs_of_a_sweep_do_not_go_on_in_one_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
+def test_runs_of_a_sweep_do_not_share_a_folder(call: Call, recorder: Recorder, capsys: pytest.CaptureFixture[str]):
     assert call("-m", "trainer.seed=2,3", "run.resume=runs/x") == 2
     assert "run.resume=runs/x: 2 runs of the sweep would continue in one folder; " in capsys.readouterr().err
     assert recorder.runs == []
@@ -355,7 +355,7 @@ def test_the_exception_that_a_refusal_advises_is_accepted(call: Call, capsys: py
     assert call(*arguments, advice) == 0
 
 
-def test_help_that_nobody_reads_to_the_end_is_no_error(tmp_path: Path):
+def test_help_with_a_closed_reader_is_no_error(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(ROOT / "train.py"), "--help"]

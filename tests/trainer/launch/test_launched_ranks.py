@@ -105,7 +105,7 @@ def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str
         Launch.read(environment)
 
 
-def test_a_world_of_one_asks_nobody():
+def test_a_world_of_one_sends_no_message():
     world = World(torch.device("cpu"))
     with world.first_of_node_goes_ahead():
         assert (world.share(3), world.gather(3), world.on_first(lambda: 4)) == (3, [3], 4)
@@ -127,7 +127,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run: Run):
+def test_what_ends_one_ends_all_and_is_reported_once(fault: str, tmp_path: Path, run: Run):
     began = time.monotonic()
     code, out, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault], tmp_path)
     expected, says = FAULTS[fault]
@@ -158,14 +158,16 @@ def test_what_ends_one_ends_all_and_is_said_once(fault: str, tmp_path: Path, run
         ("wrong", 2, r"octet: error: optim.lr=9: too large; lower it"),
     ],
 )
-def test_nobody_waits_for_one_that_ends_before_it_comes(fault: str, expected: int, says: str, tmp_path: Path, run: Run):
+def test_no_rank_waits_for_one_that_ends_before_it_comes(
+    fault: str, expected: int, says: str, tmp_path: Path, run: Run
+):
     began = time.monotonic()
     code, _, err = run([*QUIET, *TWO, PROGRAM, "runs", "a", fault, "6", "300"], tmp_path)
     assert code == expected and time.monotonic() - began < 25, "torchrun waits for 30 s"
     assert re.fullmatch(says, re.sub(r"process \d+", "process N", " ".join(said(err)))), err
 
 
-def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Path, start: Start):
+def test_a_signal_before_training_also_ends_ranks_that_cannot_handle_it(tmp_path: Path, start: Start):
     process = start([*QUIET, *TWO, PROGRAM, "runs", "a", "waits", "6", "300"], tmp_path)
     for rank in range(2):
         wait_for(tmp_path / "runs" / f"rank{rank}", process)
@@ -189,7 +191,7 @@ def test_a_signal_before_training_ends_those_who_cannot_hear_it_too(tmp_path: Pa
         (["--max_restarts=1"], ["parallel=fsdp"], "error: --max-restarts=1: a run without a name"),
     ],
 )
-def test_a_mistake_is_said_once_and_every_process_exits_with_2(
+def test_a_mistake_is_reported_once_and_every_process_exits_with_2(
     options: list[str], arguments: list[str], says: str, tmp_path: Path, run: Run
 ):
     code, out, err = run([*QUIET, *TWO, *options, TRAIN, *arguments], tmp_path)
@@ -225,7 +227,7 @@ def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_two_is_stopped_saved_killed_and_goes_on_by_itself(overrides: Any, tmp_path: Path, start: Start):
+def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: Any, tmp_path: Path, start: Start):
     common = overrides("parallel=fsdp", "run.name=a", "checkpoint.every=4", "data.cache_dir=cache")
     common = [word for word in common if not word.startswith("logging.console")]
     folder = tmp_path / "runs" / "a"
@@ -287,7 +289,7 @@ def test_a_node_without_a_gpu_asks_how_many_processes(code_of_it: int, tmp_path:
         ({"PROCESSES": "2"}, "octet: error: HEAD: which machine do they meet at? set HEAD=HOST:PORT\n"),
     ],
 )
-def test_what_a_launch_script_is_told_wrongly_is_one_line(tmp_path: Path, place: dict[str, str], says: str, run: Run):
+def test_mistakes_of_a_launch_script_are_one_line(tmp_path: Path, place: dict[str, str], says: str, run: Run):
     assert run([NODES], tmp_path, **place) == (2, "", says)
 
 

@@ -23,6 +23,7 @@ from trainer.launch.command_line import guarded
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
 from trainer.launch.liveness.exit_report import this_process
+from trainer.launch.liveness.job_store import JobStore
 from trainer.launch.liveness.rank_group import RankGroup
 from trainer.launch.world import init
 
@@ -123,7 +124,7 @@ def test_a_missing_import_keeps_its_traceback_and_ends_all(pair: Pair, who: int)
 
 
 @pytest.mark.parametrize("who", [1, 2])
-def test_a_mistake_is_said_once(pair: Pair, who: int) -> None:
+def test_a_mistake_is_reported_once(pair: Pair, who: int) -> None:
     """Of one rank, or (2) of both: then rank 0 says it."""
     pair.start("mistake", who)
     said = {rank: pair.end(rank) for rank in (0, 1)}
@@ -164,31 +165,27 @@ def test_the_others_do_not_wait_for_what_a_failed_rank_puts_away(pair: Pair, who
     assert screen.count(line) == 1 and "Traceback" in screen and line not in other
 
 
-def watch_of(monkeypatch: pytest.MonkeyPatch, gone: list[Any], **store: Any) -> heartbeat.Watch:
-    """Of rank 0, over rank 1; whom it takes for dead comes into `gone`."""
+def heartbeat_of(monkeypatch: pytest.MonkeyPatch, gone: list[Any], **keys: str) -> heartbeat.Heartbeat:
+    """Of rank 0, over rank 1, with a store of these keys; ranks that it takes for dead are added to `gone`."""
     launch = Launch(size=2, local_size=2)
-    crew = SimpleNamespace(
-        launch=launch, name=lambda *key: "/".join(map(str, key)), phase_of=lambda rank: store["phase"]
-    )
-    reads = SimpleNamespace(check=lambda keys: keys[0] in store, get=lambda key: store[key].encode())
-    watch = heartbeat.Watch(cast(Any, crew), cast(Any, reads))
-    monkeypatch.setattr(watch, "_gone", lambda rank, process, descriptor: gone.append(rank))
-    monkeypatch.setattr(watch, "_end", lambda rank, how: gone.append(how))
-    return watch
+    held = {f"octet/{launch.attempt}/{key}": value.encode() for key, value in keys.items()}
+    store = SimpleNamespace(check=lambda names: names[0] in held, get=held.__getitem__)
+    beat = heartbeat.Heartbeat(cast(Any, SimpleNamespace(launch=launch)), JobStore(launch, cast(Any, store)))
+    monkeypatch.setattr(beat, "_gone", lambda rank, process, descriptor: gone.append(rank))
+    monkeypatch.setattr(beat, "_end", lambda rank, how: gone.append(how))
+    return beat
 
 
 @pytest.mark.parametrize(
     ("phase", "looks", "why"), [("", 9, " 45 s (is its node"), ("compiling", 120, " 600 s, while c")]
 )
-def test_silence_is_no_death_in_a_phase_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, phase: str, looks: int, why: str
-) -> None:
+def test_silence_in_a_phase_is_no_death(monkeypatch: pytest.MonkeyPatch, phase: str, looks: int, why: str) -> None:
     gone: list[Any] = []
-    watch = watch_of(monkeypatch, gone, phase=phase, **{"pulse/1": "7|3|here"})
+    beat = heartbeat_of(monkeypatch, gone, **{"pulse/1": "7|3|here", "phase/1": phase})
     for _ in range(looks):
-        watch._listen()
+        beat._check_pulses()
     assert gone == []
-    watch._listen()
+    beat._check_pulses()
     assert len(gone) == 1 and f"has given no sign of life for{why}" in gone[0]
 
 
@@ -196,9 +193,9 @@ def test_a_number_of_a_process_means_nothing_in_another_namespace(monkeypatch: p
     """A neighbour in another container, whose process number is unused here, is not gone."""
     host, _, namespace = this_process()
     gone: list[Any] = []
-    watch_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 pid:[1]"})._meet()
+    heartbeat_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 pid:[1]"})._meet()
     assert gone == []
-    watch_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 {namespace}"})._meet()
+    heartbeat_of(monkeypatch, gone, **{"who/1": f"{host} 999999999 {namespace}"})._meet()
     assert gone == [1]
 
 

@@ -267,7 +267,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs: Path, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_the_checkpoint_says_what_it_was_trained_with_and_not_the_run_folder(runs: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_records_its_training_and_not_the_run_folder(runs: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     (copied / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "tokenizer.json"):

@@ -188,7 +188,7 @@ def test_fp8_is_dequantised_and_comes_out_as_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ["in", "it's in (here), $HOME"])
-def test_a_run_can_be_told_to_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_run_can_start_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = tmp_path / "published"
     tensors, config = published(folder, True, {})
     write(folder, tensors, config)

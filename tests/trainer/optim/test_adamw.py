@@ -166,7 +166,7 @@ def test_with_the_kernel_it_is_the_same_optimizer(monkeypatch: pytest.MonkeyPatc
             torch.testing.assert_close(state[key], tensor)
 
 
-def test_whoever_made_something_of_a_parameter_can_tell_that_it_changed() -> None:
+def test_a_step_marks_parameters_as_changed() -> None:
     model, optimizer = model_and_optimizer()
     before = [p._version for p in model.parameters()]
     backward(model)

@@ -143,7 +143,7 @@ def test_a_resumed_run_clips_on(config: Configs) -> None:
     assert all(torch.equal(*pair) for pair in zip(weights(through), weights(second), strict=True))
 
 
-def test_what_cannot_be_clipped_is_said(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_clipped_is_reported(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     for tau in ("0", "-1", "inf", "nan"):
         with pytest.raises(UserError, match=r"optim.qk_clip=.*: out of range; set a number above 0"):
             check(config(f"optim.qk_clip={tau}"))

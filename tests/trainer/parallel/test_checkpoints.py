@@ -345,7 +345,7 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_used(played: Path) -
     assert losses(played, "damaged")[:7] == pytest.approx(losses(played, "whole")[:7], abs=1e-5)
 
 
-def test_a_run_of_ranks_begins_from_weights_and_goes_on_in_another_precision(played: Path) -> None:
+def test_a_run_of_ranks_begins_from_weights_and_resumes_in_another_precision(played: Path) -> None:
     said = [event["message"] for event in lines(played / "runs" / "from" / "events.jsonl")]
     assert any(m.startswith("weights from") and "runs/a/checkpoints/step_00000008" in m for m in said), said
     assert any("precision recipe bf16 -> fp8_delayed" in m for m in said), said

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step keeps what is not finite."""
+"""What ranks exchange in a step keeps non-finite numbers."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -224,7 +224,7 @@ def test_amax_and_scale_of_a_weight_are_those_of_all_its_parts(runs: dict[int, A
 
 
 @pytest.mark.parametrize("name", ["plain tensor", "plain tensor expert", "q latent tensor"])
-def test_a_rank_of_a_tensor_group_holds_what_the_forecast_says(runs: dict[int, Any], name: str) -> None:
+def test_a_rank_of_a_tensor_group_holds_what_is_forecast(runs: dict[int, Any], name: str) -> None:
     held, forecast = runs[2][name]["held"]
     assert held == forecast < runs[1]["plain"]["held"][0]
 

@@ -20,7 +20,7 @@ Configs = Callable[..., Config]
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """Of one process, whose experts are elsewhere as far as the code can tell."""
+    """Of one process, whose experts seem to be elsewhere to the code."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD

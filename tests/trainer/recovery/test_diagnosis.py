@@ -143,7 +143,7 @@ def test_a_later_microbatch_and_its_text(config: Configs) -> None:
     assert text_at(trainer, event["tokens"][0]).startswith(event["text"].removesuffix("..."))
 
 
-def test_what_does_not_come_again_is_said(config: Configs) -> None:
+def test_what_does_not_come_again_is_reported(config: Configs) -> None:
     trainer = Trainer(config(*FP8))
     tokens = trainer.run.loader.next()
     poison(trainer.run.engine, tokens[2:3], times=1)
@@ -181,8 +181,8 @@ class Run:
         result = train_step(self.engine, step, tokens, self.config.trainer.microbatch_size)
         self.verdicts.append((result.verdict, self.loader.served))
 
-    def tell(self) -> list[BadStep]:
-        return self.diagnosis.tell([pair for pair in self.verdicts if not bool(pair[0].ok)])
+    def report(self) -> list[BadStep]:
+        return self.diagnosis.report([pair for pair in self.verdicts if not bool(pair[0].ok)])
 
 
 def test_no_step_waits_for_the_host(config: Configs) -> None:
@@ -201,16 +201,16 @@ def test_what_is_kept_until_the_host_looks(config: Configs) -> None:
     run = Run(config(*FP8, f"debug.inject={{step: 2, steps: {bad}, where: activation, value: inf}}"))
     for step in range(1, bad + 2):
         run.step(step)
-    told = run.tell()
-    assert [step.place for step in told] == ["layers.1.attn (forward)"] * bad
-    assert ["amax" in step.what for step in told] == [True] * (KEPT - 1) + [False, True]
-    assert told[KEPT - 1].what["windows"] == [4 * KEPT, 4 * KEPT + 3], "all of the step"
-    assert "too many" in told[KEPT - 1].details[0]
-    assert told[-1].what["windows"] == [4 * bad, 4 * bad + 1]
-    assert [step.what.get("elements") for step in told] == [1] + [None] * (bad - 1), "one is run again, not all"
+    reports = run.report()
+    assert [step.place for step in reports] == ["layers.1.attn (forward)"] * bad
+    assert ["amax" in step.what for step in reports] == [True] * (KEPT - 1) + [False, True]
+    assert reports[KEPT - 1].what["windows"] == [4 * KEPT, 4 * KEPT + 3], "all of the step"
+    assert "too many" in reports[KEPT - 1].details[0]
+    assert reports[-1].what["windows"] == [4 * bad, 4 * bad + 1]
+    assert [step.what.get("elements") for step in reports] == [1] + [None] * (bad - 1), "one is run again, not all"
     run.verdicts.clear()
     run.step(bad + 2)
-    assert run.tell() == []
+    assert run.report() == []
 
 
 def test_weights_that_have_moved_on_name_the_command(config: Configs) -> None:
@@ -218,7 +218,7 @@ def test_weights_that_have_moved_on_name_the_command(config: Configs) -> None:
     for step in (1, 2, 3):
         run.step(step)
     before = run.engine.arena.amax.clone()
-    (bad,) = run.tell()
+    (bad,) = run.report()
     assert "elements" not in bad.what and bad.what["windows"] == [4, 5]
     assert "python scripts/replay_step.py runs/run 2" in bad.line(2)
     assert torch.equal(run.engine.arena.amax, before)
@@ -236,7 +236,7 @@ def main(keys: list[str], out: Path) -> None:
     run.loader.cursor -= 4
     poison(run.engine, tokens[3:4])
     run.step(2)
-    (bad,) = run.tell()
+    (bad,) = run.report()
     run.verdicts.clear()
     run.step(3)
     assert math.isfinite(float(run.engine.optimizer.norms(torch.tensor(True))[0])) and bool(run.verdicts[0][0].ok)
@@ -249,7 +249,7 @@ def main(keys: list[str], out: Path) -> None:
 
 
 def test_the_rank_it_came_from(overrides: Small, start_ranks: Callable[..., None], tmp_path: Path) -> None:
-    out = tmp_path / "told.json"
+    out = tmp_path / "reports.json"
     start_ranks(__file__, 2, json.dumps(overrides(*FP8, "parallel=fsdp", "trainer.microbatch_size=1")), out)
     what, line = json.loads(out.read_text())
     assert (what["rank"], what["microbatch"], what["windows"]) == (1, 1, [7, 7])

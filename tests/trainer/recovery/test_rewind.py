@@ -103,10 +103,10 @@ def test_the_same_trouble_goes_back_further_and_then_stops(config: Configs) -> N
     ):
         assert part in message
     run = Path(config(*keys).run.dir) / "run"
-    told = events(run, "rollback")
-    assert [line.get("to") for line in told] == [6, 4, None] and told[-1]["message"].endswith("the run stops")
-    assert [line.get("attempt") for line in told] == [1, 2, None]
-    assert told[0]["windows"] != told[1]["windows"]
+    messages = events(run, "rollback")
+    assert [line.get("to") for line in messages] == [6, 4, None] and messages[-1]["message"].endswith("the run stops")
+    assert [line.get("attempt") for line in messages] == [1, 2, None]
+    assert messages[0]["windows"] != messages[1]["windows"]
 
 
 def test_another_trouble_begins_at_the_first_rung(config: Configs) -> None:
@@ -128,7 +128,7 @@ def test_another_trouble_begins_at_the_first_rung(config: Configs) -> None:
         (["checkpoint.every=0"], "there is no whole checkpoint from before step 8 to go back to. Look at"),
     ],
 )
-def test_a_run_that_cannot_go_back_stops_and_says_why(config: Configs, keys: list[str], says: str) -> None:
+def test_a_run_that_cannot_rewind_stops_with_the_reason(config: Configs, keys: list[str], says: str) -> None:
     with pytest.raises(TrainingStopped, match=r"recovery\.max_consecutive_skips=2") as stop:
         Trainer(config(*RUN, BAD_DATA, *keys)).train()
     assert says in str(stop.value)
@@ -170,7 +170,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("where", "module"), [("loss", "loss"), ("gradient", "gradient norm")])
-def test_a_spike_is_dropped_whole_and_told(config: Configs, where: str, module: str) -> None:
+def test_a_spike_is_dropped_whole_and_reported(config: Configs, where: str, module: str) -> None:
     cfg = config(*SPIKES, f"debug.inject={{step: 7, where: {where}, value: 1e4}}", "trainer.max_steps=8")
     trainer, kept = Trainer(cfg), {}
     original = trainer._step

@@ -7,7 +7,8 @@ import pytest
 from run_folders import TEXTS, damage, logged, make_run, snapshot
 
 from trainer.checkpoint import list_checkpoints
-from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, TENSORS
+from trainer.run.location import CHECKPOINTS
+from trainer.run.run_folder import EVENTS, METRICS, TENSORS
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,12 +65,12 @@ def test_a_run_whose_every_checkpoint_is_damaged_is_refused_not_started_over(run
 
 def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, opened: Any) -> None:
     """`rm -rf runs/a/*` leaves the lock: it is this process's own, and no other one's."""
-    run, told = opened(runs), list[str]()
+    run, messages = opened(runs), list[str]()
     for path in run.path.iterdir():
         if path.name != ".lock":
             path.unlink()
-    run.heal(4, lambda kind, step, message, **what: told.append(message))
-    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in told[0]
+    run.heal(4, lambda kind, step, message, **what: messages.append(message))
+    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in messages[0]
     with pytest.raises(ValueError, match="in use by process"):
         opened(runs, resume="auto")
 

@@ -8,7 +8,7 @@ import torch
 from trainer.run.environment import environment
 
 
-def test_environment_says_what_a_run_ran_with() -> None:
+def test_environment_records_what_a_run_ran_with() -> None:
     found = environment()
     assert found["torch"] == torch.__version__ and found["packages"]["torch"] in torch.__version__
     assert json.loads(json.dumps(found)) == found

@@ -43,7 +43,7 @@ def test_a_process_killed_with_sigkill_leaves_no_lock(runs: Path, opened: Any) -
     assert opened(runs, resume="auto").is_new
 
 
-def test_a_run_that_is_started_anew_waits_until_the_one_before_is_gone(runs: Path, opened: Any) -> None:
+def test_a_restarted_run_waits_until_the_one_before_is_gone(runs: Path, opened: Any) -> None:
     before = opened(runs)
     threading.Timer(0.5, before.close).start()
     assert opened(runs, resume="auto", patience=20.0).is_new

@@ -17,7 +17,8 @@ from trainer.config import load
 from trainer.config.paths import anchored
 from trainer.launch.world import World
 from trainer.run import run_folder
-from trainer.run.run_folder import CHECKPOINTS, EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
+from trainer.run.location import CHECKPOINTS
+from trainer.run.run_folder import EVENTS, METRICS, RunFolder, find_checkpoint, saved_backends
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,7 +97,7 @@ def test_a_name_that_is_no_folder_name_is_refused(runs: Path, opened: Any, name:
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_a_link_to_nowhere_is_told_as_one(runs: Path, opened: Any, resume: str) -> None:
+def test_a_dangling_link_is_reported_as_one(runs: Path, opened: Any, resume: str) -> None:
     runs.mkdir()
     (runs / "a").symlink_to("gone")
     with pytest.raises(ValueError, match=r"run.name=a: .*a is a link to gone, which is not there; make that folder"):
@@ -135,7 +136,7 @@ def test_auto_starts_again_in_the_folder_of_a_run_killed_before_its_first_checkp
     assert "starting again" in run.notes[0].message
 
 
-def test_auto_goes_on_from_the_newest_checkpoint_and_drops_later_metrics(runs: Path, opened: Any) -> None:
+def test_auto_resumes_from_the_newest_checkpoint_and_drops_later_metrics(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200))
     run = opened(runs, resume="auto")
     assert run.resumed_from == path / CHECKPOINTS / "step_00000200" and run.first_step == 200 and not run.is_new
@@ -176,7 +177,7 @@ def test_a_resumption_that_the_disk_ends_leaves_a_run(runs: Path, opened: Any, m
     assert opened(runs, resume="auto").first_step == 200
 
 
-def test_a_config_that_cannot_go_on_is_refused_before_anything_changes(runs: Path, opened: Any) -> None:
+def test_a_config_that_cannot_resume_is_refused_before_anything_changes(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200))
     damage(path / CHECKPOINTS / "step_00000200")
     before = snapshot(path)
@@ -193,13 +194,13 @@ def test_a_config_that_cannot_go_on_is_refused_before_anything_changes(runs: Pat
 # ---------------------------------------------------------------------------------------------------- a path
 
 
-def test_a_run_folder_as_path_goes_on_in_it(runs: Path, opened: Any) -> None:
+def test_a_run_folder_as_path_resumes_in_it(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200))
     run = opened(Path("elsewhere"), None, str(path))
     assert run.path == path and run.first_step == 200
 
 
-def test_a_checkpoint_as_path_goes_on_from_it_and_later_ones_are_set_aside(runs: Path, opened: Any) -> None:
+def test_a_checkpoint_as_path_resumes_from_it_and_later_ones_are_set_aside(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200, 300))
     run = opened(runs, "a", str(path / CHECKPOINTS / "step_00000100"))
     assert run.path == path and run.first_step == 100 and logged(path) == [0, 100]

@@ -45,10 +45,10 @@ def test_numbers_come_back_exactly_and_what_is_not_finite_is_null(tmp_path: Path
     sink.close()
 
 
-def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_full_disk_takes_back_the_half_line_and_is_reported_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
     path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, told.append)
+    sink = JsonLines(path, warnings.append)
     sink.write({"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
@@ -60,8 +60,8 @@ def test_a_full_disk_takes_back_the_half_line_and_is_told_once(tmp_path: Path) -
     sink.write({"step": 4})
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 4}]
-    assert len(told) == 2 and str(path) in told[0]
-    assert told[1] == f"{path} can be written again; 2 lines were lost"
+    assert len(warnings) == 2 and str(path) in warnings[0]
+    assert warnings[1] == f"{path} can be written again; 2 lines were lost"
 
 
 def test_lines_that_are_dropped_after_a_full_disk_leave_no_hole(tmp_path: Path) -> None:
@@ -105,26 +105,26 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_p
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
 
 
-def test_a_file_deleted_under_the_run_is_begun_anew(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_file_deleted_under_the_run_is_started_again(tmp_path: Path) -> None:
+    warnings: list[str] = []
     path = tmp_path / "run" / "x.jsonl"
     path.parent.mkdir()
-    sink = JsonLines(path, told.append)
+    sink = JsonLines(path, warnings.append)
     sink.write({"step": 1})
     shutil.rmtree(path.parent)
     for step in (2, 3):
         sink.write({"step": step})
     sink.close()
     assert lines(path) == [{"step": 2}, {"step": 3}]
-    assert told == [f"{path} was deleted or moved: a new one starts here"]
+    assert warnings == [f"{path} was deleted or moved: a new one starts here"]
 
 
 def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
     path = tmp_path / "x.jsonl"
-    sink = JsonLines(path, told.append)
+    sink = JsonLines(path, warnings.append)
     sink.write({"step": 1})
 
     def read_only(*_: object) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from trainer.config import Config
-from trainer.launch.liveness.heartbeat import News
+from trainer.launch.liveness.job_store import News
 from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks, notify
-from trainer.sinks.notify import Notifier, is_told
+from trainer.sinks.notify import Notifier, is_sent
 from trainer.step.guard import TrainingStopped
 from trainer.trainer import Trainer
 
@@ -25,7 +25,7 @@ EVENT = {
 
 
 class Server:
-    """A webhook on loopback: keeps what it gets, and answers as told to."""
+    """A webhook on loopback: keeps what it gets, and answers as configured."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def test_both_get_the_whole_event(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["status", "refused", "slow"])
-def test_a_webhook_that_does_not_work_is_told_of_once(
+def test_a_webhook_that_does_not_work_is_reported_once(
     server: Server, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "WEBHOOK_SECONDS", 0.2)
@@ -117,7 +117,7 @@ def test_a_webhook_that_does_not_work_is_told_of_once(
         ("sh -c 'sleep 600 & sleep 600'", 1.0, r"\(sh\) failed: not done after 1 seconds, and ended"),
     ],
 )
-def test_a_command_that_fails_or_hangs_is_told_of_once(
+def test_a_command_that_fails_or_hangs_is_reported_once(
     command: str, seconds: float, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "COMMAND_SECONDS", seconds)
@@ -144,22 +144,20 @@ def test_the_end_waits_for_what_is_on_its_way_but_not_long(server: Server, monke
 
 
 def test_alerts_rewinds_and_failures_are_sent() -> None:
-    told = [
+    messages = [
         ("alert", {}),
         ("rollback", {}),
         ("failure", {}),
         ("checkpoint", {"failed": True}),
         ("throttle", {"rule": "x"}),
     ]
-    assert all(is_told(kind, what) for kind, what in told)
-    assert not any(is_told(kind, {}) for kind in ("nonfinite", "spike", "checkpoint", "resume", "signal", "profile"))
+    assert all(is_sent(kind, what) for kind, what in messages)
+    assert not any(is_sent(kind, {}) for kind in ("nonfinite", "spike", "checkpoint", "resume", "signal", "profile"))
 
 
-def test_a_run_tells_of_its_alerts_and_of_its_end(
-    server: Server, config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_run_sends_its_alerts_and_its_end(server: Server, config: Callable[..., Config], tmp_path: Path) -> None:
     """One that diverges and is stopped: the webhook and the command hear of both, with the run's name."""
-    out = tmp_path / "told"
+    out = tmp_path / "messages"
     wild = config(
         f"health.alerts.webhook={server.url}",
         f"health.alerts.command={wrote(out)}",
@@ -178,13 +176,13 @@ def test_a_run_tells_of_its_alerts_and_of_its_end(
     assert out.read_text().count('"run": "wild"') == len(server.got)
 
 
-def test_a_run_that_is_told_to_stop_needs_no_word(server: Server, config: Callable[..., Config]) -> None:
+def test_a_run_stopped_by_its_user_sends_nothing(server: Server, config: Callable[..., Config]) -> None:
     trainer = Trainer(config(f"health.alerts.webhook={server.url}", "trainer.max_steps=2"))
     trainer.run.close(TrainingStopped("stopped by SIGTERM", exit_code=143))
     assert server.got == []
 
 
-def test_the_end_of_a_job_of_many_ranks_is_told_once(
+def test_the_end_of_a_job_of_many_ranks_is_sent_once(
     server: Server, config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """By the rank that reports the failure; not by the others' errors that follow from it."""

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.launch.liveness.heartbeat import News
+from trainer.launch.liveness.job_store import News
 from trainer.run.run_folder import Note, RunFolder
 from trainer.sinks import Sinks
 from trainer.sinks.console import BestEffortStream, open_screen
@@ -167,7 +167,7 @@ def test_a_silent_console_still_shows_alarms_and_the_summary(run: RunFolder, scr
     assert lines(run.path / "metrics.jsonl") == [METRICS] and len(lines(run.path / "events.jsonl")) == 3
 
 
-def test_what_fails_on_all_ranks_alike_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_on_all_ranks_alike_is_reported_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Sinks(settings(), run, 200, rank=1) as sinks:
         sinks.event("rollback", 20, "the run stops", failed=True)
         sinks.event("power", 20, "NVML has lost the GPU of rank 3", rank=3, failed=True)
@@ -308,9 +308,7 @@ def test_another_rank_writes_its_log_and_nothing_else(
     assert screen.text == "" and capsys.readouterr().err == "octet: rank 3: checkpoint: no space\n"
 
 
-def test_news_of_the_end_is_an_event_on_whichever_rank_tells_it_even_when_its_files_are_closed(
-    run: RunFolder, screen: Screen
-) -> None:
+def test_the_reporting_rank_writes_the_event_even_when_its_files_are_closed(run: RunFolder, screen: Screen) -> None:
     news = News("error: rank 0 (a, process 1) has died, in step 7", 1, 0, 3, 7)
     for rank in (0, 3):
         sinks = Sinks(settings(), run, 200, screen.console, rank=rank)
@@ -321,7 +319,7 @@ def test_news_of_the_end_is_an_event_on_whichever_rank_tells_it_even_when_its_fi
     assert first["message"] == second["message"] == news.message
 
 
-def test_a_run_outlives_who_reads_its_screen(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_outlives_the_reader_of_its_screen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "trainer")
     reader, writer = os.pipe()
     os.close(reader)

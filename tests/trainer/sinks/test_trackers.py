@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and W&B say what was logged, go on after a resume, and never stop training."""
+"""Trackers: TensorBoard and W&B get what was logged, continue after a resume, and never stop training."""
 
 import io
 import json
@@ -160,7 +160,7 @@ def alerts(run: RunFolder) -> list[str]:
     return [e["message"] for e in lines(run.path / "events.jsonl") if e["kind"] == "alert" and e["rule"] == "wandb"]
 
 
-def test_wandb_that_does_not_answer_becomes_offline_and_nobody_waits(
+def test_wandb_that_does_not_answer_becomes_offline_without_a_wait(
     run: RunFolder, screen: Screen, monkeypatch: pytest.MonkeyPatch, no_key: None
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
@@ -219,7 +219,7 @@ def test_alerts_go_to_wandb_and_the_address_of_the_webhook_does_not(run: RunFold
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_that_breaks_is_given_up_and_training_goes_on(run: RunFolder, screen: Screen) -> None:
+def test_wandb_that_breaks_is_given_up_and_training_continues(run: RunFolder, screen: Screen) -> None:
     def lost(run: Any) -> None:
         run.finish()
         raise ConnectionResetError("Connection lost")

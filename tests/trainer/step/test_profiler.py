@@ -45,7 +45,7 @@ def test_the_window_is_in_the_trace_and_nothing_else(config: Configs, capfd: pyt
     assert [path.name for path in trace.parent.iterdir()] == [trace.name]
 
 
-def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_goes_on_in_it(config: Configs) -> None:
+def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_resumes_in_it(config: Configs) -> None:
     trainer = Trainer(config("run.name=cut", "profile.steps=[2,4]", "profile.memory=false", *ONE_BLOCK))
     step = trainer._step
 

@@ -1,7 +1,7 @@
-"""A run, or several, as one page that a person can look at: `dashboard.html`, or live from a server on this machine.
+"""One or several runs as one page: `dashboard.html`, or live from a server on this machine.
 
     read.py       run folders -> series, grids, events; follows files that are being written
-    summary.py    what the head of the page says of a run
+    summary.py    the head of the page: a summary of a run
     decimate.py   thousands of steps -> a few hundred buckets that keep their extremes
     page.py       all of it -> one HTML file, made of page.html, page.css and the scripts beside it
     serve.py      the same page, asking every few seconds for what is new

@@ -16,7 +16,7 @@ NAME = "dashboard.html"
 PATIENCE = 30.0
 """Seconds that the end of a run waits for its page."""
 SHORT_PATIENCE = 2.5
-"""Seconds where other ranks wait to be told why all of them end."""
+"""Seconds if other ranks wait for the news why the job ends."""
 
 
 def write_at_end(folder: Path, ended: BaseException | str | None, patience: float = PATIENCE) -> None:

@@ -4,7 +4,7 @@ A curve of N values becomes at most `buckets` of equal width in steps. Each keep
 greatest value (the band around it) and its first and last step, so that a spike of one step in ten thousand is seen and
 its place is known to a bucket. Up to that many values nothing is changed.
 
-A grid (rows x steps) is cut likewise along the steps. Of a bucket each row keeps the value that says most: the greatest
+A grid (rows x steps) is cut likewise along the steps. Of a bucket each row keeps its most telling value: the greatest
 of an error, the least of a cosine, of a scale the one farthest from the row's median, up or down. Cells are coded in 16
 bits, 0 where there is nothing, and leave as base64:
 

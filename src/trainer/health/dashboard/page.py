@@ -88,7 +88,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """Each run's folder, with as many of the folders around it as it takes to tell them apart."""
+    """Each run's folder, with as many parent folders as make the names distinct."""
     parts = [run.path.absolute().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1)):
         found = ["/".join(part[-depth:]) for part in parts]

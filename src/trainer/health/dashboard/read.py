@@ -12,7 +12,7 @@ counts `generation` up, so that who has seen the old knows. A run that goes back
 it has written before: the new ones count.
 
 tensors.jsonl of a long run of a big model has gigabytes. Past `BUDGET` bytes lines are left out evenly when the file is
-first read: `Run.stride` says that every n-th counts.
+first read: by `Run.stride` every n-th counts.
 """
 
 import json
@@ -184,14 +184,14 @@ class Run:
         self.there = (self.path / METRICS).is_file()
         self._read_about()
         for name, take in ((METRICS, self._metric), (TENSORS, self._tensor), (EVENTS, self._event)):
-            entries = self._files[name].read(self._begin_anew)
+            entries = self._files[name].read(self._restart)
             if self._again:  # one file has been replaced: the others are read from their beginning, too
                 break
             for entry in entries:
                 try:
                     take(entry)
                 except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
-                    continue  # a line that is not what the page of formats says
+                    continue  # a line of another format
         if self._again:
             for file in self._files.values():
                 file.reset()
@@ -213,7 +213,7 @@ class Run:
         self._last = {"metrics": 0, "tensors": 0}
         self._again = False
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.generation += 1
         self._again = True
 

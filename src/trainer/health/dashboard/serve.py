@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def handle(self) -> None:
-        """As it is, but a page that was closed while it was answered is nothing to tell of."""
+        """As in the base class, but silent about a page that was closed while it was answered."""
         try:
             super().handle()
         except (ConnectionError, TimeoutError):

@@ -1,4 +1,4 @@
-"""What the head of the page says of a run: what it is, how far it has come, how it stands.
+"""The head of the page, a summary of a run: its settings, progress and state.
 
 How a run ended is read from what it left: the last event, and the last line of its log (`stopped by ...`). A run that
 has neither and is short of its goal is running while its files still change.
@@ -13,7 +13,7 @@ from trainer.health.dashboard.read import EVENTS, METRICS, Run
 
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 QUIET_SECONDS = 120.0
-"""A run whose files have not changed for so long, and for 20 logging intervals, is said to be silent."""
+"""A run whose files have not changed for so long, and for 20 logging intervals, counts as silent."""
 LOG = "logs/rank0.log"
 
 
@@ -112,7 +112,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
 
 
 def ending(run: Run) -> str:
-    """What ended the run, if it has ended before its goal and something says so."""
+    """What ended the run, if it ended before its goal and an event records it."""
     for event in reversed(run.events):
         if event["kind"] == "resume":
             return ""

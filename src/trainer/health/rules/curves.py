@@ -1,4 +1,4 @@
-"""Rules about curves: gradient norm, loss, and what the BF16 shadow says of them."""
+"""Rules about curves: gradient norm, loss, and their differences from the BF16 shadow's."""
 
 import math
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ class ShadowLossGap(_Shadow):
         message = (
             f"loss is {metrics['shadow/loss_gap']:.3g} nats above BF16's from the same weights, "
             f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs something; "
-            "look at the casts' errors in tensors.jsonl, or go on in BF16 (+recipe=bf16 run.resume=auto)"
+            "look at the casts' errors in tensors.jsonl, or resume in BF16 (+recipe=bf16 run.resume=auto)"
         )
         return Alert(self.name, step, message, value, self._threshold)
 

@@ -93,7 +93,7 @@ class GpuMemoryErrors(Rule):
             return []
         message = (
             f"{errors:.0f} errors in GPU memory that ECC could not correct: numbers may be wrong. Resume from a "
-            "checkpoint before it, on another GPU; `nvidia-smi -q -d ECC,ROW_REMAPPER` says which one is failing"
+            "checkpoint before it, on another GPU; `nvidia-smi -q -d ECC,ROW_REMAPPER` shows which one is failing"
         )
         return [Alert(self.name, step, message, errors, self._count)]
 

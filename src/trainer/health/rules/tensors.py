@@ -239,7 +239,7 @@ class Kurtosis(Rule):
         message = (
             f"kurtosis of {where} of {block or 'a block'} is {now:.3g}: it grew {grew:.3g}-fold since step {since}, "
             f"as step^{power:.2g}, faster than linearly: outliers are forming, and divergence follows; "
-            "lower optim.lr, or go on in BF16 from an earlier checkpoint (docs/health.md)"
+            "lower optim.lr, or resume in BF16 from an earlier checkpoint (docs/health.md)"
         )
         return Alert(self.name, step, message, power, self._power, block=f"{block}:{kind}" if block else kind)
 

@@ -1,4 +1,4 @@
-"""What can be learnt of a process that has ended, of an error that others have caused, and of what one waits for."""
+"""How a process ended, whether an error was caused by another rank, and what a process waits for."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.files import SOURCE
 
-_OWN_FILES = ("rank_group.py", "exit_report.py")
+_OWN_FILES = ("rank_group.py", "exit_report.py", "blame.py", "job_store.py")
 
 
 def this_process() -> list[Any]:

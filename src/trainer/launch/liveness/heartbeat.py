@@ -1,47 +1,29 @@
-"""A thread of each process that reports a dead rank, so that no other waits for it. See `rank_group`."""
+"""The heartbeat: a thread of each process that reports a dead rank, so that no other waits for it. See `rank_group`."""
 
 import contextlib
-import json
 import os
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness.exit_report import how_it_ended, this_process
+from trainer.launch.liveness.job_store import LOOK_SECONDS, JobStore, News, when
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
-
-LOOK_SECONDS = 0.5
-"""Between two looks for news."""
 PULSE_SECONDS = 5.0
 SILENCES = 9
-"""Pulses that may fail to come before a rank counts as lost."""
+"""Pulses in a row that may be missing before a rank counts as lost."""
 LONG_SILENCES = 120
 """The same for a rank in a phase that may keep it silent (`RankGroup.phase`)."""
 PATIENCE = 5.0
-"""Seconds that those who fail together wait for each other, so that the right one is named."""
+"""Seconds that ranks which fail together wait for each other, so that the right one is named."""
 
 
-@dataclass(frozen=True)
-class News:
-    """Why the job ends: what there is to say, the exit code of all, the rank it is about, and who found out."""
-
-    message: str
-    code: int
-    rank: int
-    finder: int
-    step: int
-    traceback: str = ""
-
-
-class Watched(Protocol):
-    """What the watch asks of its process: see `rank_group.RankGroup`."""
+class Member(Protocol):
+    """What the heartbeat needs of its process: see `rank_group.RankGroup`."""
 
     launch: Launch
     step: int
@@ -49,37 +31,32 @@ class Watched(Protocol):
     overdue: Callable[[], bool]
 
     def end(self, news: News) -> NoReturn: ...
-    def deaf(self, number: int) -> NoReturn: ...
+    def unresponsive(self, number: int) -> NoReturn: ...
     def waited_in_vain(self) -> News: ...
     def lost(self) -> News: ...
-    def has(self, kind: str, which: object = None) -> bool: ...
-    def name(self, kind: str, which: object = None) -> str: ...
-    def pulse(self) -> str: ...
-    def pulse_of(self, rank: int) -> tuple[int, str]: ...
-    def describe(self, rank: int) -> str: ...
-    def phase_of(self, rank: int) -> str: ...
+    def place(self) -> str: ...
     @property
     def has_announced(self) -> bool: ...
 
 
-class Watch(threading.Thread):
-    """Sends the pulse, looks for news, for neighbours that die and for pulses that stop.
+class Heartbeat(threading.Thread):
+    """Sends the pulse; looks for news, for neighbours that die and for pulses that stop.
 
-    waker: where Python puts the number of each signal at once (`signal.set_wakeup_fd`). Its handler waits for main, and
-    main, until all have met, may wait in C++ for one that never comes.
+    waker: where Python writes the number of each signal at once (`signal.set_wakeup_fd`). Python's handler waits for
+    main, and main, until all have met, may wait in C++ for a rank that never comes.
     """
 
-    def __init__(self, rank_group: Watched, store: "TCPStore") -> None:
-        super().__init__(name="watch", daemon=True)
-        self._crew, self._store, self._stopping = rank_group, store, False
+    def __init__(self, member: Member, store: JobStore) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._member, self._store, self._stopping = member, store, False
         self._poll = select.poll()
         self._wake, self.waker = os.pipe()
         os.set_blocking(self.waker, False)
-        self._told: tuple[int, float] | None = None  # a signal, and when main should have ended
+        self._signal: tuple[int, float] | None = None  # its number, and when main should have ended
         self._poll.register(self._wake, select.POLLIN)
-        launch = rank_group.launch
+        launch = member.launch
         first = launch.rank - launch.local_rank
-        self._strangers = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
+        self._unmet_neighbours = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
         self._neighbours: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process
         self._watched = [rank for rank in range(launch.size) if rank != launch.rank and (launch.is_first or rank == 0)]
         self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, how often it was looked at
@@ -98,7 +75,7 @@ class Watch(threading.Thread):
             return
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if self._crew.has("seen", rank):
+            if self._store.has("seen", rank):
                 return
             time.sleep(LOOK_SECONDS / 5)
         with contextlib.suppress(OSError):
@@ -109,54 +86,52 @@ class Watch(threading.Thread):
         due, step = 0.0, 0
         try:
             while not self._stopping:
-                pause = LOOK_SECONDS / 10 if self._strangers else LOOK_SECONDS
+                pause = LOOK_SECONDS / 10 if self._unmet_neighbours else LOOK_SECONDS
                 for descriptor, _ in self._poll.poll(pause * 1000):
                     if descriptor in self._neighbours:
                         self._gone(*self._neighbours[descriptor], descriptor)
                     if descriptor == self._wake:
-                        self._hear(os.read(self._wake, 64))
+                        self._receive_signals(os.read(self._wake, 64))
                 if self._stopping:
                     return
-                if self._told is not None and not self._crew.met and time.monotonic() > self._told[1]:
-                    self._crew.deaf(self._told[0])
-                if not self._crew.has_announced and self._store.check([self._crew.name("news")]):
-                    self._crew.end(News(**json.loads(self._store.get(self._crew.name("news")))))
-                if self._crew.overdue():
-                    self._crew.end(self._crew.waited_in_vain())
+                if self._signal is not None and not self._member.met and time.monotonic() > self._signal[1]:
+                    self._member.unresponsive(self._signal[0])
+                if not self._member.has_announced and (news := self._store.news()) is not None:
+                    self._member.end(news)
+                if self._member.overdue():
+                    self._member.end(self._member.waited_in_vain())
                 self._meet()
-                if self._crew.step != step or time.monotonic() >= due:
-                    step = self._crew.step
+                if self._member.step != step or time.monotonic() >= due:
+                    step = self._member.step
                     self._beats += 1
-                    mine = f"{self._beats}|{self._crew.pulse()}"
-                    self._store.set(self._crew.name("pulse", self._crew.launch.rank), mine)
+                    self._store.set("pulse", self._member.launch.rank, f"{self._beats}|{step}|{self._member.place()}")
                 if time.monotonic() >= due:
                     due = time.monotonic() + PULSE_SECONDS
-                    self._listen()
+                    self._check_pulses()
         except RuntimeError:
             if not self._stopping:
-                self._crew.end(self._crew.lost())
+                self._member.end(self._member.lost())
 
-    def _hear(self, numbers: bytes) -> None:
-        """Signals have come."""
+    def _receive_signals(self, numbers: bytes) -> None:
         for number in numbers:
-            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and self._told is None:
-                self._told = number, time.monotonic() + PATIENCE
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and self._signal is None:
+                self._signal = number, time.monotonic() + PATIENCE
 
     def _meet(self) -> None:
-        """Take a descriptor of each neighbour that has come."""
-        for rank in list(self._strangers):
-            if self._store.check([self._crew.name("who", rank)]):
-                self._strangers.discard(rank)
-                host, process, namespace = self._store.get(self._crew.name("who", rank)).decode().split()
+        """Open a descriptor of each neighbour that has come."""
+        for rank in list(self._unmet_neighbours):
+            if self._store.has("who", rank):
+                self._unmet_neighbours.discard(rank)
+                host, process, namespace = self._store.get("who", rank).split()
                 here = this_process()
-                if [host, namespace] != [here[0], here[2]]:  # its number is another process here: see `_listen`
+                if [host, namespace] != [here[0], here[2]]:  # its number is another process here: see `_check_pulses`
                     continue
                 process = int(process)
                 try:
                     descriptor = os.pidfd_open(process)
                 except ProcessLookupError:
                     self._gone(rank, process, None)
-                except (OSError, AttributeError):  # not Linux, or not allowed: its pulse is all there is
+                except (OSError, AttributeError):  # not Linux, or not allowed: only its pulse is left
                     continue
                 else:
                     self._neighbours[descriptor] = rank, process
@@ -169,32 +144,27 @@ class Watch(threading.Thread):
             self._poll.unregister(descriptor)
             os.close(descriptor)
             del self._neighbours[descriptor]
-        if any(self._store.check([self._crew.name(key)]) for key in (f"left/{rank}", "news")):
+        if self._store.has("left", rank) or self._store.has("news"):
             return
         self._end(rank, how)
 
-    def _listen(self) -> None:
-        """Count how often the pulse of those who are watched has been the same."""
+    def _check_pulses(self) -> None:
+        """Count how often the pulse of each watched rank has been the same; end the job for one that is silent."""
         for rank in self._watched:
-            key = self._crew.name("pulse", rank)
-            if not self._store.check([key]) or self._store.check([self._crew.name("left", rank)]):
+            if not self._store.has("pulse", rank) or self._store.has("left", rank):
                 continue
-            pulse = self._store.get(key).decode()
+            pulse = self._store.pulse(rank)
             before, times = self._pulses.get(rank, ("", 0))
             self._pulses[rank] = pulse, times + 1 if pulse == before else 0
             silences = self._pulses[rank][1]
             if silences >= SILENCES:
-                phase = self._crew.phase_of(rank)
+                phase = self._store.phase(rank)
                 if phase and silences < LONG_SILENCES:
                     continue
                 why = f", while {phase}" if phase else " (is its node lost?)"
                 self._end(rank, f"has given no sign of life for {round(silences * PULSE_SECONDS)} s{why}")
 
     def _end(self, rank: int, how: str) -> None:
-        step = max(self._crew.step, self._crew.pulse_of(rank)[0])  # its pulse is up to half a second old
-        message = f"error: {self._crew.describe(rank)} {how}, {when(step)}"
-        self._crew.end(News(message, 1, rank, self._crew.launch.rank, step))
-
-
-def when(step: int) -> str:
-    return f"in step {step}" if step else "before its first step"
+        step = max(self._member.step, self._store.position(rank)[0])  # its pulse is up to half a second old
+        message = f"error: {self._store.describe(rank)} {how}, {when(step)}"
+        self._member.end(News(message, 1, rank, self._member.launch.rank, step))

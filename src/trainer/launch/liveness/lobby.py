@@ -1,4 +1,4 @@
-"""Where ranks that no torchrun watches (srun, mpirun, by hand) find each other, from their first second on.
+"""The lobby: where ranks started without torchrun (srun, mpirun, by hand) meet, from their first second on.
 
 The job's store comes late: importing torch takes seconds, and a rank that waits for it in C++ hears nothing. So rank 0
 (`Host`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`Guest`) holds a
@@ -11,7 +11,7 @@ connection to it, on which both send a line of JSON for each thing to say, and a
     host    {"hello": [host, process, namespace]}       once connected
             {"open": 1}                                 the store is served (on the same listening socket)
             {"news": message, "code": code}             why the job ends: the guest ends silently
-            {"say": true}                               answer to `failed`; false: rank 0 says the same
+            {"say": true}                               answer to `failed`; false: rank 0 reports the same
 
 A process that dies closes its connection, one that stops or loses its node is silent: either is named within a minute.
 """
@@ -33,10 +33,10 @@ from trainer.launch.liveness.exit_report import how_it_ended, this_process
 RANK_0_SECONDS = 60.0
 """How long a rank waits for rank 0 to listen."""
 ALL_SECONDS = 300.0
-"""How long rank 0 waits for the others to come. It says for whom after `SAY_SECONDS`."""
+"""How long rank 0 waits for the others to come. It prints for whom after `SAY_SECONDS`."""
 SAY_SECONDS = 30.0
 SAME_SECONDS = 2.0
-"""How long those who find the same mistake wait for each other, so that one says it."""
+"""How long ranks that find the same mistake wait for each other, so that one reports it."""
 _LOOK_SECONDS = 0.1  # between two looks at what has come
 _LONGEST = 1 << 16
 
@@ -150,7 +150,7 @@ class Host(_Lobby):
             who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             if waited > ALL_SECONDS:
                 why = f"did not come to {self._place} within {ALL_SECONDS:.0f} s"
-                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE says")
+                raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE")
             if waited > SAY_SECONDS and not said:
                 print(f"octet: waiting at {self._place} for {who}", flush=True)
                 said = True
@@ -171,23 +171,23 @@ class Host(_Lobby):
             line.send(bye=1)
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason: tell all. Returns whether this rank says it."""
+        """Main ends, for this reason: send it to all. Returns whether this rank prints it."""
         self._verdict = message
-        self._tell(message, code)
+        self._report(message, code)
         deadline = time.monotonic() + SAME_SECONDS
         while len(self._came) < self._launch.size - 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         time.sleep(2 * _LOOK_SECONDS)
         return True
 
-    def _tell(self, message: str, code: int) -> None:
+    def _report(self, message: str, code: int) -> None:
         self._news = message, code
         for line in list(self._lines):
             line.send(news=message, code=code)
         time.sleep(2 * _LOOK_SECONDS)  # until they have read it: what is unread may go with the connection
 
     def run(self) -> None:
-        """Until all have said goodbye."""
+        """Until all have left."""
         while not self._over:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 if key.data is None:
@@ -250,14 +250,14 @@ class Host(_Lobby):
                 self._asked.clear()
             elif time.monotonic() > deadline:
                 line.send(say=True)
-                self._tell(message, code)
+                self._report(message, code)
                 self._on_end(message, code, line.rank, False)
                 return
 
     def _lost(self, line: _Line, how: str) -> None:
         if self._verdict is None:
             message = f"error: {line.name()} {how}, {_BEFORE}"
-            self._tell(message, 1)
+            self._report(message, 1)
             self._on_end(message, 1, line.rank, True)
 
 
@@ -295,7 +295,7 @@ class Guest(_Lobby):
             self._line.send(**{how: 1})
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason. Returns whether this rank says it."""
+        """Main ends, for this reason. Returns whether this rank reports it."""
         self._verdict, asked = message, False
         deadline = time.monotonic() + 2 * SAME_SECONDS
         while self._say is None and self.is_alive() and time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
 Hopper's FP8 tensor cores add in about 14 bits. In a sum of terms of one sign the running sum soon is so much larger
 than a term that each term loses its last digits, always downwards: the result is too small, by the more the longer the
-sum. Sums promoted to FP32 on the way do not shrink. So coherent operands (mean 1) tell the two apart.
+sum. Sums promoted to FP32 on the way do not shrink. So coherent operands (mean 1) distinguish the two.
 
 Measured on an H200 (docs/precision.md): promoted sums are too small by at most 1e-4 at any length, sums of 2,048 that
 are not promoted by 1e-2 to 1.4e-2. `BIAS` is half-way in digits, and no sum here is shorter than `SHORTEST`.

@@ -16,7 +16,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the plan: what it says and what was seen, in the same words."""
+    """One row of the plan: what it states and what was observed, in the same words."""
 
     name: str
     planned: str
@@ -39,7 +39,7 @@ class Seen:
         self._words[row].add(NAME_OF.get(what, str(what)) if isinstance(what, torch.dtype) else what)
 
     def note_error(self, row: str, ours: Tensor, exact: Tensor) -> None:
-        """Add what a result's distance from float64 says of the arithmetic that made it."""
+        """Add what a result's distance from float64 shows about the arithmetic that made it."""
         error = (ours.double() - exact).norm() / exact.norm().clamp_min(1e-300)
         self.note(row, "fp32" if bool(error <= FP32_ERROR) else "less than fp32")
 

@@ -192,7 +192,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="session")
-def goes_on() -> Callable[[Path, int, int], None]:
+def continue_run() -> Callable[[Path, int, int], None]:
     """Write to a run's files what `steps` more steps after `first` bring: (folder, first, steps)."""
 
     def write_on(folder: Path, first: int, steps: int) -> None:

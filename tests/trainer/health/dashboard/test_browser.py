@@ -324,7 +324,7 @@ def test_a_phone_in_the_dark_with_two_runs(browser: Browser, pages: Path, tmp_pa
 
 
 def test_live(
-    browser: Browser, tmp_path: Path, made: Callable[..., Path], goes_on: Callable[[Path, int, int], None]
+    browser: Browser, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
     first = made(tmp_path / "first", steps=400, goal=1000)
     server = Server([first, tmp_path / "later"], 0)
@@ -334,7 +334,7 @@ def test_live(
         browser.show(1000, 800)
         browser.open(server.url)
         browser.run("zoom(100, 200)")
-        goes_on(first, 400, 100)
+        continue_run(first, 400, 100)
         made(tmp_path / "later", steps=200, recipe="bf16")
         browser.until("view.full[1] === 500 && view.runs[1].curves.size > 0")
         assert browser.run("view.range.join()") == "100,200"  # the zoom stays

@@ -68,7 +68,7 @@ def test_cells_come_back() -> None:
     assert np.isnan(decoded(grid("fp8/amax", filled([[np.nan]]), 2, 10))).all()
 
 
-def test_of_a_bucket_each_row_keeps_what_says_most() -> None:
+def test_each_row_keeps_the_extremes_of_a_bucket() -> None:
     scales = [[64.0, 64.0] for _ in range(100)]
     scales[42] = [0.5, 64.0]  # falls
     scales[44] = [128.0, 4096.0]  # rises

@@ -102,7 +102,7 @@ def test_many_events(tmp_path: Path) -> None:
     assert any(event["kind"] == "spike" for event in events)
 
 
-def test_runs_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [opened(small(tmp_path / folder, "mine")) for folder in ("a", "b")]
     data = payload(runs)
     assert [run["name"] for run in data["runs"]] == ["a/mine", "b/mine"] and data["remark"] == ""
@@ -115,7 +115,7 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     assert data["differences"] == expected
 
 
-def test_what_the_head_says(long_run: Run) -> None:
+def test_what_the_head_shows(long_run: Run) -> None:
     about = summary(long_run)
     assert about["recipe"] == "fp8_delayed" and about["model"] == "moonlight_16b, 8 layers of 2048, 64 experts"
     assert about["machine"] == "8 x NVIDIA H200" and about["step"] == about["goal"] == 4000
@@ -180,14 +180,14 @@ def test_the_page_is_waited_for_a_while(
     answers.set()
 
 
-def test_what_is_sent_to_one_who_has_the_rest(
-    tmp_path: Path, made: Callable[..., Path], goes_on: Callable[[Path, int, int], None]
+def test_a_page_gets_only_what_it_lacks(
+    tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
     run = opened(made(tmp_path / "run", steps=100, goal=200))
     cursor = Cursor(run)
     (nothing,) = payload([run], sent=[cursor])["runs"]
     assert nothing["more"] and nothing["curves"] == [] and nothing["grids"] == {} and nothing["events"] == []
-    goes_on(run.path, 100, 6)
+    continue_run(run.path, 100, 6)
     run.poll()
     (more,) = payload([run], sent=[cursor])["runs"]
     assert more["more"] and all(group["x"] in ([102, 2, 2], [106]) for group in more["curves"])

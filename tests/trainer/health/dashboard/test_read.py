@@ -47,7 +47,7 @@ def test_a_run_that_grows(folder: Path) -> None:
     assert [event["kind"] for event in run.events] == ["alert"] and run.generation == 0
 
 
-def test_lines_that_say_nothing_are_passed_over(folder: Path) -> None:
+def test_lines_without_metrics_are_skipped(folder: Path) -> None:
     odd = [
         "garbage\n",
         "[1]\n",
@@ -110,7 +110,7 @@ def test_a_page_is_made_of_damaged_files(made: Callable[..., Path], tmp_path: Pa
         shutil.rmtree(folder)
 
 
-def test_a_file_that_is_replaced_is_read_anew(folder: Path) -> None:
+def test_a_file_that_is_replaced_is_read_again(folder: Path) -> None:
     run = Run(folder)
     run.poll()
     lines(folder / "metrics.jsonl", {"step": 1, "loss/lm": 5.0}, mode="w")  # a resumed run drops lines

@@ -41,7 +41,7 @@ def data(server: Server, token: str = "") -> dict[str, Any]:
 
 
 def test_what_is_new(
-    served: Server, tmp_path: Path, made: Callable[..., Path], goes_on: Callable[[Path, int, int], None]
+    served: Server, tmp_path: Path, made: Callable[..., Path], continue_run: Callable[[Path, int, int], None]
 ) -> None:
     assert served.server_address[0] == "127.0.0.1"
     status, text = ask(served, "/")
@@ -50,7 +50,7 @@ def test_what_is_new(
     assert [run["about"]["state"] for run in all_of_it["runs"]] == ["running", "waiting"]
     assert not all_of_it["runs"][0]["more"]
 
-    goes_on(tmp_path / "first", 60, 4)
+    continue_run(tmp_path / "first", 60, 4)
     made(tmp_path / "later", steps=20, recipe="bf16")
     new = data(served, all_of_it["token"])
     assert new["runs"][0]["more"] and new["runs"][0]["about"]["step"] == 64
@@ -63,7 +63,7 @@ def test_what_is_new(
     assert not again["runs"][0]["more"] and max(len(group["x"]) for group in again["runs"][0]["curves"]) == 32
 
 
-def test_who_is_not_answered(served: Server) -> None:
+def test_foreign_requests_are_refused(served: Server) -> None:
     assert ask(served, "/data", host="evil.example:80")[0] == 403
     assert ask(served, "/", host="localhost:1")[0] == 200
     assert ask(served, "/../metrics.jsonl")[0] == 404

@@ -78,7 +78,7 @@ def alerts_with(**thresholds: Any) -> Alerts:
     return alerts
 
 
-def told(lines: Iterable[Line], alerts: Alerts | None = None) -> list[Alert]:
+def raised(lines: Iterable[Line], alerts: Alerts | None = None) -> list[Alert]:
     """What the rules say of these lines."""
     alerts = alerts or alerts_with()
     said: list[Alert] = []
@@ -98,6 +98,6 @@ def _alerts_with() -> Callable[..., Alerts]:
     return alerts_with
 
 
-@pytest.fixture(name="told")
-def _told() -> Callable[..., list[Alert]]:
-    return told
+@pytest.fixture(name="raised")
+def _raised() -> Callable[..., list[Alert]]:
+    return raised

@@ -63,6 +63,6 @@ def test_heat() -> None:
     assert lines(*[{"gpu/temperature_c": 85, "gpu/memory_temperature_c": 95}] * 3) == []
 
 
-def test_memory_that_fails_is_said_once() -> None:
+def test_failing_memory_alerts_once() -> None:
     (alert,) = lines({}, *[{"gpu/ecc_errors": 2}] * 30)
     assert alert.rule == "gpu_memory_errors" and alert.message.startswith("2 errors in GPU memory")

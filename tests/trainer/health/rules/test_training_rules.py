@@ -15,12 +15,12 @@ FROM = 4000
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_none_fires_on_a_long_healthy_run(a_run: Callable, told: Callable, seed: int) -> None:
-    assert told(a_run(20_000, seed=seed)) == []
+def test_none_fires_on_a_long_healthy_run(a_run: Callable, raised: Callable, seed: int) -> None:
+    assert raised(a_run(20_000, seed=seed)) == []
 
 
-def test_none_fires_where_every_step_is_logged(a_run: Callable, told: Callable) -> None:
-    assert told(a_run(1500, every=1)) == []
+def test_none_fires_where_every_step_is_logged(a_run: Callable, raised: Callable) -> None:
+    assert raised(a_run(1500, every=1)) == []
 
 
 def spike(step: int, metrics: Metrics, inside: Metrics) -> None:
@@ -133,9 +133,9 @@ CASES: list[tuple[str, Callable, int, str, str | None]] = [
 
 @pytest.mark.parametrize(("rule", "fault", "within", "says", "about"), CASES, ids=[case[0] for case in CASES])
 def test_each_fires_on_its_fault(
-    a_run: Callable, told: Callable, rule: str, fault: Callable, within: int, says: str, about: str | None
+    a_run: Callable, raised: Callable, rule: str, fault: Callable, within: int, says: str, about: str | None
 ) -> None:
-    said: list[Alert] = told(a_run(FROM + within + 100, fault))
+    said: list[Alert] = raised(a_run(FROM + within + 100, fault))
     assert [alert.rule for alert in said] == [rule]
     (first,) = said
     assert first.step >= FROM
@@ -147,19 +147,19 @@ def test_each_fires_on_its_fault(
 
 @pytest.mark.parametrize(("rule", "fault", "within"), [case[:3] for case in CASES], ids=[case[0] for case in CASES])
 def test_each_is_off_without_a_threshold(
-    a_run: Callable, told: Callable, alerts_with: Callable, rule: str, fault: Callable, within: int
+    a_run: Callable, raised: Callable, alerts_with: Callable, rule: str, fault: Callable, within: int
 ) -> None:
     lines = list(a_run(FROM + within + 100, fault))[-150:]
-    assert told(lines, alerts_with(**{rule: None})) == []
+    assert raised(lines, alerts_with(**{rule: None})) == []
 
 
-def test_healthy_growth_of_kurtosis_is_sub_linear(a_run: Callable, told: Callable) -> None:
+def test_healthy_growth_of_kurtosis_is_sub_linear(a_run: Callable, raised: Callable) -> None:
     def grows(power: float) -> list[str]:
         def change(step: int, metrics: Metrics, inside: Metrics) -> None:
             for row in inside.get("blocks", {}).values():
                 row[:] = [3 + 10 * (step / 1000) ** power * (1 + 0.02 * math.sin(step)) for _ in row]
 
-        return [alert.rule for alert in told(a_run(10_000, change))]
+        return [alert.rule for alert in raised(a_run(10_000, change))]
 
     assert grows(0.5) == grows(0.8) == []
     assert set(grows(2.0)) == {"kurtosis_power"}
@@ -174,7 +174,7 @@ def test_kurtosis_is_judged_by_looks_that_are_apart(alerts_with: Callable) -> No
     assert said == []
 
 
-def test_nothing_to_judge_by_is_no_alarm(told: Callable) -> None:
+def test_nothing_to_judge_by_is_no_alarm(raised: Callable) -> None:
     """Keys that are missing, and what is there instead of numbers."""
     metrics = [
         *("loss/lm", "optim/grad_norm", "moe/load_max_over_mean_worst", "moe/entropy_worst", "perf/step_seconds"),
@@ -191,8 +191,8 @@ def test_nothing_to_judge_by_is_no_alarm(told: Callable) -> None:
     nothing = {"scale": [None, math.nan, 0.0, 1.0], "amax": None, "saturated": [None] * 4, "underflown": [math.nan] * 4}
     for value in (None, math.nan, math.inf, "?"):
         lines = [({"step": i, **dict.fromkeys(metrics, value)}, {"step": i, "fp8": nothing}) for i in range(1, 300)]
-        assert told(lines) == []
-    assert told(({"step": i}, {"step": i, "blocks": {"kurtosis_qkv": [None, 4.0]}}) for i in range(1, 300)) == []
+        assert raised(lines) == []
+    assert raised(({"step": i}, {"step": i, "blocks": {"kurtosis_qkv": [None, 4.0]}}) for i in range(1, 300)) == []
 
 
 def test_without_tensors_the_worst_of_a_line_is_judged(alerts_with: Callable) -> None:
@@ -201,17 +201,17 @@ def test_without_tensors_the_worst_of_a_line_is_judged(alerts_with: Callable) ->
     assert alert.rule == "saturated" and "of a tensor in FP8" in alert.message and alert.tensor is None
 
 
-def test_a_spike_that_is_seen_does_not_hide_the_next(a_run: Callable, told: Callable) -> None:
+def test_a_spike_that_is_seen_does_not_hide_the_next(a_run: Callable, raised: Callable) -> None:
     def twice(step: int, metrics: Metrics, inside: Metrics) -> None:
         if step in (2000, 2200):
             metrics["optim/grad_norm"] *= 12
 
-    assert [alert.step for alert in told(a_run(2500, twice))] == [2000, 2200]
+    assert [alert.step for alert in raised(a_run(2500, twice))] == [2000, 2200]
 
 
-def test_a_rewind_forgets_what_was_later(a_run: Callable, told: Callable, alerts_with: Callable) -> None:
+def test_a_rewind_forgets_what_was_later(a_run: Callable, raised: Callable, alerts_with: Callable) -> None:
     """The steps that are run again are judged by those before them, and what goes wrong again is news."""
     alerts = alerts_with()
-    assert [a.rule for a in told(a_run(FROM + 150, rise), alerts)] == ["loss_rise"]
+    assert [a.rule for a in raised(a_run(FROM + 150, rise), alerts)] == ["loss_rise"]
     again = list(a_run(FROM + 150, rise, first=FROM - 500))
-    assert [a.rule for a in told(again, alerts)] == ["loss_rise"]
+    assert [a.rule for a in raised(again, alerts)] == ["loss_rise"]

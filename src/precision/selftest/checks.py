@@ -49,7 +49,11 @@ CHECKS = (  # those that compile longest first: see `share_of`; each check compi
     Check(
         OPTIMIZER,
         others.optimizer,
-        (*_of("adamw", "prepare"), "adamw._adamw_kernel", *_of("update_norms", "factors", "squares", "add_up")),
+        (
+            *_of("adamw", "prepare", "adamw"),
+            *_of("update_norms", "factors", "squares", "add_up"),
+            *_of("gradient_norms", "squares", "total"),
+        ),
         hopper=False,
     ),
     Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),

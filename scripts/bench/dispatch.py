@@ -1,0 +1,414 @@
+"""Experts' tokens between GPUs of one node: three ways, first checked against each other, then timed.
+
+    torchrun --nproc_per_node=2 scripts/bench/dispatch.py                    Moonlight's layer, 16,384 and 32,768 tokens
+    torchrun --nproc_per_node=2 scripts/bench/dispatch.py --skip-symmetric   without other GPUs' memory
+    torchrun --nproc_per_node=2 scripts/bench/dispatch.py --skip-times       checks only
+    torchrun --nproc_per_node=2 scripts/bench/dispatch.py --tokens 64 --hidden 32 --width 16 --experts 8 --chosen 2
+
+A norm and the layer of experts behind it, shared experts too, forward and backward, on each GPU's own tokens; experts
+are spread over all GPUs. Recipes bf16 (tokens travel in BF16) and fp8_delayed (in FP8, and their gradients; results in
+BF16).
+
+    all_to_all   models.dispatch: rows that there are; the host waits to learn how many
+    slots        models.slots over collectives of equal parts: fixed sizes, no host waits
+    symmetric    models.slots over memory that the GPUs share: rows in use only, beside the shared experts
+    silent       slots whose messages stay in the GPU: what is left of the time when nothing travels
+    * graph      the same as one CUDA graph
+
+Checks, of each recipe: result, all gradients and amaxes are those of all_to_all bit for bit, repeated, with random
+routing and with all tokens for the first half of the experts; too little room is noticed on the rank that has it, and
+gone after it has grown; no call waits for the host; a CUDA graph replays the same bits. `ok` or `DIFFERS` in a line
+each; the exit code is 1 if one differs. What hangs ends by itself within a minute (several for the first, which
+compiles), and says where.
+
+    ms           medians, of the slowest GPU, forward and backward
+    exposed      ms more than `silent`
+    x            times as fast as all_to_all
+"""
+
+import argparse
+import faulthandler
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from models import DeepSeek, ModelConfig
+from models.block import MoEBlock
+from models.dispatch import AllToAllDispatcher
+from models.slots import SlotDispatcher, Slots
+from models.transport import EqualSplits, SymmetricMemory, Transport, shares_memory
+from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
+from precision.errors import RunError, UserError
+from precision.hardware import detect
+from trainer.launch.command_line import Parser, guarded
+
+PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
+RECIPES = {"bf16": "BF16", "fp8_delayed": "FP8"}
+SHAPE = {"hidden": 2048, "width": 1408, "experts": 64, "chosen": 6}
+LIMIT, FIRST = 50.0, 400.0  # seconds of a phase, and of one that compiles
+WAIT = 40.0  # of a GPU for another one
+ROOM = 1.25
+
+
+class Silent:
+    """Messages that stay where they are: what this process would send arrives here."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
+        """As `Transport`."""
+        return [one.clone() for one in rows] if keep else list(rows)
+
+
+class Layer:
+    """A norm and its experts on this process's tokens."""
+
+    def __init__(self, o: argparse.Namespace, recipe: str, tokens: int, group: dist.ProcessGroup, device: torch.device):
+        base = OmegaConf.structured(PrecisionConfig), OmegaConf.load(PRECISIONS / f"{recipe}.yaml")
+        if device.type == "cuda":  # the others' plain ops have shapes of what is there, which the host waits for
+            base = *base, OmegaConf.from_dotlist(["backend=cuda"])
+        sizes = {"hidden_size": o.hidden, "moe_intermediate_size": o.width, "intermediate_size": o.hidden}
+        sizes |= {"num_experts": o.experts, "num_experts_per_token": o.chosen, "num_layers": 2, "vocab_size": 512}
+        plan = Plan(OmegaConf.to_object(OmegaConf.merge(*base)), 2, detect(device), tokens)  # type: ignore[arg-type]
+        with torch.device("meta"):
+            model = DeepSeek(ModelConfig(**sizes), plan)
+        model.to_empty(device=device)
+        model.init_weights(seed=0)
+        block = model.get_submodule("layers.1")
+        assert isinstance(block, MoEBlock)
+        block.moe.spread(group)
+        self.model, self.block, self.group = model, block, group
+        self.arena: ScalingArena = bind(model, plan, device)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        h, self.dy = torch.randn(2, tokens, o.hidden, generator=generator).to(device, torch.bfloat16).unbind()
+        self.h = h.requires_grad_()
+        self.bias = model.router_bias[-1]
+
+    def through(self, dispatcher: Any) -> None:
+        """Use it from now on."""
+        self.block.moe.dispatcher = dispatcher
+
+    def begin(self) -> None:
+        """A step: weights are quantised, gradients gone."""
+        begin_step(self.model, self.arena)
+        self.h.grad = None
+        for parameter in self.block.parameters():
+            parameter.grad = None
+
+    def forward(self) -> Tensor:
+        """y [T, D]."""
+        assert self.block.ffn_norm is not None
+        return self.block.moe(self.block.ffn_norm(self.h, self.block.moe.feed), 1)[0]
+
+    def run(self) -> Tensor:
+        """Forward and backward."""
+        y = self.forward()
+        y.backward(self.dy)
+        return y.detach()
+
+    def results(self, y: Tensor) -> dict[str, Tensor]:
+        """What must be the same whichever way tokens travel."""
+        made = {"y": y, "dh": self.h.grad, "amax": self.arena.amax}
+        made |= {name: parameter.grad for name, parameter in self.block.named_parameters()}
+        return {name: value.detach().clone() for name, value in made.items() if value is not None}
+
+    def step(self) -> dict[str, Tensor]:
+        """All of it."""
+        self.begin()
+        return self.results(self.run())
+
+    def commit(self) -> None:
+        """Scales of the next step, from the amaxes of all."""
+        dist.all_reduce(self.arena.amax, dist.ReduceOp.MAX, group=self.group)
+        self.arena.commit(self.arena.finite())
+
+
+@contextmanager
+def phase(name: str, limit: float = LIMIT) -> Iterator[None]:
+    """What takes longer than `limit` seconds ends the process, and says where."""
+
+    def end() -> None:
+        print(f"rank {os.environ.get('RANK')}: {name} took longer than {limit:.0f} s", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(3)
+
+    timer = threading.Timer(limit, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+        measure.synchronize()
+    finally:
+        timer.cancel()
+
+
+class Checks:
+    """Lines of ok and DIFFERS. failed: whether there was one of these."""
+
+    def __init__(self, device: torch.device):
+        self.failed, self._device = False, device
+
+    def note(self, name: str, problems: list[str]) -> None:
+        """A collective: a check is ok if it is on all processes."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, problems)
+        bad = [f"rank {rank}: {', '.join(each[:4])}" for rank, each in enumerate(found) if each]
+        self.failed |= bool(bad)
+        if dist.get_rank() == 0:
+            measure.say(f"{'DIFFERS' if bad else 'ok     '} {name}{'; ' * bool(bad)}{'; '.join(bad)}")
+
+
+def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """What is not equal bit for bit, and by how much."""
+    bad = []
+    for name, value in theirs.items():
+        if name not in ours or not torch.equal(ours[name], value):
+            off = float((ours[name].double() - value.double()).abs().max()) if name in ours else torch.nan
+            bad.append(f"{name} (off by {off:.2e})")
+    return bad
+
+
+def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Checks, device: torch.device) -> None:
+    """Every way against all_to_all."""
+    group = dist.group.WORLD
+    assert group is not None
+    tokens = min(o.tokens[0], 4096) + 5
+    for recipe in RECIPES:
+        with phase(f"{recipe}, all_to_all, which compiles", FIRST):
+            layer = Layer(o, recipe, tokens, group, device)
+            whole = layer.block.moe.dispatcher
+            fresh = layer.step()
+            layer.commit()
+            plain = layer.step()
+        for name, transport in transports.items():
+            slots = Slots(transport, ROOM, torch.zeros((), device=device))
+            with phase(f"{recipe}, {name}, first pass", FIRST if name == "slots" else LIMIT):
+                layer.through(SlotDispatcher(slots, o.experts))
+                checks.note(f"{recipe} {name}: the numbers of all_to_all", differing(layer.step(), plain))
+            with phase(f"{recipe}, {name}, repeated"):
+                bad = [each for _ in range(o.repeat) for each in differing(layer.step(), plain)]
+                checks.note(f"{recipe} {name}: {o.repeat} times", bad)
+            with phase(f"{recipe}, {name}, host"):
+                checks.note(f"{recipe} {name}: the host does not wait", waits(layer, device))
+            with phase(f"{recipe}, {name}, too little room"):
+                slots.fill.zero_()
+                slots.capacity = 0.5
+                crowded = layer.step()
+                bad = [n for n, value in crowded.items() if not torch.isfinite(value).all()]
+                fill = slots.fill.clone()
+                dist.all_reduce(fill, dist.ReduceOp.MAX)
+                bad += [] if fill > 1 else [f"fill is {float(fill):.2f}"]
+                slots.fit(float(fill))
+                slots.fill.zero_()
+                bad += differing(layer.step(), plain)
+                bad += [] if slots.fill <= 1 else [f"fill after it {float(slots.fill):.2f}"]
+                checks.note(f"{recipe} {name}: too little room is noticed, and grows", bad)
+            if name == "symmetric" and not o.skip_graph:
+                with phase(f"{recipe}, {name}, graph", FIRST):
+                    checks.note(f"{recipe} {name}: as a CUDA graph", graph_differs(layer, plain))
+        with phase(f"{recipe}, skewed", FIRST):
+            layer.bias[o.experts // 2 :] = -10.0
+            layer.through(whole)
+            theirs = layer.step()
+        for name, transport in transports.items():
+            with phase(f"{recipe}, {name}, skewed"):
+                slots = Slots(transport, 2.0 * dist.get_world_size(), torch.zeros((), device=device))
+                layer.through(SlotDispatcher(slots, o.experts))
+                checks.note(f"{recipe} {name}: all tokens for half of the experts", differing(layer.step(), theirs))
+        layer.bias.zero_()
+        layer.arena.history.zero_()
+        layer.arena.scale.zero_()
+        for name, transport in transports.items() if recipe == "fp8_delayed" else ():
+            with phase(f"{recipe}, {name}, no history"):
+                slots = Slots(transport, ROOM, torch.zeros((), device=device))
+                layer.through(SlotDispatcher(slots, o.experts))
+                checks.note(f"{recipe} {name}: without a history", differing(layer.step(), fresh))
+
+
+def waits(layer: Layer, device: torch.device) -> list[str]:
+    """Where a pass synchronises, as far as torch knows."""
+    if device.type == "cpu":
+        return []
+    layer.begin()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.run()
+    except RuntimeError as error:
+        return [str(error).splitlines()[0]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return []
+
+
+def graph_of(layer: Layer) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Forward and backward, and what y will be in."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            layer.begin()
+            layer.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    layer.begin()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        y = layer.run()
+    return graph, y
+
+
+def graph_differs(layer: Layer, plain: dict[str, Tensor]) -> list[str]:
+    """What is not the same after a replay; why there is no graph."""
+    try:
+        graph, y = graph_of(layer)
+    except RuntimeError as error:
+        return [str(error).splitlines()[0]]
+    bad = []
+    for _ in range(5):
+        layer.arena.amax.zero_()
+        begin_step(layer.model, layer.arena)
+        graph.replay()
+        bad += differing(layer.results(y), plain)
+    return bad
+
+
+def timed(
+    run: Callable[[], object], before: Callable[[], object], o: argparse.Namespace, device: torch.device
+) -> float:
+    """Median seconds of a call, of the slowest process."""
+    seconds = []
+    for _ in range(3 + o.repeat):
+        before()
+        dist.barrier()
+        measure.synchronize()
+        start = time.perf_counter()
+        run()
+        measure.synchronize()
+        seconds.append(time.perf_counter() - start)
+    middle = torch.tensor(statistics.median(seconds[3:]), device=device)
+    dist.all_reduce(middle, dist.ReduceOp.MAX)
+    return float(middle)
+
+
+def times(o: argparse.Namespace, transports: dict[str, Transport], device: torch.device) -> list[dict[str, Any]]:
+    """Milliseconds of a layer, all ways."""
+    group, out = dist.group.WORLD, []
+    assert group is not None
+    for tokens in o.tokens:
+        for recipe, payload in RECIPES.items():
+            with phase(f"{tokens} tokens, {recipe}", FIRST):
+                layer = Layer(o, recipe, tokens, group, device)
+                layer.step()
+                layer.commit()
+            ways: dict[str, Any] = {"all_to_all": AllToAllDispatcher(group, o.experts)}
+            for name, transport in {"silent": Silent(group), **transports}.items():
+                slots = Slots(transport, ROOM, torch.zeros((), device=device))
+                ways[name] = SlotDispatcher(slots, o.experts)
+            for name, way in ways.items():
+                layer.through(way)
+                with phase(f"{tokens} tokens, {recipe}, {name}, warm", FIRST):
+                    layer.step()
+                with phase(f"{tokens} tokens, {recipe}, {name}", 3 * LIMIT):
+                    forward = timed(layer.forward, layer.begin, o, device)
+                    both = timed(layer.run, layer.begin, o, device)
+                line = {"tokens": tokens, "payload": payload, "way": name, "forward": forward, "both": both}
+                out.append(line)
+                if name in ("symmetric", "silent") and device.type == "cuda" and not o.skip_graph:
+                    with phase(f"{tokens} tokens, {recipe}, {name}, graph", FIRST):
+                        graph, _ = graph_of(layer)
+                        both = timed(graph.replay, lambda: None, o, device)
+                        out.append({**line, "way": f"{name} graph", "forward": None, "both": both})
+                        del graph
+            del layer, ways
+            measure.release()
+    return out
+
+
+def rows(results: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """As the table shows them."""
+    made = []
+    for one in results:
+        same = {r["way"]: r["both"] for r in results if (r["tokens"], r["payload"]) == (one["tokens"], one["payload"])}
+        silent = same["silent graph" if one["way"].endswith("graph") else "silent"]
+        made.append(
+            {
+                "tokens, payload, way": f"{one['tokens']} {one['payload']} {one['way']}",
+                "forward ms": measure.show(one["forward"], ".2f", 1e3),
+                "forward + backward ms": measure.show(one["both"], ".2f", 1e3),
+                "exposed ms": measure.show(one["both"] - silent, ".2f", 1e3),
+                "x": measure.show(measure.ratio(same["all_to_all"], one["both"]), ".3f"),
+            }
+        )
+    return made
+
+
+def arguments() -> argparse.Namespace:
+    """The options. UserError for what does not go together."""
+    parser, gpu = Parser(__doc__), torch.cuda.is_available()
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768] if gpu else [64], help="of a GPU")
+    for name, width in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=width, help=f"({width}, Moonlight's)")
+    parser.add_argument("--repeat", type=int, default=20, help="calls that are checked, and timed (20)")
+    parser.add_argument("--skip-symmetric", action="store_true", help="leave other GPUs' memory alone")
+    parser.add_argument("--skip-graph", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--skip-times", action="store_true", help="checks only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2:
+        raise UserError("one process keeps its tokens: start torchrun --nproc_per_node=2 scripts/bench/dispatch.py")
+    for name, value in {"tokens": min(options.tokens), "repeat": options.repeat}.items():
+        if value < 1:
+            raise UserError(f"--{name} {value}: set 1 or more")
+    if options.experts % ranks:
+        raise UserError(f"--experts {options.experts}: {ranks} processes cannot share them; set a multiple of {ranks}")
+    return options
+
+
+def run() -> None:
+    """Read the command line, check, measure, print on rank 0."""
+    options, device = arguments(), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    with phase("start", FIRST):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        transports: dict[str, Transport] = {"slots": EqualSplits(group)}
+        if not options.skip_symmetric and shares_memory(group, device):
+            transports["symmetric"] = SymmetricMemory(group, device, WAIT)
+        first = dist.get_rank() == 0
+        facts = measure.header() if first else {}
+    checks, results = Checks(device), []
+    if first and "symmetric" not in transports:
+        measure.say("symmetric memory is left out" + ("" if options.skip_symmetric else ": these processes share none"))
+    check(options, transports, checks, device)
+    if not options.skip_times:
+        results = times(options, transports, device)
+    if first:
+        if results:
+            measure.say("\n" + measure.table(rows(results)))
+        measure.write_json(options.json, facts, results)
+    dist.barrier()
+    dist.destroy_process_group()
+    if checks.failed:
+        raise RunError("a way differs from all_to_all, see above")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run))

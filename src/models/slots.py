@@ -1,0 +1,216 @@
+"""Experts spread over processes, and no host that waits: tokens travel in fixed slots.
+
+`dispatch.AllToAllDispatcher` sends as many rows as there are, and so the host has to learn how many. Here each pair of
+processes has C slots, more than it usually needs, and the experts of a process room for N choices:
+
+    C = f x T x (1 - (1 - 1/P)^K), T at most         N = f x T x K, P x C x min(K, E/P) at most
+
+so every shape is known before, and what is in use is a number on the device: what is not, is no expert's (`expert =
+E/P`), and kernels skip it. The numbers are those of the other way, bit for bit: rows come in the same order, and
+experts' kernels end where the last expert's rows do.
+
+*When there are too many.* `Slots.fill` is the largest share of its room that anything needed since the step began, on
+the device (of room that may be too little: C below T, or N below its most). Above 1, rows or choices were left out: the
+step is dropped on all ranks (`trainer.step.guard`), and f grows when the host reads the verdict. f is
+`parallel.dispatch_capacity`; memory grows with it.
+
+*Beside the shared experts.* What is sent and its arrival run on a stream of their own, from `begin` to `finish`; so
+does its backward pass, which autograd runs where the forward pass ran: gradients of tokens travel back beside the
+shared experts' backward pass. The way back of results, and of their gradients, is waited for.
+
+Without gradients (evaluation), the other way is taken, which needs no more room than there is.
+
+With delayed scales the host reads once whether the arena has them; after that it does not wait. One that was lost
+again makes `fill` infinite: the step is dropped, and the host looks again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.dispatch import AllToAllDispatcher, RoutedExperts, largest, scale_of
+from models.transport import Transport
+from precision import Operand
+from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
+
+NEARLY_FULL, SPARE = 0.9, 1.25
+UNIT = 16  # slots: blocks of rows of whole words then begin at multiples of 16 bytes
+
+
+@dataclass
+class Slots:
+    """What the dispatchers of a model share. capacity: f; fill: see the module docstring, 0-d FP32."""
+
+    transport: Transport
+    capacity: float
+    fill: Tensor
+    known: set[int] = field(default_factory=set)
+    """Dispatchers whose scales the arena has."""
+
+    def __post_init__(self) -> None:
+        self.stream = torch.cuda.Stream(self.fill.device, priority=-1) if self.fill.is_cuda else None
+
+    def fit(self, fill: float) -> None:
+        """Make more room where so large a share of it was needed that it may not last. Infinite: a scale was missing,
+        and is looked for again."""
+        if fill == torch.inf:
+            self.known.clear()
+        elif fill > NEARLY_FULL:
+            self.capacity *= fill * SPARE
+
+    def sizes(self, tokens: int, chosen: int, each: int) -> tuple[int, int]:
+        """C and N for T tokens of K choices, with `each` experts in a process."""
+        P = dist.get_world_size(self.transport.group)
+        return room(self.capacity, tokens, chosen, P, each)
+
+    def need(self, share: Tensor) -> None:
+        """Note the share of some room that is needed, 0-d."""
+        torch.maximum(self.fill, share.float(), out=self.fill)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What follows runs on a stream of its own, behind what was launched before; until `join`."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for that one."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def room(capacity: float, tokens: int, chosen: int, processes: int, each: int) -> tuple[int, int]:
+    """C and N of the module docstring: slots for each pair of processes, and choices for the experts of one."""
+    share = 1 - (1 - 1 / processes) ** chosen
+    slots = -(-min(tokens, int(capacity * tokens * share) + 1) // UNIT) * UNIT
+    return slots, min(int(capacity * tokens * chosen) + 1, processes * slots * min(chosen, each))
+
+
+@dataclass
+class _Exchange:
+    """`precision.wire.Exchange` by slots. sent, received [P] int64: of them in use."""
+
+    transport: Transport
+    sent: Tensor
+    received: Tensor
+
+    def there(self, *rows: Tensor) -> list[Tensor]:
+        """[P C, ...] -> the same."""
+        return self.transport.exchange(_contiguous(rows), self.sent, self.received, keep=True)
+
+    def back(self, *rows: Tensor) -> list[Tensor]:
+        """[P C, ...] -> the same."""
+        return self.transport.exchange(_contiguous(rows), self.received, self.sent, keep=False)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """0-d, over the group."""
+        return largest(x, self.transport.group)
+
+
+def _contiguous(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(one.contiguous() for one in rows)
+
+
+@dataclass
+class _Begun:
+    """arrived: what `send` returns. x, held: until those who read them on the other stream have ended."""
+
+    x: Operand | Tensor
+    held: tuple[Tensor, Tensor]
+    parcels: Parcels
+    exchange: _Exchange
+    arrived: tuple[Operand | Tensor, Tensor, Tensor]
+    room: int
+    dy_known: bool
+
+
+class SlotDispatcher:
+    """See the module docstring. experts: the global ones that are here. UserError if they cannot be spread evenly."""
+
+    traceable = False
+
+    def __init__(self, slots: Slots, num_experts: int):
+        self.slots, self._whole = slots, AllToAllDispatcher(slots.transport.group, num_experts)
+        self.experts = self._whole.experts
+        for name in ("begin", "finish"):
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))
+
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
+        """See `dispatch.Dispatcher`: sends the tokens."""
+        if not torch.is_grad_enabled():
+            return self._whole.begin(x, expert_TK, weight_TK, experts)
+        x_known, dy_known = self._known(experts)
+        with self.slots.beside():
+            return self._send(x, expert_TK, weight_TK, experts, x_known, dy_known)
+
+    def finish(self, begun: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+        """See `dispatch.Dispatcher`."""
+        if not isinstance(begun, _Begun):
+            return self._whole.finish(begun, add_TD, experts)
+        self.slots.join()
+        down, is_operand = experts.down, isinstance(begun.x, Operand)
+        grad = GradFormat.of(down, begun.dy_known) if is_operand else None
+        x, expert_AK, weight_AK = begun.arrived
+        choices = begun.room
+        if not begun.parcels.kernels:  # plain ops have shapes of what is there
+            choices = int((expert_AK < len(self.experts)).sum())
+        y_AD = experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
+        return bring_back(y_AD, add_TD, begun.parcels, begun.exchange, grad, experts.accumulate)
+
+    def _send(
+        self,
+        x: Operand | Tensor,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        experts: RoutedExperts,
+        x_known: bool,
+        dy_known: bool,
+    ) -> _Begun:
+        (T, K), P, each = expert_TK.shape, self._whole.size, len(self.experts)
+        slots, room = self.slots.sizes(T, K, each)
+        kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        parcels, wanted = Parcels.in_slots(expert_TK, P, each, kernels, slots)
+        sent = wanted.clamp(max=slots)
+        choices = torch.zeros_like(sent).scatter_add_(
+            0, parcels.owner.flatten(), torch.ones_like(parcels.owner).flatten()
+        )
+        (told,) = self.slots.transport.exchange(
+            (torch.stack([sent, choices], 1),), torch.ones_like(sent), None, keep=True
+        )
+        if slots < T:  # else there can be no more
+            self.slots.need(wanted.max() / slots)
+        if room < P * slots * min(K, each):
+            self.slots.need(told[:, 1].sum() / room)
+        for slot, known in ((experts.gate_up.input_slot, x_known), (experts.down.grad_slot, dy_known)):
+            if known:
+                self.slots.need(torch.where(scale_of(slot, sent) > 0, 0.0, torch.inf))
+        exchange = _Exchange(self.slots.transport, sent, told[:, 0].contiguous())
+        x_AD, expert_AK, weight_AK = send(x, expert_TK, weight_TK.float(), parcels, exchange, experts.gate_up, x_known)
+        if room < expert_AK.numel():
+            here = expert_AK < each
+            fits = here.flatten().cumsum(0).view_as(here) <= room
+            expert_AK = torch.where(here & fits, expert_AK, each)
+        return _Begun(x, (expert_TK, weight_TK), parcels, exchange, (x_AD, expert_AK, weight_AK), room, dy_known)
+
+    def _known(self, experts: RoutedExperts) -> tuple[bool, bool]:
+        """Whether the arena has scales of x and of dy: with delayed scales, once they have a history, for good."""
+        gate_up, down = experts.gate_up, experts.down
+        read = [
+            slot if layer.recipe.delayed else None
+            for layer, slot in ((gate_up, gate_up.input_slot), (down, down.grad_slot))
+        ]
+        has = [slot is not None for slot in read]
+        if id(self) not in self.slots.known and any(has):
+            has = (torch.stack([scale_of(slot, self.slots.fill) for slot in read]) > 0).tolist()
+        if all(one or slot is None for one, slot in zip(has, read, strict=True)):
+            self.slots.known.add(id(self))
+        return has[0], has[1]

@@ -1,0 +1,128 @@
+"""How blocks of rows come from each of P processes to each other one, without the host.
+
+Each process has tensors of P blocks of C rows, block p for process p, of which the first so many are in use: a number
+that is on the device, while C is fixed. So no size has to be known to the host, and a CUDA graph can hold it all.
+
+    EqualSplits       one collective a tensor, whole blocks, used or not: any network, and gloo
+    SymmetricMemory   GPUs of one node that write into each other's memory over NVLink: rows in use only, all tensors in
+                      one go. A barrier before, so that everybody has read what came last, and one behind, when all
+                      is there. Plain stores and torch's barriers; nothing of NVLink multicast
+"""
+
+import os
+import socket
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from precision.errors import UserError
+
+ALIGNED = 256  # bytes
+
+
+class Transport(Protocol):
+    """Exchanges rows in the group. All its processes make the same calls, in the same order."""
+
+    group: dist.ProcessGroup
+
+    def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
+        """rows [P * C, ...] each, contiguous, rows of whole 32-bit words; C may differ between them. sent, arriving [P]
+        int64: how many of each C are in use, to and from each process. Returns what came, of the same shapes.
+
+        arriving: None: all are. keep: the result is the caller's, with zeros in rows that are not in use; else these
+        hold anything, and it is valid until the next call only.
+        """
+        ...
+
+
+class EqualSplits:
+    """Collectives of equal blocks."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
+        """See `Transport`: unused rows are sent as they are, zeros."""
+        out = [torch.empty_like(one) for one in rows]
+        for ours, theirs in zip(rows, out, strict=True):
+            # as bytes: the numbers are not looked at, and not every backend knows every format
+            dist.all_to_all_single(theirs.view(torch.uint8), ours.view(torch.uint8), group=self.group)
+        return out
+
+
+class SymmetricMemory:
+    """Stores into other GPUs' memory. wait: seconds after which a process that waits for another one ends with an
+    error of its GPU; 0: never.
+
+    The memory, of the largest exchange so far, is made by the first one, and again by one that is larger: a collective
+    that waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, wait: float = 0.0):
+        self.group, self._device, self._wait = group, device, int(1000 * wait)
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._inbox = torch.empty(0)
+        self._handle = self._inboxes = None
+
+    def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
+        """See `Transport`."""
+        from precision.kernels.peers import push, take
+
+        offsets, need = [], 0
+        for one in rows:
+            offsets.append(need)
+            need += -(-one.numel() * one.element_size() // ALIGNED) * ALIGNED
+        if need > self._inbox.numel():
+            self._make(need)
+        assert self._handle is not None and self._inboxes is not None
+        self._handle.barrier(channel=0, timeout_ms=self._wait)
+        for one, offset in zip(rows, offsets, strict=True):
+            push(one, self._inboxes, sent, offset, self._rank)
+        self._handle.barrier(channel=0, timeout_ms=self._wait)
+        came = [
+            self._inbox[offset : offset + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
+            for one, offset in zip(rows, offsets, strict=True)
+        ]
+        if not keep:
+            return came
+        return [one.clone() if arriving is None else take(one, arriving) for one in came]
+
+    def _make(self, size: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        # torch would otherwise set up NVLink multicast for this memory, which is not used
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self.group)  # no process writes into the old memory any more
+        self._handle = self._inboxes = None
+        self._inbox = torch.empty(0)
+        size = -(-size // 2**21) * 2**21  # what GPUs map, at least
+        self._inbox = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
+        self._handle = symm_mem.rendezvous(self._inbox, self.group.group_name)
+        buffers = [self._handle.get_buffer(p, (size,), torch.uint8) for p in range(self._size)]
+        self._inboxes = torch.tensor([one.data_ptr() for one in buffers], dtype=torch.int64, device=self._device)
+
+
+def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the processes of the group are of one machine, with GPUs of their own that reach each other's memory.
+    A collective."""
+    here = socket.gethostname(), device.index if device.type == "cuda" else None
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, here, group=group)
+    hosts, gpus = zip(*found, strict=True)
+    fits = len(set(hosts)) == 1 and None not in gpus and len(set(gpus)) == len(gpus)
+    if fits:
+        fits = all(gpu == device.index or torch.cuda.can_device_access_peer(device, gpu) for gpu in gpus)
+    dist.all_gather_object(found, fits, group=group)
+    return all(found)
+
+
+def check_shares_memory(group: dist.ProcessGroup, device: torch.device) -> None:
+    """UserError where `SymmetricMemory` cannot work. A collective."""
+    if not shares_memory(group, device):
+        raise UserError(
+            "parallel.dispatch=symmetric: the ranks of an expert group are not GPUs of one node that reach each "
+            "other's memory; set parallel.dispatch=slots, or a parallel.expert that fits into a node"
+        )

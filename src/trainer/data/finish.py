@@ -1,0 +1,96 @@
+"""The last step of preparing data: join the packed shards, write prepared.json, remove what was temporary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from precision.errors import UserError
+from trainer.data.bins import FORMAT, Shard
+from trainer.data.packing import Done, Packing
+from trainer.data.prepared import SIDECARS, SUMMARY, read_summary, sidecar_digests
+from trainer.data.records import SkipLog, Skipped
+from trainer.data.shard_writer import ShardWriter
+from trainer.data.sources import Reader
+from trainer.data.tokenizer import file_hash
+from trainer.data.verified import remember
+from trainer.digests import write_signed
+from trainer.files import TEMPORARY
+
+REVISIONS = "revisions.json"
+
+
+def finish(
+    packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str, revisions: dict[str, str]
+) -> None:
+    """One validation file a source, and prepared.json. UserError if there is nothing to train or validate on."""
+    skipped = SkipLog(strict=False)
+    for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
+        before = skipped.found.get((each.path, each.why))
+        count, first = (before.count, before.first) if before else (0, each.first)
+        skipped.found[each.path, each.why] = Skipped(each.path, each.why, each.count + count, first)
+    documents = {name: [0, 0] for name in packing.names}
+    for shard in done:
+        for name, counts in shard.documents.items():
+            documents[name] = [a + b for a, b in zip(documents[name], counts, strict=True)]
+    validation: dict[str, str] = {}
+    stamps = {name: each for shard in done for name, each in shard.stamps.items()}
+    for reader in readers:
+        name = reader.part.name
+        held_out = [packing.folder / shard.validation[name] for shard in done if name in shard.validation]
+        if not (held_out and documents[name][0]):
+            reasons = "; ".join(map(str, list(skipped.found.values())[:3]))
+            why = f" (left out: {reasons})" if reasons else ""
+            missing = "hold out" if not held_out else "train on"
+            raise UserError(
+                f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
+                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
+            )
+        validation[name] = f"validation-{name}.bin" if len(readers) > 1 else "validation.bin"
+        tokenizer_hash = file_hash(packing.tokenizer_path)
+        facts = Shard.open(held_out[0], tokenizer_hash).sidecar
+        writer = ShardWriter(
+            packing.folder / validation[name],
+            source=name,
+            vocab_size=facts.vocab_size,
+            end_of_text=facts.end_of_text,
+            tokenizer_hash=facts.tokenizer_hash,
+            source_fingerprint=facts.source_fingerprint,
+        )
+        for path in held_out:
+            writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
+        writer.close()
+        stamps |= writer.stamps()
+    train = [shard.train for shard in done if shard.train is not None]
+    if len(train) == 1:
+        stamps["train.bin"] = stamps[train[0]]
+    listed = [*(train if len(train) > 1 else ["train.bin"]), *validation.values()]
+    remember(packing.folder, {name: stamps[name] for name in listed})
+    listing = {
+        "format": FORMAT,
+        "key": key,
+        "train": train if len(train) > 1 else ["train.bin"],
+        "validation": validation,
+        "documents": documents,
+        "revisions": revisions,
+        "skipped": [asdict(each) for each in skipped.found.values()],
+    }
+    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, validation)})
+
+
+def _sidecars(partial: Path, train: list[str], validation: dict[str, str]) -> dict[str, str]:
+    """Digests of the sidecars by the names that `tidy` gives them."""
+    found = sidecar_digests(partial, {"train": train, "validation": validation})
+    only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
+    return {"train.json" if name == only else name: digest for name, digest in found.items()}
+
+
+def tidy(partial: Path) -> None:
+    """Remove files that prepared.json does not name. Safe to repeat after a kill."""
+    for pattern in ("held-*", "done-*.json", f".*{TEMPORARY}", REVISIONS):
+        for path in partial.glob(pattern):
+            path.unlink()
+    if read_summary(partial)["train"] == ["train.bin"]:
+        for path in partial.glob("train-*"):
+            path.rename(partial / f"train{path.suffix}")

@@ -1,0 +1,64 @@
+"""Training a tokenizer on a sample of the sources' training text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from precision.errors import UserError
+from trainer.config.data import DataConfig, Source, check_data, source_configs
+from trainer.data.records import ONE_VALUE, SkipLog
+from trainer.data.sources import Reader, open_source
+from trainer.data.tokenizer import train_tokenizer
+
+REPORT_SECONDS = 0.2
+MEGABYTE = 1_000_000
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes in all (0 if unknown)."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Progress that shows nothing."""
+
+
+def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` entries that is trained on a sample of the training text of `data`."""
+    check_data(data, vocab_size)
+    for part in source_configs(data):
+        if part.source is Source.bins:
+            raise UserError(f"{part.key}.source=bins: has no text to train on: name the text it was prepared from")
+    readers = [open_source(part, data.validation_fraction) for part in source_configs(data)]
+    return train_on_sample(readers, data, vocab_size, progress or silent)
+
+
+def train_on_sample(readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress) -> Tokenizer:
+    texts = _sample(readers, data.validation_fraction, data.tokenizer_sample_mb * MEGABYTE, report)
+    return train_tokenizer(texts, vocab_size, data.end_of_text)
+
+
+def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
+    """About `num_bytes` of training text, each source by its weight. UserError if there is none."""
+    what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
+    weights = [reader.part.weight or 1.0 for reader in readers]
+    next_report = 0.0
+    for reader, weight in zip(readers, weights, strict=True):
+        share = max(int(num_bytes * weight / sum(weights)), 1)
+        for block in reader.sample(share):
+            for piece in block.pieces(validation_fraction, log):
+                if not piece.held_out:
+                    taken += piece.num_bytes
+                    yield piece.text
+            if time.monotonic() >= next_report:
+                report(what, min(taken, num_bytes), 0)
+                next_report = time.monotonic() + REPORT_SECONDS
+    if not taken:
+        where = " and ".join(str(reader.part.path) for reader in readers)
+        found = log.found.values()
+        found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are no JSON either
+        reasons = "; ".join(each.line() for each in found[:3])
+        fix = f"{reasons}; correct that" if reasons else "give more text, or a data.tokenizer"
+        raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
+    report(what, taken, taken)

@@ -1,0 +1,57 @@
+"""Which rank made a collective operation fail, or run out of time."""
+
+from trainer.launch.liveness import heartbeat
+from trainer.launch.liveness.exit_report import of_a_collective, pending_operation, waited_in
+from trainer.launch.liveness.job_store import JobStore, News, when
+
+
+class Blame:
+    """Finds the rank to blame, for rank `rank` of `size`."""
+
+    def __init__(self, store: JobStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def of_others(self, error: BaseException, step: int, place: str) -> News | None:
+        """The news about another rank that caused `error` here; None if this rank did. step, place: where main is."""
+        by_others, timed_out = of_a_collective(error)
+        if timed_out:
+            return self.waited_in_vain(place, waited_in(error))
+        return self._store.wait_for_news(heartbeat.PATIENCE) or self._silent(step) if by_others else None
+
+    def waited_in_vain(self, place: str, operation: str | None = None) -> News:
+        """For a collective operation that has run out of time. operation: which; None: the one that main waits in."""
+        if operation is None:
+            operation = f"{pending_operation() or 'an operation'}, with main at {place}"
+        self._store.set("late", self._rank, operation)
+        return self._store.wait_for_news(heartbeat.PATIENCE) or self._absent()
+
+    def _silent(self, step: int) -> News | None:
+        """Of a rank that closed its connections while no neighbour saw it end: those without a pulse since."""
+        others = [rank for rank in range(self._size) if rank != self._rank and not self._store.has("left", rank)]
+        before = {rank: self._store.pulse(rank) for rank in others}
+        news = self._store.wait_for_news(2.5 * heartbeat.PULSE_SECONDS)
+        gone = [rank for rank in others if self._store.pulse(rank) == before[rank]]
+        gone = [rank for rank in gone if not self._store.phase(rank)] or gone
+        if news is not None or not gone:
+            return news
+        step = max(step, self._store.position(gone[0])[0])
+        named = ", ".join(self._store.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (
+            len(gone) > 4
+        )
+        return News(f"error: {named} closed all connections and is gone, {when(step)}", 1, gone[0], self._rank, step)
+
+    def _absent(self) -> News:
+        """Of the ranks that did not come to a collective operation: those that are neither late, as this one, nor
+        done."""
+        ranks = range(self._size)
+        absent = [rank for rank in ranks if not self._store.has("late", rank) and not self._store.has("left", rank)]
+        at = {rank: self._store.position(rank) for rank in ranks}
+        if not absent:  # all wait, for different things: those that are behind
+            absent = [rank for rank in ranks if at[rank][0] == min(step for step, _ in at.values())]
+        named = [f"{self._store.describe(rank)}, {when(at[rank][0])}, at {at[rank][1]}" for rank in absent[:4]]
+        named += [f"{len(absent) - 4} more"] * (len(absent) > 4)
+        waiting = next((rank for rank in ranks if self._store.has("late", rank)), None)
+        operation = "" if waiting is None else self._store.get("late", waiting)
+        message = f"error: the others waited in vain for {'; '.join(named)}"
+        message += f"; they waited in {operation}" if operation else ""
+        return News(message, 1, absent[0], self._rank, at[absent[0]][0])

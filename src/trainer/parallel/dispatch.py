@@ -1,0 +1,26 @@
+"""How experts' tokens travel, as `parallel.dispatch` says: see `models.dispatch` and `models.slots`."""
+
+import torch
+
+from models.slots import Slots
+from models.transport import EqualSplits, SymmetricMemory, check_shares_memory, shares_memory
+from trainer.config.schema import Dispatch
+from trainer.config.sections import ParallelConfig
+from trainer.parallel.mesh import Mesh
+
+
+def build_slots(config: ParallelConfig, mesh: Mesh, device: torch.device) -> Slots | None:
+    """What the layers of experts share; None where tokens travel without slots. A collective. UserError where symmetric
+    memory is asked for and cannot be."""
+    if mesh.expert is None or config.dispatch is Dispatch.all_to_all:
+        return None
+    group = mesh.expert.get_group()
+    if config.dispatch is Dispatch.slots:
+        transport = EqualSplits(group)
+    elif config.dispatch is Dispatch.auto and not shares_memory(group, device):
+        return None
+    else:
+        if config.dispatch is Dispatch.symmetric:
+            check_shares_memory(group, device)
+        transport = SymmetricMemory(group, device, config.timeout)
+    return Slots(transport, config.dispatch_capacity, torch.zeros((), device=device))

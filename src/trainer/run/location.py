@@ -1,0 +1,117 @@
+"""Which folder `run.{name,dir,resume}` mean, and whether a run may use it. Writes nothing, but for an unnamed new run.
+
+Every refusal is a UserError in one line.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from precision.errors import UserError
+from trainer.checkpoint import checkpoint_step, list_checkpoints
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+
+def check_place(run: "RunConfig") -> Path | None:
+    """What `RunFolder.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
+
+    Returns the folder, which need not exist; None for an unnamed new run, which gets an unused name.
+    """
+    if run.name is None and run.resume == "never":
+        return None
+    with as_user_error(Path(run.dir)):
+        return locate(Path(run.dir), run.name, run.resume, "")[0]
+
+
+def check_name(name: str | None) -> None:
+    """UserError for a run.name that no folder can have, or that would be several."""
+    if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
+        raise UserError(
+            f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
+        )
+
+
+def will_resume(run: "RunConfig") -> bool:
+    """Whether `RunFolder.open` will resume from a checkpoint of the run, or refuse. Writes nothing."""
+    if run.resume == "never":
+        return False
+    folder = check_place(run)
+    return folder is not None and bool(list_checkpoints(folder / CHECKPOINTS))
+
+
+def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
+    check_name(name)
+    if resume in ("never", "auto"):
+        if name is None:
+            if resume == "auto":
+                raise UserError("run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH")
+            return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
+        path = parent / name
+        if path.is_symlink() and not path.exists():
+            what = f"{path} is a link to {path.readlink()}, which is not there"
+            raise UserError(f"run.name={name}: {what}; make that folder, or choose another run.name")
+        state = state_of(path)
+        if state == "foreign" or (state == "run" and resume == "never"):
+            raise exists_already(path, state)
+        return path, None
+    target = Path(resume)
+    checkpoint = target if checkpoint_step(target) is not None and target.parent.name == CHECKPOINTS else None
+    path = target if checkpoint is None else checkpoint.parent.parent
+    if not target.is_dir() or state_of(path) != "run":
+        raise UserError(
+            f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
+        )
+    if name is not None and (parent / name).resolve() != path.resolve():
+        raise UserError(
+            f"run.name={name}: run.resume={resume} continues in {path}; leave run.name out, "
+            "or start a new run from its weights with run.init_from"
+        )
+    return path, checkpoint
+
+
+def state_of(path: Path) -> str:
+    """`vacant`: not there, or empty but for hidden files; `run`: a run folder; `foreign`: something else."""
+    if not path.exists():
+        return "vacant"
+    if not path.is_dir():
+        return "foreign"
+    if (path / CONFIG).is_file():
+        return "run"
+    return "foreign" if any(not entry.name.startswith(".") for entry in path.iterdir()) else "vacant"
+
+
+def exists_already(path: Path, state: str) -> UserError:
+    if state == "foreign":
+        return UserError(f"run.name={path.name}: {path} exists and is not a run folder; choose another run.name")
+    return UserError(f"run.name={path.name}: {path} exists; choose another run.name, or resume it: run.resume=auto")
+
+
+@contextmanager
+def as_user_error(parent: Path) -> Iterator[None]:
+    """A folder that cannot be made or looked into is a UserError that names run.dir."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or parent} cannot be used ({error.strerror or error})"
+        raise UserError(f"run.dir={parent}: {what}; set a folder that can be written") from error
+
+
+def _make_unique(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return path

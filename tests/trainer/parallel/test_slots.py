@@ -1,0 +1,102 @@
+"""Runs whose tokens travel to experts in fixed slots are those without, bit for bit; too few slots cost a step, on all
+ranks, and are more after it.
+
+The ranks run this file as a program, over gloo.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import composed
+import pytest
+import torch
+
+from precision.errors import UserError
+from trainer.launch.world import World
+from trainer.parallel.collectives import all_max
+from trainer.step.engine import build_engine
+from trainer.step.guard import Reason
+from trainer.step.train_step import train_step
+
+RUN = ["trainer.device=cpu", "precision.backend=reference", "trainer.max_steps=9", "optim.warmup_steps=2", "data=text"]
+RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "data.path=."]
+RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "parallel=fsdp", "parallel.expert=2"]
+SLOTS = "parallel.dispatch=slots", "parallel.dispatch_capacity=3"
+CASES = {"fp32": ["precision=fp32", "recompute=full"], "delayed": ["precision=fp8_delayed"]}
+RUNS: dict[int, dict[str, list[str]]] = {2: {**CASES, **{f"{k} slots": [*v, *SLOTS] for k, v in CASES.items()}}}
+RUNS[2]["crowded"] = ["precision=fp8_delayed", *SLOTS]
+STEPS, CROWDED = 3, 2
+
+
+def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
+    """What each step was."""
+    config = composed.config_of([*RUN, *keys])
+    engine, lines = build_engine(config, world.device, world=world), []
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(0, 512, (4, 33), generator=generator)
+        slots = engine.model.slots
+        if name == "crowded" and step == CROWDED and slots is not None:
+            slots.capacity = 0.3
+        result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
+        line: dict[str, Any] = {k: float(v) for k, v in result.metrics.items() if k != "moe/slot_fill"}
+        line["ok"], line["place"] = bool(result.verdict.ok), engine.guard.places[int(result.verdict.place)]
+        line["scale"] = float(engine.arena.scale.double().sum())
+        line["weights"] = float(engine.optimizer.norms(torch.tensor(True))[0])
+        if slots is not None:
+            assert result.verdict.fill is not None
+            slots.fit(2 * float(result.verdict.fill) if step == CROWDED else 0.0)
+            reason: Reason | None = engine.guard.crowded(result.verdict, slots.capacity)
+            line |= {"fill": float(result.verdict.fill), "reason": reason and reason.line, "room": slots.capacity}
+        assert len({str(other) for other in world.gather(line)}) == 1, "the same on every rank"
+        lines.append(line)
+    return lines
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    world = World(torch.device("cpu"), rank, rank, size, size)
+    all_max([torch.zeros(())], world)
+    made = {name: train(name, keys, world) for name, keys in RUNS[size].items()}
+    with pytest.raises(UserError, match=r"parallel.dispatch=symmetric: .*; set parallel.dispatch=slots"):
+        build_engine(composed.config_of([*RUN, "parallel.dispatch=symmetric"]), world.device, world=world)
+    auto = build_engine(composed.config_of([*RUN, "parallel.dispatch=auto"]), world.device, world=world)
+    assert auto.model.slots is None, "CPUs do not write into each other's memory"
+    if rank == 0:
+        out.write_text(json.dumps(made))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(ask_ranks: Callable[..., Any]) -> dict[str, list[dict[str, Any]]]:
+    return ask_ranks(__file__, RUNS)[2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_in_slots_is_the_same_run(name: str, runs: dict[str, list[dict[str, Any]]]) -> None:
+    assert all(line["ok"] for line in runs[name])
+    for ours, theirs in zip(runs[f"{name} slots"], runs[name], strict=True):
+        assert {key: ours[key] for key in theirs} == theirs and 0 <= ours["fill"] <= 1 and ours["reason"] is None
+
+
+def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: dict[str, list[dict[str, Any]]]) -> None:
+    lines = runs["crowded"]
+    assert [line["ok"] for line in lines] == [True, False, True]
+    before, dropped, after = lines
+    assert dropped["fill"] > 1 and dropped["place"] == "experts' slots (capacity)"
+    assert [dropped[key] for key in ("scale", "weights")] == [before[key] for key in ("scale", "weights")]
+    assert dropped["reason"].startswith("step 2 was dropped: experts of a rank were sent ")
+    assert f"parallel.dispatch_capacity={dropped['room']:.3g}" in dropped["reason"]
+    assert after["fill"] <= 1 and after["weights"] != dropped["weights"] and dropped["room"] > 0.3
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
