@@ -66,7 +66,7 @@ def watch(
             if row.op != "lm_head"
         }
         optim = dataclasses.replace(OPTIM, muon=settings)
-        optimizer = Muon(model, model.no_decay(), optim, 10, torch.device("cpu"), rows)
+        optimizer = Muon(model, model.no_decay(), optim, LearningRate(optim, 10), torch.device("cpu"), rows)
     torch.manual_seed(0)
     return audit(model, plan, arena, optimizer, [torch.randint(64, (2, 17)) for _ in range(2)], shortest=128)
 
