@@ -2,7 +2,7 @@
 # make test     runs every check; make test-all also the whole products of options, of which make test meets each pair
 # make test-elsewhere   runs the tests of numbers as another CPU computes them
 # make test-versions    runs them with the oldest and the newest torch that pyproject.toml allows, each in a venv of its own
-# make soak     kills, stops, damages and resumes runs at random, and damages 50 files:  make soak ARGS="--rounds 200 --faults 200 --seed 3"
+# make soak     kills, stops, damages and resumes runs at random:  make soak ARGS="--faults 200 --seed 3"
 # make setup    only makes .venv
 #
 # Each makes .venv by itself when it is missing, or when pyproject.toml or the constraints have changed. A machine with an NVIDIA GPU

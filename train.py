@@ -56,10 +56,12 @@ def run(rank_group: "RankGroup") -> None:
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
             say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
-        summary = Trainer(config, job.overrides, world).train()
+        trainer = Trainer(config, job.overrides, world)
+        summary = trainer.train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            say(ending(summary, job.overrides, config.eval.sample, launch))
+            say(ending(summary, trainer.run, job.overrides, launch))
+        del trainer  # the next run of a sweep needs its memory
     if len(done) > 1:
         from trainer.offline.ending import say, sweep_table
 

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.data.prepared import SUMMARY, accept_prepared
-from trainer.digests import accept
 from trainer.launch.command_line import Parser, guarded
-from trainer.run.run_folder import BACKENDS, RECOVERY
+
+NAMES = "recovery.json, backends.json or prepared.json"
 
 
 def main() -> int:
@@ -26,14 +25,19 @@ def main() -> int:
 def run() -> None:
     """Read the command line, sign."""
     parser = Parser(__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=f"{RECOVERY}, {BACKENDS} or {SUMMARY}")
-    for path in parser.parse_args().files:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=NAMES)
+    files = parser.parse_args().files
+    from trainer.data.prepared import SUMMARY, accept_prepared
+    from trainer.digests import accept
+    from trainer.run.run_folder import BACKENDS, RECOVERY
+
+    for path in files:
         if path.name == SUMMARY:
             accept_prepared(path.parent)
         elif path.name in (RECOVERY, BACKENDS):
             accept(path)
         else:
-            raise UserError(f"{path}: has no digest of its own; give {RECOVERY}, {BACKENDS} or {SUMMARY}")
+            raise UserError(f"{path}: has no digest of its own; give {NAMES}")
         print(f"accepted {path}")
 
 

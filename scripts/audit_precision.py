@@ -10,6 +10,7 @@ choose a model that fits into one (model.num_layers=5).
 import sys
 from pathlib import Path
 
+from precision.errors import UserError
 from trainer.launch.command_line import Parser, compose, guarded
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -27,6 +28,8 @@ def run() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train.py")
     parser.add_argument("--device", choices=LENGTHS, default="cpu", help="what is audited (default: cpu)")
     given = parser.parse_intermixed_args()
+    if chosen := next((word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")), None):
+        raise UserError(f"{chosen}: the audit chooses by an option; write --device {chosen.partition('=')[2]}")
     sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch

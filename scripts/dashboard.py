@@ -9,13 +9,14 @@ only later, and may still be training; to look from another machine: `ssh -L 876
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from precision.errors import UserError
 from trainer.files import replace_file
-from trainer.health.dashboard.page import page, payload
-from trainer.health.dashboard.read import METRICS, Run
-from trainer.health.dashboard.serve import Server
 from trainer.launch.command_line import Parser, guarded
+
+if TYPE_CHECKING:
+    from trainer.health.dashboard.read import Run
 
 
 def main() -> int:
@@ -42,6 +43,8 @@ def run() -> None:
         return
     if arguments.port is not None:
         raise UserError(f"--port {arguments.port}: it is for --serve; add that, or leave it out")
+    from trainer.health.dashboard.page import page, payload
+
     runs = [read(path) for path in arguments.runs]
     if arguments.out is None and len(runs) > 1:
         raise UserError("--out is missing: say where the page of several runs should go, as --out compare.html")
@@ -52,8 +55,10 @@ def run() -> None:
     print(out)
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> "Run":
     """A run with something to show. UserError where there is none."""
+    from trainer.health.dashboard.read import METRICS, Run
+
     if not (path / METRICS).is_file():
         lacks = f"no {METRICS} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
@@ -66,6 +71,9 @@ def read(path: Path) -> Run:
 
 def serve(paths: list[Path], port: int) -> None:
     """Until Ctrl-C. A folder may appear later, if the one around it is there."""
+    from trainer.health.dashboard.read import METRICS
+    from trainer.health.dashboard.serve import Server
+
     for path in paths:
         if (
             path.exists()

@@ -13,6 +13,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,9 @@ def run() -> None:
     from trainer.offline.saved_model import open_run
 
     saved = open_run(given.run, given.step, given.overrides)
-    data = prepare(saved.config.data, saved.config.model.vocab_size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "model.vocab_size=")  # the run has said it, of its own text
+        data = prepare(saved.config.data, saved.config.model.vocab_size)
     for remark in saved.remarks:
         print(remark)
     if saved.text is not None and saved.text != data.validation.sidecar.sha256:

@@ -12,13 +12,13 @@ and started again, it continues. --out FOLDER: there, instead of in the cache.
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from precision.errors import UserError
-from trainer.config import load
-from trainer.config.unused_data_keys import without_effect
-from trainer.data import Prepared
-from trainer.data.progress_bars import prepare_with_bars
 from trainer.launch.command_line import Parser, compose, guarded
+
+if TYPE_CHECKING:
+    from trainer.data import Prepared
 
 
 def main() -> int:
@@ -34,6 +34,10 @@ def run() -> None:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     own, sys.argv[1:] = parser.parse_known_args()
+    from trainer.config import load
+    from trainer.config.unused_data_keys import without_effect
+    from trainer.data.progress_bars import prepare_with_bars
+
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
     if own.out is not None and len(configs) > 1:
         raise UserError(f"--out={own.out}: one folder for {len(configs)} configs; prepare one at a time")
@@ -44,7 +48,7 @@ def run() -> None:
         print(summary(prepared, time.monotonic() - start))
 
 
-def summary(prepared: Prepared, seconds: float) -> str:
+def summary(prepared: "Prepared", seconds: float) -> str:
     """What was prepared, one line a fact."""
     sides = [("train", prepared.train)]
     several = len(prepared.validations) > 1

@@ -1,4 +1,4 @@
-"""The verdict of the soak test (`soak.py`): whether two runs are the same, bit for bit. No command of its own."""
+"""Whether two runs of the soak test (`soak.py`) are the same, bit for bit. No command of its own."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import list_checkpoints, read
+from trainer.checkpoint import checkpoint_name, read
 
 BITWISE = ("loss/", "optim/", "moe/", "fp8/")
 STATE = ("model", "optimizer", "arena", "guard", "loader", "rng")
@@ -16,20 +16,10 @@ class Wrong(AssertionError):
     """What the soak test looks for."""
 
 
-def compare(run: Path, reference: Path) -> None:
-    """Wrong, unless the disturbed run has the bits of the reference."""
-    ours, theirs = metrics(run), metrics(reference)
-    if ours.keys() != theirs.keys():
-        raise Wrong(f"metrics of other steps: {sorted(ours.keys() ^ theirs.keys())}")
-    for step, values in theirs.items():
-        wrong = [key for key in values.keys() | ours[step].keys() if values.get(key) != ours[step].get(key)]
-        if wrong:
-            raise Wrong(f"step {step}: {wrong[0]} is {ours[step].get(wrong[0])}, not {values.get(wrong[0])}")
-    left, right = (list_checkpoints(each / "checkpoints")[-1] for each in (run, reference))
-    (ours, _), (theirs, _) = read(left), read(right)
-    for branch in STATE:
-        if (where := difference(ours[branch], theirs[branch], branch)) is not None:
-            raise Wrong(f"{left.name}: {where} is not the reference's")
+def state(run: Path, step: int) -> dict[str, Any]:
+    """What a run has trained, as its checkpoint of that step holds it."""
+    whole, _ = read(run / "checkpoints" / checkpoint_name(step))
+    return {branch: whole[branch] for branch in STATE}
 
 
 def metrics(run: Path) -> dict[int, dict[str, Any]]:
@@ -44,7 +34,7 @@ def metrics(run: Path) -> dict[int, dict[str, Any]]:
     return steps
 
 
-def difference(ours: Any, theirs: Any, where: str) -> str | None:
+def differs(ours: Any, theirs: Any, where: str = "") -> str | None:
     """The first place where two trees differ in a bit."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
@@ -53,8 +43,8 @@ def difference(ours: Any, theirs: Any, where: str) -> str | None:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if ours.keys() != theirs.keys():
             return f"{where} ({ours.keys() ^ theirs.keys()})"
-        found = (difference(value, theirs[key], f"{where}/{key}") for key, value in ours.items())
+        found = (differs(value, theirs[key], f"{where}/{key}") for key, value in ours.items())
         return next((place for place in found if place is not None), None)
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        return difference(dict(enumerate(ours)), dict(enumerate(theirs)), where)
+        return differs(dict(enumerate(ours)), dict(enumerate(theirs)), where)
     return None if ours == theirs else where

@@ -1,180 +1,200 @@
-"""Damaged files of a run and of its data, for the soak test (`soak.py`): is any of it trained on silently?
+"""The faults of the soak test (`soak.py`): what befalls a run's processes, and the files of the run and of its data.
 
-A small run that has rewound is made once. Each fault then befalls a copy of its folder and of its prepared data: a bit
-is flipped, a file is cut off or removed, a checkpoint is renamed or exchanged with another. The copy is resumed, and
-the result is one of
-
-    noticed   refused in one line, or an event or a warning names what was damaged; or another checkpoint was used
-    same      the run ends with the bits of the undamaged one: what was damaged decides nothing, or is written again
-    lost      it ends with other bits, without a report
+Each is a function of (course, place, chance): it does something to the copy in `place`, at random, and returns in
+words what that was. Wrong, if a process ends as it must not.
 """
 
-import os
 import random
-import re
+import resource
 import shutil
-from collections import Counter
+import signal
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from soak_bits import STATE, Wrong, difference
+from soak_bits import Wrong
+from soak_runs import Course, Job
 
-from trainer.checkpoint import list_checkpoints, read
-from trainer.files import parse_line
+from trainer.checkpoint import list_checkpoints
 
+Fault = Callable[[Course, Path, random.Random], str]
 RUN_FILES = (
     "recovery.json", "backends.json", "config.yaml", "overrides.txt", "environment.json", "precision_plan.txt",
-    "metrics.jsonl", "tensors.jsonl", "events.jsonl", "tokenizer.json",
+    "metrics.jsonl", "tensors.jsonl", "events.jsonl", "tokenizer.json", "logs/rank0.log",
 )  # fmt: skip
 DATA_FILES = (
-    "train.bin",
-    "train.json",
-    "validation.bin",
-    "validation.json",
-    "tokenizer.json",
-    "prepared.json",
-    "verified.json",
-)
-STEPS, RESUMED_AT = 8, 6
-Train = Callable[[list[str], Path], tuple[int, str]]
-"""Called with (overrides, a file for what is printed); the exit code, and what was printed."""
-Tally = dict[str, Counter[str]]
-"""Kind of fault -> the result -> how often."""
+    "train.bin", "train.json", "validation.bin", "validation.json", "tokenizer.json", "prepared.json", "verified.json",
+)  # fmt: skip
+LINKED = (*RUN_FILES, ".lock", ".config.yaml.new", "dashboard.html")
+DISK_LIMITS = (0, 1000, 20_000, 400_000)
+"""Bytes beyond which no file grows. A checkpoint's tensors are larger than the last, everything else is smaller."""
 
 
-def flip(path: Path, chance: random.Random) -> None:
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def begin(course: Course, place: Path, chance: random.Random) -> tuple[Job, str]:
+    """Start or resume the run, and wait until a random moment; a third of all start from nothing."""
+    run, fresh = place / "runs" / "run", chance.random() < 1 / 3
+    if fresh:
+        shutil.rmtree(place)
+        place.mkdir()
+    job, saves = course.start(), chance.random() < 1 / 3
+    deadline = time.monotonic() + chance.uniform(0, (3 if fresh else 1.1) * course.seconds)
+    while not job.over() and time.monotonic() < deadline:
+        if saves and any((run / "checkpoints").glob(".writing_*")):
+            break
+        time.sleep(0.004)
+    return job, "while a run starts from nothing" if fresh else "while a run resumes"
+
+
+def kill(course: Course, place: Path, chance: random.Random) -> str:
+    """Once or twice in a row."""
+    times = chance.choice([1, 1, 1, 2])
+    for _ in range(times):
+        job, when = begin(course, place, chance)
+        victim = chance.randrange(course.ranks)
+        job.signal(signal.SIGKILL, victim)
+        deadline = time.monotonic() + 60
+        while not job.over() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not job.over() and "waiting at" in job.printed():  # for one that was killed before it came: as srun does
+            job.signal(signal.SIGTERM)
+        printed = job.end()
+        if job.codes[victim] not in (-signal.SIGKILL, 0) or not set(job.codes) <= {-signal.SIGKILL, 0, 1, 143}:
+            raise Wrong(f"rank {victim} killed, and exit codes {job.codes}: {printed}")
+    return f"rank {victim}, {when}, {times} x"
+
+
+def stop(course: Course, place: Path, chance: random.Random) -> str:
+    number, twice = chance.choice([signal.SIGTERM, signal.SIGINT]), chance.random() < 0.3
+    job, when = begin(course, place, chance)
+    job.signal(number)
+    if twice:
+        time.sleep(chance.uniform(0, 0.8))
+        job.signal(number)
+    printed = job.end()
+    too_early = {-signal.SIGTERM, -signal.SIGINT} if not printed else set()  # before the first line of train.py
+    if not set(job.codes) <= {128 + number, 0, 128 + signal.SIGTERM} | too_early:
+        raise Wrong(f"stopped by {number.name}, and exit codes {job.codes}: {printed}")
+    if "saved; resume" in printed:
+        step = int(printed.partition("after step ")[2].split(",")[0])
+        newest = list_checkpoints(place / "runs" / "run" / "checkpoints")[-1].name
+        if newest != f"step_{step:08d}":
+            raise Wrong(f"says that it saved step {step}, and the newest checkpoint is {newest}")
+    return f"{number.name}{' twice' * twice} {when}"
+
+
+def fill_disk(course: Course, place: Path, chance: random.Random) -> str:
+    """For a while, or until the run ends."""
+    job, when = begin(course, place, chance)
+    limit, hard = chance.choice(DISK_LIMITS), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for process in job.processes:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, hard))
+    if chance.random() < 0.5:
+        time.sleep(chance.uniform(0, course.seconds))
+        for process in job.processes:
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
+    printed = job.end()
+    if not set(job.codes) <= {0, 1, 2}:
+        raise Wrong(f"exit codes {job.codes}: {printed}")
+    return f"{limit:,} bytes a file {when}; exit codes {job.codes}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def spoil(path: Path, chance: random.Random) -> str:
+    """A bit flipped (half of the time), the file cut off, removed or emptied, or a stretch of zeros."""
+    how = chance.choice(["bit", "bit", "bit", "cut", "removed", "zeros"])
     content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    if how == "removed" or not content:
+        path.unlink()
+        return f"{path.name} removed"
+    at = chance.randrange(len(content))
+    if how == "bit":
+        content[at] ^= 1 << chance.randrange(8)
+    elif how == "cut":
+        del content[at:]
+    else:
+        stretch = min(len(content) - at, 512)
+        content[at : at + stretch] = bytes(stretch)
     path.write_bytes(content)
+    return f"{path.name}: {how} at byte {at}"
 
 
-def cut(path: Path, chance: random.Random) -> None:
-    os.truncate(path, chance.randrange(path.stat().st_size))
+def spoil_run(name: str) -> Fault:
+    def fault(course: Course, place: Path, chance: random.Random) -> str:
+        path = place / "runs" / "run" / name
+        return spoil(path, chance) if path.exists() else f"{name}: there is none"
+
+    return fault
 
 
-def remove(path: Path, chance: random.Random) -> None:
-    path.unlink()
+def spoil_data(name: str) -> Fault:
+    return lambda course, place, chance: spoil(next((place / "data").glob(f"*/{name}")), chance)
 
 
-HOW = {"a bit flipped in": flip, "cut off": cut, "removed": remove}
+def spoil_checkpoint(course: Course, place: Path, chance: random.Random) -> str:
+    newest = list_checkpoints(place / "runs" / "run" / "checkpoints")[-1]
+    return spoil(chance.choice(sorted(path for path in newest.rglob("*") if path.is_file())), chance)
 
 
-def rename(run: Path, chance: random.Random) -> None:
+def kill_and_spoil(course: Course, place: Path, chance: random.Random) -> str:
+    """The newest checkpoint that a killed run has left."""
+    what = kill(course, place, chance)
+    left = list_checkpoints(place / "runs" / "run" / "checkpoints")
+    return f"{what}; {spoil_checkpoint(course, place, chance)}" if len(left) > 1 else what
+
+
+def rename(course: Course, place: Path, chance: random.Random) -> str:
     """A checkpoint under the name of another step, which it may exchange with that one's."""
-    folder = run / "checkpoints"
+    folder = place / "runs" / "run" / "checkpoints"
     one = chance.choice(list_checkpoints(folder))
-    other = folder / f"step_{chance.choice([2, 4, 6, 8]):08d}"
-    while other == one:
-        other = folder / f"step_{chance.choice([2, 4, 6, 8]):08d}"
-    aside = folder / "aside"
-    one.rename(aside)
+    other = folder / chance.choice([name for i in (2, 4, 6, 8) if (name := f"step_{i:08d}") != one.name])
+    one.rename(aside := folder / "aside")
     if other.exists():
         other.rename(one)
     aside.rename(other)
+    return f"{one.name} and {other.name}"
 
 
-def damage(run: Path, data: Path, number: int, chance: random.Random) -> str:
-    """Do something to the copy; in turn to each kind of file. Returns the kind."""
-    kinds = ["rename", "checkpoint", "checkpoint", *RUN_FILES, *(f"data/{name}" for name in DATA_FILES)]
-    kind = kinds[number % len(kinds)]
-    if kind == "rename":
-        rename(run, chance)
-        return "checkpoints renamed or exchanged"
-    if kind == "checkpoint":
-        path, name = chance.choice(sorted(list_checkpoints(run / "checkpoints")[-1].iterdir())), "the newest checkpoint"
-    elif kind.startswith("data/"):
-        path, name = next(data.glob(f"*/{kind[5:]}")), f"`{kind[5:]}` of the data"
-    else:
-        path, name = run / kind, f"`{kind}`"
-    how = chance.choice(sorted(HOW)) if chance.random() < 0.5 else "a bit flipped in"  # bits above all
-    if path.stat().st_size:
-        HOW[how](path, chance)
-    return f"{how} {name}" if how == "a bit flipped in" else f"{name} {how}"
+def plant_link(course: Course, place: Path, chance: random.Random) -> str:
+    """Where the run has a file of its own: to a file elsewhere, which must stay as it is."""
+    path, victim = place / "runs" / "run" / (name := chance.choice(LINKED)), course.folder / "elsewhere"
+    content = path.read_bytes() if path.is_file() and chance.random() < 0.5 else b"precious\n"
+    victim.write_bytes(content)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(victim)
+    job = course.start()
+    printed = job.end()
+    if victim.read_bytes() != content:
+        raise Wrong(f"{name} was a link, and what it points to was written: {printed}")
+    if path.is_symlink():
+        path.unlink()
+    return f"{name}; exit code {job.codes[0]}"
 
 
-@dataclass
-class Outcome:
-    """Of a run that was resumed: exit code, what was printed, what its new events say (without numbers), and, where it
-    came to its end, its state."""
-
-    code: int
-    printed: str
-    events: set[str]
-    state: dict[str, Any] | None
-
-
-def faults(folder: Path, count: int, seed: int, words: list[str], train: Train) -> Tally:
-    """Try `count` faults on runs of these overrides. Prints those that are lost, or end in a traceback."""
-    words = [*words, "checkpoint.every=2", "checkpoint.keep=0", "recovery.max_consecutive_skips=1", "eval.every=0"]
-    words += ["debug.inject={step: 1, where: loss, value: nan, steps: 100, windows: [8, 16]}", "run.name=run"]
-    words.append(f"trainer.max_steps={STEPS}")
-    base, data, said = folder / "base", folder / "faults_data", folder / "said.txt"
-    code, text = train([*words, f"run.dir={base}", f"data.cache_dir={data}"], said)
-    if code:
-        raise Wrong(f"the run to damage ended with {code}: {text}")
-    for checkpoint in list_checkpoints(base / "run" / "checkpoints"):
-        if int(checkpoint.name[5:]) > RESUMED_AT:
-            shutil.rmtree(checkpoint)
-
-    def resume(number: int | None) -> tuple[str, Outcome]:
-        """With that fault; None: with none."""
-        place = folder / "fault"
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(base, place / "runs")
-        shutil.copytree(data, place / "data")
-        run = place / "runs" / "run"
-        kind = "" if number is None else damage(run, place / "data", number, random.Random(f"{seed} {number}"))
-        events = run / "events.jsonl"
-        before = Counter(messages(events))
-        code, text = train([*words, f"run.dir={place / 'runs'}", f"data.cache_dir={place / 'data'}"], said)
-        new = Counter(messages(events)) - before
-        state = None if code else read(run / "checkpoints" / f"step_{STEPS:08d}")[0]
-        return kind, Outcome(code, text, set(new), state)
-
-    _, expected = resume(None)
-    tally: Tally = {}
-    for number in range(count):
-        kind, found = resume(number)
-        what, why = judge(found, expected)
-        tally.setdefault(kind, Counter())[what] += 1
-        print(f"fault {number + 1}/{count}  {kind}  {what}", flush=True)
-        if what == "lost":
-            print(f"soak: LOST (--seed {seed}, fault {number}): {kind}: {why}", flush=True)
-            shutil.copytree(folder / "fault", folder / f"lost{number}")
-    return tally
+def move_and_link(course: Course, place: Path, chance: random.Random) -> str:
+    """A checkpoint, all of them, or the data moved to another disk and linked back."""
+    checkpoints = place / "runs" / "run" / "checkpoints"
+    path = chance.choice([*list_checkpoints(checkpoints), checkpoints, place / "data"])
+    elsewhere = place / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    return path.name
 
 
-def messages(path: Path) -> list[str]:
-    """Of the events in a file, without numbers; of damaged lines, nothing."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    found = [entry for line in lines if (entry := parse_line(line)) is not None]
-    return [re.sub(r"[\d.,]+", "#", f"{entry.get('kind')} {entry.get('message')}") for entry in found]
-
-
-def judge(found: Outcome, expected: Outcome) -> tuple[str, str]:
-    """noticed, same or lost; why it is lost."""
-    if "Traceback" in found.printed:
-        return "lost", f"a traceback: {found.printed}"
-    if found.code:
-        refused = found.printed.startswith("octet: error: ") and found.printed.count("\n") == 1
-        return ("noticed", "") if refused else ("lost", f"exit code {found.code}: {found.printed}")
-    if found.events - expected.events or "octet: " in found.printed:
-        return "noticed", ""
-    assert found.state is not None and expected.state is not None
-    for branch in STATE:
-        if (where := difference(found.state[branch], expected.state[branch], branch)) is not None:
-            return "lost", f"{where} has other bits, without a report"
-    return "same", ""
-
-
-def table(tally: Tally) -> str:
-    """In Markdown."""
-    rows = ["| fault | tried | noticed | same bits | lost |", "| --- | --- | --- | --- | --- |"]
-    total: Counter[str] = Counter()
-    for found in tally.values():
-        total += found
-    for kind, found in [*sorted(tally.items()), ("all", total)]:
-        rows.append(f"| {kind} | {found.total()} | {found['noticed']} | {found['same']} | {found['lost']} |")
-    return "\n".join(rows)
+FAULTS: list[tuple[str, Fault]] = [
+    *[("processes killed (SIGKILL)", kill)] * 6,
+    *[("processes stopped (SIGTERM, SIGINT)", stop)] * 4,
+    *[("processes on a full disk", fill_disk)] * 3,
+    *[("killed, then the newest checkpoint damaged", kill_and_spoil)] * 2,
+    *[("a file of the newest checkpoint", spoil_checkpoint)] * 8,
+    *[("checkpoints renamed or exchanged", rename)] * 2,
+    *[(f"`{name}` of the run", spoil_run(name)) for name in RUN_FILES],
+    *[(f"`{name}` of the data", spoil_data(name)) for name in DATA_FILES],
+    *[("a link in place of a file of the run", plant_link)] * 3,
+    ("a checkpoint or the data moved and linked back", move_and_link),
+]

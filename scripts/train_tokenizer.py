@@ -12,9 +12,6 @@ import sys
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.config import load
-from trainer.data import new_tokenizer
-from trainer.data.progress_bars import bars
 from trainer.files import replace_file
 from trainer.launch.command_line import Parser, compose, guarded
 
@@ -37,6 +34,10 @@ def run() -> None:
         raise UserError("--out: missing; name the file to write, such as --out tokenizer.json")
     if own.out.is_dir() or not os.access(own.out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(f"--out={own.out}: cannot be a file there; name one in a folder that can be written")
+    from trainer.config import load
+    from trainer.data import new_tokenizer
+    from trainer.data.progress_bars import bars
+
     jobs = compose(Path(__file__).resolve().parents[1] / "configs")
     if len(jobs) > 1:
         raise UserError(f"--out={own.out}: one file for {len(jobs)} configs; train one at a time")

@@ -24,6 +24,8 @@ compiles), and says where.
     ms           medians, of the slowest GPU, forward and backward
     exposed      ms more than `silent`
     x            times as fast as all_to_all
+
+and messages alone, a hidden row in BF16 of each token to each GPU (there: copied out of the inbox; back: not).
 """
 
 import argparse
@@ -35,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,7 @@ class Layer:
             base = *base, OmegaConf.from_dotlist(["backend=cuda"])
         sizes = {"hidden_size": o.hidden, "moe_intermediate_size": o.width, "intermediate_size": o.hidden}
         sizes |= {"num_experts": o.experts, "num_experts_per_token": o.chosen, "num_layers": 2, "vocab_size": 512}
+        sizes |= {"num_dense_layers": 1, "num_mtp_layers": 0}
         plan = Plan(OmegaConf.to_object(OmegaConf.merge(*base)), 2, detect(device), tokens)  # type: ignore[arg-type]
         with torch.device("meta"):
             model = DeepSeek(ModelConfig(**sizes), plan)
@@ -95,7 +99,7 @@ class Layer:
         generator = torch.Generator().manual_seed(dist.get_rank())
         h, self.dy = torch.randn(2, tokens, o.hidden, generator=generator).to(device, torch.bfloat16).unbind()
         self.h = h.requires_grad_()
-        self.bias = model.router_bias[-1]
+        (self.bias,) = model.router_bias
 
     def through(self, dispatcher: Any) -> None:
         """Use it from now on."""
@@ -217,7 +221,7 @@ def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Check
                 bad += [] if slots.fill <= 1 else [f"fill after it {float(slots.fill):.2f}"]
                 checks.note(f"{recipe} {name}: too little room is noticed, and grows", bad)
             if name == "symmetric" and not o.skip_graph:
-                with phase(f"{recipe}, {name}, graph", FIRST):
+                with phase(f"{recipe}, {name}, graph"):
                     checks.note(f"{recipe} {name}: as a CUDA graph", graph_differs(layer, plain))
         with phase(f"{recipe}, skewed", FIRST):
             layer.bias[o.experts // 2 :] = -10.0
@@ -318,21 +322,38 @@ def times(o: argparse.Namespace, transports: dict[str, Transport], device: torch
                 ways[name] = SlotDispatcher(slots, o.experts)
             for name, way in ways.items():
                 layer.through(way)
-                with phase(f"{tokens} tokens, {recipe}, {name}, warm", FIRST):
+                with phase(f"{tokens} tokens, {recipe}, {name}, warm", LIMIT if name == "symmetric" else FIRST):
                     layer.step()
-                with phase(f"{tokens} tokens, {recipe}, {name}", 3 * LIMIT):
+                with phase(f"{tokens} tokens, {recipe}, {name}"):
                     forward = timed(layer.forward, layer.begin, o, device)
                     both = timed(layer.run, layer.begin, o, device)
                 line = {"tokens": tokens, "payload": payload, "way": name, "forward": forward, "both": both}
                 out.append(line)
                 if name in ("symmetric", "silent") and device.type == "cuda" and not o.skip_graph:
-                    with phase(f"{tokens} tokens, {recipe}, {name}, graph", FIRST):
+                    with phase(f"{tokens} tokens, {recipe}, {name}, graph"):
                         graph, _ = graph_of(layer)
                         both = timed(graph.replay, lambda: None, o, device)
                         out.append({**line, "way": f"{name} graph", "forward": None, "both": both})
                         del graph
             del layer, ways
             measure.release()
+    return out
+
+
+def messages(o: argparse.Namespace, transports: dict[str, Transport], device: torch.device) -> list[dict[str, str]]:
+    """Messages alone: as many rows in BF16 to each process as it has tokens."""
+    out, P = [], dist.get_world_size()
+    for tokens in o.tokens:
+        slots = -(-tokens // 16) * 16
+        x = torch.zeros(P * slots, o.hidden, dtype=torch.bfloat16, device=device)
+        used = torch.full((P,), tokens, device=device)
+        for name, transport in transports.items():
+            for keep in (True, False):
+                with phase(f"{tokens} tokens, {name}, messages"):
+                    seconds = timed(partial(transport.exchange, (x,), used, used, keep), lambda: None, o, device)
+                sent = tokens * o.hidden * 2 * (P - 1)
+                line = {"tokens, way": f"{tokens} {name} {'there' if keep else 'back'}", "ms": f"{seconds * 1e3:.3f}"}
+                out.append(line | {"GB/s to others": f"{sent / seconds / 1e9:.0f}"})
     return out
 
 
@@ -377,6 +398,16 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def main() -> int:
+    """Exit code, as train.py's."""
+    code = guarded(run)
+    if code and dist.is_initialized():  # others may be waiting in a message, and the end of this process for them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 def run() -> None:
     """Read the command line, check, measure, print on rank 0."""
     options, device = arguments(), torch.device("cpu")
@@ -394,15 +425,16 @@ def run() -> None:
             transports["symmetric"] = SymmetricMemory(group, device, WAIT)
         first = dist.get_rank() == 0
         facts = measure.header() if first else {}
-    checks, results = Checks(device), []
+    checks, results, alone = Checks(device), [], []
     if first and "symmetric" not in transports:
         measure.say("symmetric memory is left out" + ("" if options.skip_symmetric else ": these processes share none"))
     check(options, transports, checks, device)
     if not options.skip_times:
-        results = times(options, transports, device)
+        alone, results = messages(options, transports, device), times(options, transports, device)
     if first:
         if results:
             measure.say("\n" + measure.table(rows(results)))
+            measure.say("\n" + measure.table(alone))
         measure.write_json(options.json, facts, results)
     dist.barrier()
     dist.destroy_process_group()
@@ -411,4 +443,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run))
+    sys.exit(main())

@@ -24,7 +24,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from models.config import ModelConfig
-from precision.errors import UserError
 from precision.rows import GemmRow
 
 
@@ -66,7 +65,7 @@ class Division:
 
 
 def division(c: ModelConfig, row: GemmRow) -> Division:
-    """The division of the weight of a plan's row. UserError for an op that no rule names."""
+    """The division of the weight of a plan's row. ValueError for an op that no rule names."""
     match row.op:
         case "attn.q" | "attn.q_b":
             return Division((c.qk_head_dim,))
@@ -81,4 +80,4 @@ def division(c: ModelConfig, row: GemmRow) -> Division:
         case "ffn" | "moe.shared" | "moe.experts":
             parts = 2 if row.name.endswith(".gate_up") else 1
             return Division((row.out_features // parts,) * parts)
-    raise UserError(f"{row.name}: no rule lists the logical matrices in the weight of {row.op!r}")
+    raise ValueError(f"{row.name}: no rule lists the logical matrices in the weight of {row.op!r}")

@@ -108,7 +108,7 @@ class Plan:
     ) -> GemmRow:
         """The row of one GEMM; registers it. UserError if it is undecided, decided twice, or cannot run in FP8."""
         if op not in GEMM_OPS:
-            raise UserError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
+            raise ValueError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8:
             if op not in FP8_OPS:
@@ -133,7 +133,7 @@ class Plan:
     def tensor(self, name: str, op: str) -> Format:
         """Format of something that is no GEMM; registers it."""
         if op not in TENSOR_OPS:
-            raise UserError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
+            raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
         precision, why = self._decide(name, op)
         if precision is Precision.fp8 and op not in FP8_OPS:
             raise _not_in_fp8(name, op, why)
@@ -270,7 +270,7 @@ class Plan:
 
     def _register(self, name: str) -> None:
         if name in self.gemms or name in self.tensors:
-            raise UserError(f"{name} asked for a row of the precision plan twice; names must be unique")
+            raise ValueError(f"{name} asked for a row of the precision plan twice; names must be unique")
 
     def _table(self, op: str, name: str) -> Precision:
         cell: object = self.config.table

@@ -33,7 +33,7 @@ from precision.hardware import Gpu
 
 CASTS, GEMMS, EXPERTS, ATTENTION = "casts", "linears", "experts", "attention within documents"
 LOSS, OPTIMIZER, ROUTER, STATISTICS = "cross entropy", "AdamW", "choice of experts", "statistics"
-MUON, ROTARY = "Muon", "rotary embedding"
+MUON, PEERS, ROTARY = "Muon", "tokens over shared memory", "rotary embedding"
 PACKAGE = Path(__file__).parent
 PROCESSES = 16  # compile at once
 PATIENCE = 300.0  # seconds for all of them; minutes only where something hangs

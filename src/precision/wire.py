@@ -243,11 +243,12 @@ class _Send(torch.autograd.Function):
         if parcels.slots:
             elsewhere |= (parcels.token < 0)[:, None]
         local_RK = torch.where(elsewhere, each, local_RK)
-        beside = [local_RK.int(), parcels.of_tokens(weight_TK).view(torch.int32)]
+        # counted down to 0, which is none: as rows arrive that were not in use
+        beside = [(each - local_RK).int(), parcels.of_tokens(weight_TK).view(torch.int32)]
         if inv is not None:
             beside.append(parcels.of_tokens(inv).view(torch.int32))
         data_AD, beside = exchange.there(parcels.gather(data), torch.cat(beside, 1))
-        expert_AK, weight_AK = beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
+        expert_AK, weight_AK = each - beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
         # scales of blocks lie as kernels read them, one block of all rows after the other
         inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
         ctx.save_for_backward(*parcels[:4])

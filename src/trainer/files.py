@@ -89,6 +89,24 @@ def create(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
+def refuse_link(path: Path) -> None:
+    """UserError if `path` is a link: a run's own files are appended to, and what it points to would be written."""
+    from precision.errors import UserError  # imports torch, for which `--help` must not wait
+
+    if path.is_symlink():
+        raise UserError(f"{path}: is a link, and a run writes into files of its own; remove it")
+
+
+def open_own(path: Path, flags: int = os.O_WRONLY | os.O_APPEND) -> int:
+    """A descriptor of a run's own file, which is made if need be. UserError if it is a link."""
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+
+
 def delete_temporary(folder: Path) -> None:
     """Delete what `replace_file` leaves in a folder when it is killed. The caller has the folder for itself."""
     for path in folder.glob(f".*{TEMPORARY}"):

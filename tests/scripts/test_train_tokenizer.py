@@ -61,7 +61,7 @@ def test_mistakes_are_one_line(train: Run, tmp_path: Path) -> None:
         ((), "--out: missing; name the file to write"),
         (("--out", "no/where.json"), "--out=no/where.json: cannot be a file there"),
         (("--out", "t.json", "--vocab-size", "256"), "model.vocab_size=256: a byte-level tokenizer"),
-        (("--out", "t.json", "data=bins"), "data.source=bins: has no text to learn from"),
+        (("--out", "t.json", "data=bins"), "data.source=bins: has no text to train on"),
     ]:
         done = train(*words)
         assert done.returncode == 2 and done.stderr.startswith(f"octet: error: {message}"), done.stderr

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from composed import config_of
 
-from trainer.config_diff import HIDDEN, changes, configs_before, flat, printable, without_secrets
+from trainer.config_diff import HIDDEN, changes, configs_before, flat, printable, printable_override, without_secrets
 from trainer.launch.agreement import agree
 
 
@@ -47,6 +47,24 @@ def test_secrets_have_no_value_to_print(key: str) -> None:
     assert printable(key, "PRIVATE") == HIDDEN and printable(key, None) is None
     section, _, name = key.rpartition(".")
     assert without_secrets({section: {name: "PRIVATE"}}) == {section: {name: HIDDEN}}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{webhook: %s, every: 5}",
+        "{webhook: \"%s\", command: '%s'}",
+        "{alerts: {command: %s}}",
+        '{"webhook": %s',
+        "{ Hf_Token : %s}",
+    ],
+)
+def test_secrets_in_a_section_are_not_shown(section: str) -> None:
+    shown = printable_override(f"+health.alerts={section.replace('%s', 'https://PRIVATE')}")
+    assert "PRIVATE" not in shown and HIDDEN in shown and shown.startswith("+health.alerts={")
+    assert printable_override("debug.inject={step: 3, num_experts_per_token: 2}").endswith(
+        "{step: 3, num_experts_per_token: 2}"
+    )
 
 
 @pytest.mark.parametrize("key", ["data.tokenizer", "model.num_experts_per_token", "tokens", "data.tokenizer_sample_mb"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, ROTARY, ROUTER, STATISTICS
+from precision.proof import ATTENTION, CASTS, EXPERTS, GEMMS, LOSS, MUON, OPTIMIZER, PEERS, ROTARY, ROUTER, STATISTICS
 from precision.selftest import muon, operands, others, products
 
 
@@ -57,6 +57,7 @@ CHECKS = (  # those that compile longest first: see `share_of`; each check compi
         hopper=False,
     ),
     Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
+    Check(PEERS, products.peers, _of("peers", "push", "take"), hopper=False),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
     Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),

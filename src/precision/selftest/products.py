@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from precision.kernels import cast, grouped_gemm
+from precision.kernels.peers import push, take
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
@@ -48,6 +49,22 @@ def routes(device: torch.device) -> None:
     assert shares is not None
     near(total, x.double() * K + add.double(), BF16_ROUNDING, "sum over a token's experts")
     near(shares, partial.double()[:, to.position.long()].sum(0), FP32_SUM, "gradient of the router's weights")
+
+
+def peers(device: torch.device) -> None:
+    """Rows that two processes, played by this one, write into each other's inboxes, and read out of them."""
+    slots, width, used = 5, 12, ((5, 2), (0, 3))  # rows from each to each
+    rows = [plain(device, 2 * slots, width, dtype=torch.float32, seed=seed) for seed in range(2)]
+    inboxes = [torch.full_like(one, torch.nan) for one in rows]
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
+    for rank in range(2):
+        push(rows[rank], addresses, torch.tensor(used[rank], device=device), 0, rank)
+    for rank, inbox in enumerate(inboxes):
+        sent = [rows[sender].unflatten(0, (2, slots))[rank].clone() for sender in range(2)]
+        for sender in range(2):
+            sent[sender][used[sender][rank] :] = 0
+        here = torch.tensor([used[sender][rank] for sender in range(2)], device=device)
+        same(take(inbox, here), torch.cat(sent), f"rows in inbox {rank}")
 
 
 def experts_activations(device: torch.device) -> None:

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from precision.errors import UserError
 from trainer.checkpoint.manifest import FileDigest, write_file
 
 INDEX = "tensors.json"
@@ -243,7 +242,7 @@ class SafetensorsReader(StorageReader):
                     )
                     target = planner.resolve_tensor(item).detach()
                     if target.dtype != saved.dtype:
-                        raise UserError(
+                        raise TypeError(
                             f"{item.storage_index.fqn} was saved as {saved.dtype} and is to be read as {target.dtype}"
                         )
                     target.copy_(saved[box])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,7 @@ class Dataset:
         import datasets
 
         datasets.disable_progress_bars()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns of each attempt
         return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
 
     @contextmanager

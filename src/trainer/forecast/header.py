@@ -2,22 +2,21 @@
 
 import shlex
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 from models.flops import count_parameters
 from precision import Plan
 from trainer.config import Config
 from trainer.config.timeline import Timeline, widest
-from trainer.config_diff import printable
+from trainer.config_diff import printable_override
 from trainer.data import Prepared
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
 from trainer.forecast.course import course
-from trainer.forecast.gpus import target
+from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.unusual import unusual
-from trainer.forecast.words import ranks, short
-from trainer.parallel.mesh import resolve
+from trainer.forecast.words import ranks, short, span
+from trainer.parallel.mesh import Degrees, resolve
 
 
 def header(
@@ -57,20 +56,28 @@ def header(
         *course(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),
     ]
-    if where.gpu is not None and "H200" in where.gpu.name:
-        flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
-        machine = Machine(processes, min(processes, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
-        seconds = cost(config, plan, degrees, machine).step
-        left = timedelta(seconds=round(seconds / step * trained))
-        rows.append(("time", f"{left} by forecast, {step / seconds:,.0f} tokens/s, as measured on an H200"))
+    if (time := time_line(config, plan, degrees, where)) is not None:
+        rows.append(("time", time))
     rows += [("unusual", line) for line in unusual(config, facts.num_tokens, facts.num_documents)]
     return [*rows, ("", "")]
 
 
+def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> str | None:
+    """How long a run takes by forecast; None but on an H200, on which the rates were measured."""
+    if where.gpu is None or "H200" not in where.gpu.name:
+        return None
+    timeline, config = Timeline(config.trainer), widest(config)
+    if timeline.epochs is not None:  # of a text that is not read yet
+        return None
+    t = config.trainer
+    flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
+    machine = Machine(degrees.world, min(degrees.world, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
+    seconds = cost(config, plan, degrees, machine).step
+    rate = t.global_batch_size * t.sequence_length / seconds
+    whole = timeline.tokens(timeline.steps) / rate
+    return f"{span(whole)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
+
+
 def shown(overrides: Sequence[str]) -> str:
     """The overrides as one would type them, without secrets."""
-    words = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        words.append(shlex.quote(f"{key}{equals}{printable(key.lstrip('+~'), value)}"))
-    return " ".join(words)
+    return shlex.join(map(printable_override, overrides))

@@ -32,6 +32,7 @@ from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
 from trainer.forecast.course import check_phases, course
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
+from trainer.forecast.header import time_line
 from trainer.forecast.memory import GIB, forecast, travels_in_fp8
 from trainer.forecast.muon import muon_load, muon_size
 from trainer.forecast.stages import check_stages, stages_line
@@ -372,6 +373,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
             *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
             *_fits(config, plan, degrees, machine, total),
+            *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
             *(f"\n{line}" for line in without_effect(run, degrees.world)),
         ]
     )

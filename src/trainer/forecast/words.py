@@ -11,6 +11,14 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def span(seconds: float) -> str:
+    """A time span in one unit: `11.6 days`."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
 def ranks(d: Degrees) -> str:
     """`one process`, or `each of 8 ranks (replicate 1, shard 8, expert 1)`."""
     if d.world == 1:

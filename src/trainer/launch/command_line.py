@@ -7,7 +7,8 @@ A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what 
 errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
 and keeps its traceback. Of many processes one prints it.
 
-This module imports no torch before something has gone wrong: `--help` is quick.
+This module imports no torch before something has gone wrong, and Hydra where it composes: `--help` is quick, and
+Ctrl-C meets `guarded`.
 """
 
 import argparse
@@ -23,20 +24,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
-
-import hydra
-import yaml
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from trainer.config_diff import is_secret, printable
 from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch, user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
@@ -47,7 +43,7 @@ HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdi
 class Job:
     """One run to be: its composed config, and the overrides that the user gave for it."""
 
-    tree: DictConfig
+    tree: "DictConfig"
     overrides: list[str]
 
 
@@ -77,11 +73,16 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
                 f"{argument}: Hydra makes folders of its own with it, and Octet's are below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
-    def collect(tree: DictConfig) -> None:
+    def collect(tree: "DictConfig") -> None:
         settings = HydraConfig.get()
         sweeps.append(settings.mode is RunMode.MULTIRUN)
         jobs.append(Job(tree, [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]))
@@ -106,6 +107,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
 def _read_by_hydra(task: Callable[[], None]) -> None:
     """Run what reads sys.argv. UserError for options that do not exist, where Hydra prints its usage, and for what it
     stumbles over itself."""
+    from omegaconf.errors import OmegaConfBaseException
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -140,16 +143,17 @@ def _explain_option(usage: str) -> str:
 
 def _replace_length(job: Job) -> None:
     """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    trainer = job.tree.get("trainer") or {}
     given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
     for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
-        both = f"trainer.{key}", f"trainer.{other}"
-        if both[0] in given and both[1] not in given and OmegaConf.select(job.tree, both[0]) is not None:
-            OmegaConf.update(job.tree, both[1], None, force_add=True)
+        replaces = f"trainer.{key}" in given and f"trainer.{other}" not in given
+        if replaces and trainer.get(key) is not None and other in trainer:
+            job.tree.trainer[other] = None
 
 
-def _fit_restarts(tree: DictConfig, launch: Launch) -> None:
+def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
     """A run that torchrun starts again resumes by itself: from its newest checkpoint, whatever it once started from."""
-    if launch.max_restarts and OmegaConf.select(tree, "run.name") is None:
+    if launch.max_restarts and tree.run.name is None:
         raise user_error(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
         )
@@ -189,7 +193,10 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
-    rank_group = rank_group or RankGroup()
+    handlers = {}
+    if rank_group is None:  # a script: train.py's listens when it has read the environment
+        rank_group = RankGroup()
+        handlers = rank_group.listen()
 
     def judge(error: BaseException) -> tuple[str | None, int] | None:
         end = _judge(error, rank_group.stop_signal)
@@ -224,6 +231,9 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
         rank_group.leave()
         return rank_group.exit(end.code)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return OK
 
 
@@ -270,6 +280,10 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
     """stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     from precision.errors import RunError, UserError
@@ -306,7 +320,9 @@ def _one_line(text: str) -> str:
 
 def explain(error: BaseException, arguments: list[str]) -> str:
     """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
-    from trainer.config.schema import nearest
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    from trainer.config.schema import ELSEWHERE, nearest
 
     text = str(error)
     if isinstance(error, OverrideParseException):
@@ -319,7 +335,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        meant = nearest(choice, error.options)
+        meant = nearest(choice, error.options, ELSEWHERE)
         hint = f"did you mean {meant}?" if meant else "choose one"
         return f"{group}={choice}: there is no such {group}; {hint} ({', '.join(error.options)})"
     if found := re.match(r"Could not override '([^']+)'", text):

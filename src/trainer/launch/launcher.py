@@ -82,6 +82,8 @@ class Launch:
 
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
     text = environment.get(name, "" if default is None else str(default))
+    if not text and (size := environment.get("WORLD_SIZE")):
+        raise user_error(f"{name}: not set, where WORLD_SIZE={size} is; start with torchrun, or unset WORLD_SIZE")
     if not text.isdigit():
         raise user_error(f"{name}={text}: it must be a number; start with torchrun, which sets it")
     return int(text)

@@ -1,10 +1,9 @@
 """The end of a run on the screen: some text that the model wrote, and the commands that come next.
 
-The text comes from the run's last checkpoint, opened as scripts/sample.py opens it, in a process by itself only. What
-shows a run cannot make it fail.
+The text comes from the weights that the run still holds, in a process by itself only. What shows a run cannot make it
+fail.
 """
 
-import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,14 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from models import DeepSeek
 from models.generate import Sampling, generate
+from precision import Plan, bind
 from precision.errors import UserError
+from precision.hardware import detect
+from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 from trainer.forecast.header import shown
 from trainer.launch.launcher import Launch
-from trainer.offline.saved_model import open_run
+from trainer.run.run_folder import saved_backends
 from trainer.sinks.console import BestEffortStream
 
 if TYPE_CHECKING:
+    from trainer.build import Run
     from trainer.trainer import Summary
 
 TEMPERATURE, TOP_P = 0.8, 0.95
@@ -34,19 +38,29 @@ def say(text: str) -> None:
     screen.flush()
 
 
-def sample(run: Path, tokens: int) -> str:
-    """`tokens` tokens of a new document that the newest checkpoint of a run writes; the run's seed draws them."""
-    gc.collect()
-    torch.cuda.empty_cache()
+def sample(run: "Run", tokens: int) -> str:
+    """`tokens` tokens of a new document that the model of a run writes; the run's seed draws them."""
+    engine, config = run.engine, run.config
     try:
-        saved = open_run(run)
-        tokenizer, end = saved.tokenizer()
-        count = min(tokens, saved.config.model.max_position_embeddings - 1)
-        sampling = Sampling(TEMPERATURE, TOP_P, saved.config.trainer.seed)
-        ids = list(generate(saved.model, [end], count, end=end, sampling=sampling))
+        tokenizer = load_tokenizer(run.data.tokenizer_path)
+        end = end_of_text_id(tokenizer, config.data.end_of_text)
+        chosen = saved_backends(run.folder.path)
+        plan = Plan(config.precision, config.model.num_layers, detect(engine.device), saved=chosen)
+        with torch.device("meta"):
+            model = DeepSeek(config.model, plan)  # for the same weights, without what was compiled for a step
+        model.load_state_dict(engine.model.state_dict(), assign=True)
+        arena = bind(model, plan, engine.device)
+        arena.load_state_dict(engine.arena.state_dict())
+        count = min(tokens, config.model.max_position_embeddings - 1)
+        sampling = Sampling(TEMPERATURE, TOP_P, config.trainer.seed)
+        ids = list(generate(model.eval(), [end], count, end=end, sampling=sampling))
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         return f"none: {str(error).splitlines()[0]}"
-    text: str = tokenizer.decode(ids)
+    return printable_text(tokenizer.decode(ids))
+
+
+def printable_text(text: str) -> str:
+    """`text` without what would move a terminal's cursor."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -67,11 +81,11 @@ def what_next(run: Path, overrides: Sequence[str], steps: int, launch: Launch) -
     ]
 
 
-def ending(summary: "Summary", overrides: Sequence[str], tokens: int, launch: Launch) -> str:
-    """The last lines of a run. tokens: of the text, 0 for none; several ranks write none."""
+def ending(summary: "Summary", run: "Run", overrides: Sequence[str], launch: Launch) -> str:
+    """The last lines of a run. Several ranks write no text."""
     lines = [""]
-    if tokens and launch.size == 1:
-        text = sample(summary.folder, tokens).splitlines()
+    if run.config.eval.sample and launch.size == 1:
+        text = sample(run, run.config.eval.sample).splitlines()
         lines += ["It writes (eval.sample):", *(f"    {line}" for line in text), ""]
     lines += [f"{what:<18} {command}" for what, command in what_next(summary.folder, overrides, summary.step, launch)]
     return "\n".join(lines)

@@ -152,15 +152,17 @@ def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A config's tree with KEY=VALUE put in. UserError for what is none."""
-    try:
-        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    pairs = [override.partition("=") for override in overrides]
+    quoted = [f"{key}={json.dumps(value)}" if value[:1] == "*" else key + sign + value for key, sign, value in pairs]
+    try:  # *.md would be an alias in YAML
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(quoted))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
     for override in overrides:
-        key, is_pair, _ = override.partition("=")
+        key, is_pair, value = override.partition("=")
         if not is_pair:
             raise UserError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
-        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not isinstance(given[key], dict))
+        is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not value.startswith("{"))
         if is_choice or override.startswith("+"):
             why = "the recipe, and all that is chosen by name, is the run's"
             raise UserError(f"{override}: {why}; change single keys, as precision.backend=reference")

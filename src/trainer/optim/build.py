@@ -5,7 +5,6 @@ import torch
 from models import DeepSeek
 from models.matrices import division
 from precision import Plan
-from precision.errors import UserError
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.config.timeline import Timeline, rates
@@ -24,8 +23,8 @@ def build_optimizer(
     world: World | None = None,
     degrees: Degrees = ONE_PROCESS,
 ) -> Optimizer:
-    """For the model that the plan was made for. world, degrees: who shares its weights, and how. UserError where Muon
-    would leave out a weight that it should update."""
+    """For the model that the plan was made for. world, degrees: who shares its weights, and how. ValueError where Muon
+    would leave out a weight that it should update: a model that has one needs a rule."""
     timeline, c, no_decay = Timeline(config.trainer), config.optim, model.no_decay()
     schedule = LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
     if c.name is OptimizerName.adamw:
@@ -34,7 +33,7 @@ def build_optimizer(
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
-            raise UserError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
+            raise ValueError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
     return Muon(model, no_decay, c, schedule, device, found, world)
 
 

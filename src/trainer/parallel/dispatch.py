@@ -4,6 +4,8 @@ import torch
 
 from models.slots import Slots
 from models.transport import EqualSplits, SymmetricMemory, check_shares_memory, shares_memory
+from precision.errors import UserError
+from precision.proof import PEERS, refused
 from trainer.config.schema import Dispatch
 from trainer.config.sections import ParallelConfig
 from trainer.parallel.mesh import Mesh
@@ -17,10 +19,13 @@ def build_slots(config: ParallelConfig, mesh: Mesh, device: torch.device) -> Slo
     group = mesh.expert.get_group()
     if config.dispatch is Dispatch.slots:
         transport = EqualSplits(group)
-    elif config.dispatch is Dispatch.auto and not shares_memory(group, device):
+    elif config.dispatch is Dispatch.auto and (PEERS in refused or not shares_memory(group, device)):
         return None
     else:
         if config.dispatch is Dispatch.symmetric:
+            if PEERS in refused:
+                why = f"its kernels are wrong here ({refused[PEERS]})"
+                raise UserError(f"parallel.dispatch=symmetric: {why}; set parallel.dispatch=slots")
             check_shares_memory(group, device)
         transport = SymmetricMemory(group, device, config.timeout)
     return Slots(transport, config.dispatch_capacity, torch.zeros((), device=device))

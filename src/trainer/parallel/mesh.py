@@ -128,7 +128,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     groups = stage // (context * tensor)
     others = {"context": context, "tensor": tensor, "pipeline": pipeline}
     of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
-    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes"
+    these = f"the {groups} groups of {of} processes" if of else f"the {world} processes" if world > 1 else "one process"
     if left:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
@@ -143,8 +143,10 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
         start = known * least
-        why = f"with {beside} it makes {start} ranks, and there are {world} processes"
-        _refuse(axis, sizes[axis], why, f"start {start}, or set parallel.{axis}=-1 to take what is left")
+        there = f"there are {world} processes" if world > 1 else "this is one process"
+        why = f"with {beside} it makes {start} ranks, and {there}"
+        fix = f"start {start} with torchrun, or set parallel.{axis}=-1 to take what is left"
+        _refuse(axis, sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
     expert = stage if config.expert == -1 else config.expert
     cut = sizes["shard"] * context * tensor
     if not fits_expert(expert, cut, stage):

@@ -1,7 +1,6 @@
 """One process in a run folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however
 it dies. The file names its holder."""
 
-import errno
 import fcntl
 import os
 import platform
@@ -11,12 +10,13 @@ from typing import TextIO
 
 from precision.errors import UserError
 from trainer.checkpoint import OnEvent
+from trainer.files import open_own
 
 
 def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
     """Take the folder for this process, after `patience` seconds at most. The lock goes with the file object."""
     path.mkdir(parents=True, exist_ok=True)
-    file = _open(path / ".lock")
+    file = os.fdopen(open_own(path / ".lock", os.O_RDWR), "r+")
     deadline = time.monotonic() + patience
     try:
         while not _try(file) and time.monotonic() < deadline:
@@ -37,16 +37,6 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
     return file
-
-
-def _open(path: Path) -> TextIO:
-    """The lock file, made if need be. UserError if it is a link: what that points to would be overwritten."""
-    try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(f"{path}: is a link, and a lock is a file of its own; remove it") from None
 
 
 def is_in_place(lock: TextIO, path: Path) -> bool:

@@ -45,9 +45,9 @@ from trainer.checkpoint import (
     verifying_together,
 )
 from trainer.config.paths import kept_tree
-from trainer.config_diff import changes
+from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed
-from trainer.files import delete_temporary, replace_file, trim
+from trainer.files import delete_temporary, refuse_link, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
@@ -108,6 +108,8 @@ class RunFolder:
         self.resumed_from: Path | None = None
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
+        for path in (*self.path.glob("*.jsonl"), *self.path.glob("logs/*.log")):
+            refuse_link(path)  # before anything is written
         with ExitStack() as on_error:
             with as_user_error(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
@@ -148,8 +150,8 @@ class RunFolder:
 
             def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
-                    CONFIG: OmegaConf.to_yaml(OmegaConf.create(kept_tree(config))),
-                    "overrides.txt": "".join(f"{override}\n" for override in overrides),
+                    CONFIG: OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None))),
+                    "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,
                     BACKENDS: signed(dict(backends)),

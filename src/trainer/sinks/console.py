@@ -21,6 +21,7 @@ from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 COLUMNS = (
@@ -32,6 +33,8 @@ COLUMNS = (
 )
 """Metrics shown in a line, where they are logged: key, label, format."""
 
+LABEL = 18
+"""Width of the labels of a header or a summary."""
 _RATE = "perf/tokens_per_second"
 _SKIPPED = "recovery/skipped_steps"
 
@@ -41,6 +44,10 @@ class Screen(Protocol):
 
     def line(self, text: Text) -> None:
         """Show a line above the progress."""
+        ...
+
+    def row(self, label: str, value: str) -> None:
+        """Show a label and what it is above the progress."""
         ...
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -134,6 +141,9 @@ class SilentScreen:
     def line(self, text: Text) -> None:
         """Nothing."""
 
+    def row(self, label: str, value: str) -> None:
+        """Nothing."""
+
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Nothing."""
 
@@ -159,6 +169,10 @@ class PlainScreen:
     def line(self, text: Text) -> None:
         """Show a line."""
         self._console.print(text, soft_wrap=True)
+
+    def row(self, label: str, value: str) -> None:
+        """Show a label and its value in a line."""
+        self.line(Text(f"{label:<{LABEL}} ", "dim").append(value, "not dim bold") if label or value else Text())
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Show the metrics of a step, and how long the run will still take at the speed since the first line."""
@@ -208,6 +222,14 @@ class LiveScreen:
     def line(self, text: Text) -> None:
         """Show a line above the bar."""
         self._progress.console.print(text)
+
+    def row(self, label: str, value: str) -> None:
+        """Show a label and its value, which wraps in a column of its own."""
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_column(width=LABEL, style="dim")
+        grid.add_column(style="bold", overflow="fold")
+        grid.add_row(label, Text(value))
+        self._progress.console.print(grid)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Show the metrics of a step above the bar, and the main ones in it."""

@@ -5,6 +5,7 @@ a reader who follows the file (`tail -f`) never sees half a line. If a write fai
 taken back. A file that was deleted under the run is begun again.
 """
 
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.files import trim
+from trainer.files import open_own, trim
 
 
 class JsonLines:
@@ -28,7 +29,7 @@ class JsonLines:
         self._warn = warn
         self._lost = 0
         self._half: int | None = None
-        self._file = path.open("ab", buffering=0)
+        self._file = _open(path)
         self._lock = threading.Lock()
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class JsonLines:
         if gone:
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _open(self._path)
         if self._half is not None:  # of a line before, which could not be taken back then
             os.ftruncate(self._file.fileno(), 0 if gone else self._half)
         self._half = os.fstat(self._file.fileno()).st_size
@@ -89,13 +90,17 @@ class JsonLines:
                 self._half, reason = None, ""  # half a line is not among those that stay
             except OSError as error:
                 reason = error.strerror or str(error)
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _open(self._path)
         if reason:
             self._warn(f"{self._path} cannot be written ({reason}); lines later than step {last_step} stay in it")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _open(path: Path) -> io.FileIO:
+    return io.FileIO(open_own(path), "ab")
 
 
 def _finite(value: Any) -> Any:

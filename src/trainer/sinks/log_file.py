@@ -5,8 +5,12 @@ on the screen, in one line each, instead of tearing through the progress bar.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
+
+from trainer.files import open_own
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("trainer", "models", "precision")
@@ -48,6 +52,9 @@ class _File(logging.FileHandler):
         super().__init__(path)
         self._show = show
         self._failed = False
+
+    def _open(self) -> TextIO:
+        return os.fdopen(open_own(Path(self.baseFilename)), "a", encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say once that the file cannot be written, instead of a traceback for every line."""

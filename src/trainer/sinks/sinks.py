@@ -186,12 +186,12 @@ class Sinks:
 
     def header(self, rows: Iterable[tuple[str, str]]) -> None:
         """Say what the run will do: labels and values, in the log, and on the screen if it shows progress."""
-        self._rows(rows, self._screen.line if self._show_events else lambda line: None)
+        self._rows(rows, self._screen.row if self._show_events else lambda *row: None)
 
-    def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[Text], None]) -> None:
+    def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[str, str], None]) -> None:
         for label, value in rows:
             self._log.write(f"{label}: {value}")
-            show(Text(f"{label:<18} ", "dim").append(value, "not dim bold"))
+            show(label, value)
 
     def summary(self, summary: RunSummary) -> None:
         """Say the run's result, and where it is."""
@@ -204,7 +204,7 @@ class Sinks:
         }
         self._screen.close()
         self._screen.line(Text())
-        self._rows(lines.items(), self._screen.line)
+        self._rows(lines.items(), self._screen.row)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: the W&B run id, so that a resumed run continues in the same one, and the last step in

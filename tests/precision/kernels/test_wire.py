@@ -65,14 +65,19 @@ class Layer(nn.Module):
 
 
 class Mirror:
-    """Both ends in one process. log: format and shape of whatever travelled."""
+    """Both ends in one process. log: format and shape of whatever travelled. used: rows that are, of slots; the others
+    arrive as zeros, whatever they were."""
 
     def __init__(self):
         self.log: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        self.used: Tensor | None = None
 
     def there(self, *rows: Tensor) -> list[Tensor]:
         self.log += [(one.dtype, tuple(one.shape)) for one in rows]
-        return [one.clone() for one in rows]
+        came = [one.clone() for one in rows]
+        for one in came if self.used is not None else ():
+            one.view(torch.uint8).masked_fill_(~self.used[:, None], 0)
+        return came
 
     back = there
 
@@ -104,7 +109,7 @@ def travel(
     if slots:
         parcels, wanted = Parcels.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, kernels, slots)
         assert wanted.tolist() == [int((expert // parcels.each == p).any(1).sum()) for p in range(PROCESSES)]
-        choices = expert.numel() + (200 if kernels else 0)
+        choices, way.used = expert.numel() + (200 if kernels else 0), parcels.token >= 0
     else:
         parcels = Parcels.address(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
         sent, each = parcels.counts().t().tolist()

@@ -21,7 +21,8 @@ import precision.config
 import trainer.config
 import trainer.config.data
 from precision.config import Precision
-from trainer.config import Config, Schedule, Switch, Where, load
+from trainer.config import Config, Schedule, Switch, Where, load, meant_by, unknown_key
+from trainer.config.other_frameworks import KEYS, OURS
 from trainer.config.schema import keys_of, nearest
 from trainer.forecast.preflight import check
 
@@ -214,3 +215,10 @@ def test_a_slip_of_the_finger_is_refused_and_a_real_key_named(plain: dict[str, A
     assume(not parent or dataclasses.is_dataclass(keys_of(Config)[parent]))  # below a null there is no place to slip
     with pytest.raises(ValueError, match=f"^{re.escape(slip)}=1: there is no such key; .*$"):
         load(changed(plain, slip, 1))
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
+    assert set(KEYS) <= set(keys_of(Config)) and not set(OURS) & set(keys_of(Config))
+    assert sum(len(names.split()) for names in KEYS.values()) == len(OURS)  # none is listed twice
+    assert "did you mean trainer.max_steps?" in unknown_key("training.steps", 10)
+    assert meant_by("tensor-model-parallel-size") == "parallel.tensor" and meant_by("model") == "model"

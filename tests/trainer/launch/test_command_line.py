@@ -8,8 +8,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,7 @@ class Recorder:
     def __call__(self, config: Config, overrides: list[str], world: World) -> "Recorder":
         assert not world.many
         self.runs.append((config, overrides))
+        self.run = SimpleNamespace(config=replace(config, eval=replace(config.eval, sample=0)))
         return self
 
     def train(self) -> Summary:
@@ -143,7 +145,7 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == [] and recorder.runs == []
 
 
-@pytest.mark.parametrize("form", ["{}=PRIVATE(", "{}=[PRIVATE]", "{}.x=PRIVATE"])
+@pytest.mark.parametrize("form", ["{}=PRIVATE(", "{}=[PRIVATE]", "{}.x=PRIVATE", "health.alerts={{webhook: PRIVATE("])
 @pytest.mark.parametrize("key", ["health.alerts.webhook", "health.alerts.command"])
 def test_a_mistake_in_a_secret_does_not_print_it(
     form: str, key: str, call: Call, capfd: pytest.CaptureFixture[str]

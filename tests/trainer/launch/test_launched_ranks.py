@@ -94,10 +94,10 @@ def test_without_a_launcher_a_process_is_the_only_one():
     [
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: "),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: it must be a number"),
-        ({"WORLD_SIZE": "2"}, "RANK=: it must be a number"),
+        ({"WORLD_SIZE": "2"}, "RANK: not set, where WORLD_SIZE=2 is; start with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2: ranks go from 0 to WORLD_SIZE-1=1"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2: MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "LOCAL_RANK=: it must be a number"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, "LOCAL_RANK: not set, where WORLD_SIZE=2 is"),
     ],
 )
 def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str, str], says: str):

@@ -61,6 +61,8 @@ def main() -> int:
                 while not Path(sys.argv[3]).exists():  # as W&B may
                     time.sleep(0.05)
                 raise
+        if fault == "refused" and who in (launch.rank, 2):
+            raise UserError("optim.lr=9: too large; lower it")
         world.barrier()
         rank_group.leave()
 
@@ -85,7 +87,7 @@ class Pair:
 
     def end(self, rank: int) -> tuple[int, str]:
         """Exit code, and stderr without numbers of processes."""
-        err = self.ranks[rank].communicate(60)[1]
+        err = self.ranks[rank].communicate(240)[1]
         blank = re.sub(r"process \d+", "process N", err).replace(os.uname().nodename, "HOST")
         return self.ranks[rank].returncode, blank
 
@@ -130,6 +132,14 @@ def test_a_mistake_is_reported_once(pair: Pair, who: int) -> None:
     said = {rank: pair.end(rank) for rank in (0, 1)}
     line = "octet: error: optim.lr=9: too large; lower it\n"
     assert said == {who % 2: (2, line), 1 - who % 2: (2, "")}
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_mistake_that_is_found_when_all_have_met_is_one_line(pair: Pair, who: int) -> None:
+    """Rank 0, which serves the store, goes last: the other one would print pages about losing it."""
+    pair.start("refused", who)
+    said = {rank: pair.end(rank) for rank in (0, 1)}
+    assert said == {0: (2, "octet: error: optim.lr=9: too large; lower it\n"), 1: (2, "")}
 
 
 def test_one_that_leaves_ends_all(pair: Pair) -> None:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from models.generate import Sampling, generate
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
 from trainer.launch.launcher import Launch
-from trainer.offline.ending import ending, sample, sweep_table, what_next
+from trainer.offline.ending import TEMPERATURE, TOP_P, ending, printable_text, sample, sweep_table, what_next
+from trainer.offline.saved_model import open_run
 from trainer.trainer import Summary, Trainer
 
 ROOT = Path(__file__).parents[3]
@@ -58,13 +60,17 @@ def test_a_run_ends_with_text_and_commands_that_work(
     config: Configs, overrides: Callable[..., list[str]], run_python: RunPython
 ) -> None:
     words = overrides("trainer.max_steps=2")
-    done = Trainer(config("trainer.max_steps=2")).train()
-    text = sample(done.folder, 24)
-    assert text == sample(done.folder, 24) and not text.startswith("none: ")
-    said = ending(done, words, 24, ALONE)
+    trainer = Trainer(config("trainer.max_steps=2", "eval.sample=24"))
+    done = trainer.train()
+    text = sample(trainer.run, 24)
+    assert text == sample(trainer.run, 24) and not text.startswith("none: ")
+    saved = open_run(done.folder)  # the same text as from the checkpoint
+    tokenizer, end = saved.tokenizer()
+    ids = generate(saved.model, [end], 24, end=end, sampling=Sampling(TEMPERATURE, TOP_P, saved.config.trainer.seed))
+    assert text == printable_text(tokenizer.decode(list(ids)))
+    said = ending(done, trainer.run, words, ALONE)
     assert all(f"    {line}" in said for line in text.splitlines())
-    for no_text in ((0, ALONE), (24, Launch(size=2, local_size=2))):
-        assert "It writes" not in ending(done, words, *no_text)
+    assert "It writes" not in ending(done, trainer.run, words, Launch(size=2, local_size=2))
     (command,) = re.findall(r"^train on +python (train\.py .*)$", said, re.MULTILINE)
     program, *arguments = shlex.split(command)
     again = run_python(ROOT / program, *arguments)
@@ -82,7 +88,3 @@ def test_a_terminal_of_few_characters_or_without_a_reader_costs_no_finished_run(
     os.close(reader)
     assert subprocess.run(command, stdout=writer, check=False).returncode == 0
     os.close(writer)
-
-
-def test_a_run_without_a_checkpoint_has_no_text_and_no_error(tmp_path: Path) -> None:
-    assert sample(tmp_path, 8).startswith(f"none: RUN={tmp_path}: no checkpoint there")

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 from run_folders import TEXTS, damage, logged, make_run, snapshot
 
+from precision.errors import UserError
 from trainer.checkpoint import list_checkpoints
 from trainer.run.location import CHECKPOINTS
 from trainer.run.run_folder import EVENTS, METRICS, TENSORS
+from trainer.sinks.jsonl import JsonLines
+from trainer.sinks.log_file import LogFile
 
 # torch.distributed.checkpoint says so on one process, and pytest resets the filter that silences it.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -83,11 +86,19 @@ def test_links_planted_in_a_run_folder_are_not_written_through(runs: Path, tmp_p
     changed = {**TEXTS, "config.yaml": "lr: 2\n", "precision_plan.txt": "other\n"}
     opened(runs, resume="auto", texts=changed).close()
     assert victim.read_text() == "mine" and not list(path.glob(".*.new"))
-    (path / ".lock").unlink()
-    (path / ".lock").symlink_to(victim)
-    with pytest.raises(ValueError, match=r"\.lock: is a link"):
-        opened(runs, resume="auto")
-    assert victim.read_text() == "mine"
+    (path / "logs").mkdir()
+    for name in (".lock", METRICS, TENSORS, EVENTS, "logs/rank0.log"):
+        own = path / name
+        own.unlink(missing_ok=True)
+        own.symlink_to(victim)
+        before = snapshot(path)
+        with pytest.raises(UserError, match=rf"{own}: is a link"):
+            opened(runs, resume="auto")
+        for write in (lambda at=own: JsonLines(at, print), lambda at=own: LogFile(at, print)):
+            with pytest.raises(UserError, match=rf"{own}: is a link"):
+                write()
+        assert victim.read_text() == "mine" and snapshot(path) == before
+        own.unlink()
 
 
 @pytest.mark.parametrize("damage", ['{"step": null}', '{"step": "7"}', '{"step": 1e400}', "[" * 100_000, "\0", "[1]"])

@@ -169,7 +169,9 @@ def test_a_run_sends_its_alerts_and_its_end(server: Server, config: Callable[...
         "recovery.rewind.max=0",
     )
     with pytest.raises(TrainingStopped):
-        Trainer(wild).train()
+        Trainer(wild, [f"health.alerts.webhook={server.url}", f"health.alerts={{webhook: {server.url}}}"]).train()
+    kept = [path for path in (Path(wild.run.dir) / "wild").rglob("*") if path.is_file()]
+    assert len(kept) > 8 and not [path for path in kept if b"/secret" in path.read_bytes()]
     kinds = [(notice["kind"], notice.get("rule")) for notice in server.got]
     assert ("alert", "loss_rise") in kinds and kinds[-1] == ("failure", None)
     assert {notice["run"] for notice in server.got} == {"wild"}

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
@@ -84,8 +84,7 @@ class RankGroup:
         it.
         """
         self.launch = Launch.read(environment)
-        for number in stopping():
-            signal.signal(number, self._interrupt)
+        self.listen()
         if self.launch.size > 1 and not self.launch.agent_store:
             self._lobby = lobby.enter(self.launch, self._not_met)
         return self.launch
@@ -328,10 +327,18 @@ class RankGroup:
                 break
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to end some of them
+        serves = self.launch.is_first and not self.launch.agent_store
         others = [other for other in range(self.launch.size) if other != news.rank]
-        self._store.wait_for_all("seen", others, time.monotonic() + 2 * LOOK_SECONDS, LOOK_SECONDS / 25)
+        patience = heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS
+        self._store.wait_for_all("seen", others, time.monotonic() + patience, LOOK_SECONDS / 25)
         if self._heartbeat is not None:
             self._heartbeat.kill_unresponsive(news.rank)
+        if serves:  # those that lose it print pages of C++
+            alive = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
+            self._store.wait_for_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
+        elif not self.launch.agent_store:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("over", rank, "1")
 
     def _report(self, news: News) -> None:
         self._call_listeners(news)
@@ -351,6 +358,10 @@ class RankGroup:
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set("reported", None, "1")
+
+    def listen(self) -> dict[signal.Signals, Any]:
+        """Let stop signals raise, and remember them. Returns the handlers of before."""
+        return {number: signal.signal(number, self._interrupt) for number in stopping()}
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """torchrun ends the others when one is gone: then the heartbeat has news, and is quicker than this."""

@@ -1,0 +1,155 @@
+"""The planner: of all layouts of a config that fit into some GPUs, the fastest, as a table and a command.
+
+What scripts/plan_parallelism.py prints. The arithmetic: `trainer.forecast.cost`.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from itertools import product
+
+import torch
+
+from models import DeepSeek
+from precision import Plan
+from precision.errors import UserError
+from precision.hardware import Gpu
+from trainer.config import Config, GpuChoice
+from trainer.forecast.cost import RATES, Cost, Machine, fewest, layouts, ranked
+from trainer.forecast.gpus import KNOWN
+from trainer.forecast.memory import GIB
+from trainer.forecast.preflight import check_sizes
+from trainer.forecast.stages import stages_line
+from trainer.parallel.mesh import Degrees
+
+AXES = [field.name for field in fields(Degrees)]
+DEGREES = ("parallel", *(f"parallel.{axis}" for axis in AXES), "parallel.stages")
+LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
+
+
+def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """The words of a command line without degrees, and the degrees. UserError for one that cannot be kept."""
+    given = dict(_given(word) for word in words if word.lstrip("+").partition("=")[0] in DEGREES)
+    return [word for word in words if word.partition("=")[0] not in DEGREES], given
+
+
+def planned(config: Config, options: Namespace, given: Mapping[str, int], words: Sequence[str]) -> str:
+    """The table and the command. options: of the script. given: degrees that are kept. words: that made the config.
+
+    UserError if nothing fits.
+    """
+    rest = list(words)
+    key, length = "trainer.sequence_length", min(LENGTH, config.model.max_position_embeddings)
+    if config.trainer.sequence_length == UNSAID and not any(word.partition("=")[0] == key for word in rest):
+        config = replace(config, trainer=replace(config.trainer, sequence_length=length))
+        rest.append(f"{key}={length}")
+    check_sizes(config)
+    target = KNOWN[GpuChoice.h200 if config.gpu is GpuChoice.auto else config.gpu]
+    memory = options.memory * GIB if options.memory else target.memory
+    if options.tflops is None and target is not KNOWN[GpuChoice.h200]:
+        fix = "measure it with scripts/bench/step.py, and give --tflops"
+        raise UserError(f"gpu={config.gpu.value}: a step was measured on an H200 only; {fix}")
+    plan = _plan(config, target.gpu)
+    fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
+    flops = 1e12 * (options.tflops or RATES[fp8])
+    machines = [
+        Machine(gpus, options.per_node, memory, flops, 1e9 * link, 1e9 * network)
+        for gpus, link, network in product(options.gpus, options.node_link, options.network)
+    ]
+
+    def fastest_first(machine: Machine) -> list[Cost]:
+        return ranked(one for n in options.sequences for one in layouts(config, plan, machine, n, given))
+
+    if len(machines) > 1:
+        return compared([(machine, next(iter(fastest_first(machine)), None)) for machine in machines])
+    machine, found = machines[0], fastest_first(machines[0])
+    if not found:
+        enough = fewest(config, plan, machine)
+        more = f"{enough} would do" if enough else "none are enough"
+        free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
+        raise UserError(
+            f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}take more GPUs ({more}), "
+            "or a shorter trainer.sequence_length"
+        )
+    best, seen = [], set()
+    for one in found:  # of each choice of degrees the fastest
+        if one.degrees not in seen:
+            seen.add(one.degrees)
+            best.append(one)
+    first, lines = best[0], [table(best[: options.rows])]
+    if first.degrees.pipeline > 1:
+        lines.append(stages_line(_as_run(config, first), plan, first.degrees))
+    return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest)])
+
+
+def _given(word: str) -> tuple[str, int]:
+    """parallel.expert=8 -> expert, 8."""
+    axis, _, size = word.removeprefix("parallel.").partition("=")
+    if axis not in AXES or not size.isdecimal() or int(size) < 1:
+        raise UserError(f"{word}: the degrees are what is worked out here; leave it out, or set an axis to 1 or more")
+    return axis, int(size)
+
+
+def _as_run(config: Config, c: Cost) -> Config:
+    """With the batch of a layout."""
+    size = c.microbatch * c.microbatches * c.degrees.data
+    return replace(config, trainer=replace(config.trainer, microbatch_size=c.microbatch, global_batch_size=size))
+
+
+def _plan(config: Config, gpu: Gpu | None) -> Plan:
+    """As the run will have it on such GPUs."""
+    config.model.validate()
+    plan = Plan(config.precision, config.model.num_layers, gpu)
+    with torch.device("meta"):
+        DeepSeek(config.model, plan)
+    return plan
+
+
+HEAD = (
+    " ".join(f"{axis:>{max(len(axis), 6)}}" for axis in AXES)
+    + f" {'microbatch':>10} {'recompute':>9} {'GiB':>6} {'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} "
+    f"{'bubble':>6} {'exposed':>7} {'tokens/s/GPU':>12}"
+)
+
+
+def table(costs: list[Cost]) -> str:
+    """One layout a line."""
+    return "\n".join([HEAD, *map(line, costs)])
+
+
+def compared(found: list[tuple[Machine, Cost | None]]) -> str:
+    """One machine a line, with its layout."""
+    lines = [f"{'GPUs':>5} {'node GB/s':>9} {'network GB/s':>12} {HEAD}"]
+    for m, c in found:
+        fits = "does not fit" if c is None else line(c)
+        lines.append(f"{m.gpus:5} {m.node_link / 1e9:9g} {m.network / 1e9:12g} {fits}")
+    return "\n".join(lines)
+
+
+def line(c: Cost) -> str:
+    """A layout, as `HEAD` names its columns."""
+    degrees = " ".join(f"{getattr(c.degrees, axis):{max(len(axis), 6)}}" for axis in AXES)
+    return (
+        f"{degrees} {c.microbatch:10} {c.recompute.value:>9} {c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} "
+        f"{1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} {c.bubble:6.1%} {c.exposed:7.1%} {c.tokens_per_second:12,.0f}"
+    )
+
+
+def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
+    """What to type for a layout."""
+    nodes = gpus // per_node
+    start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
+    if nodes > 1:
+        start = f"torchrun --nnodes={nodes} --nproc_per_node={per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    if gpus == 1:
+        start = "python"
+    own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run", "gpu"}
+    kept = [word for word in rest if word.partition("=")[0] not in own]
+    d = c.degrees
+    degrees = [f"parallel.{axis}={size}" for axis, size in asdict(d).items() if size != 1]
+    batch = [
+        f"trainer.microbatch_size={c.microbatch}",
+        f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",
+    ]
+    again = [] if c.recompute.value == "none" else [f"recompute={c.recompute.value}"]
+    return " ".join([start, "train.py", *kept, *degrees, *batch, *again])
