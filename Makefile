@@ -31,7 +31,7 @@ NUMBERS := tests/models tests/precision/test_*.py tests/trainer/step tests/train
 	tests/trainer/recovery tests/trainer/health/test_health.py
 TORCHES := 2.11.0 2.13.0
 
-.PHONY: train test test-all test-elsewhere test-versions soak setup
+.PHONY: train test types suite test-all test-elsewhere test-versions soak setup
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -41,15 +41,22 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	$(MAKE) -j 2 types suite
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/pytest $(TIMED); fi
+
+# pyright keeps one core busy for a minute: beside the suite, not before it
+types: $(VENV)/.installed-test
+	$(BIN)/pyright
+
+# PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports
+suite: $(VENV)/.installed-test
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
 
 test-elsewhere: $(VENV)/.installed-test
-	$(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(ELSEWHERE) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(NUMBERS) $(PYTEST_ARGS)
 
 test-versions:
 	@for version in $(TORCHES); do \

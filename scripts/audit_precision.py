@@ -28,8 +28,9 @@ def run() -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="as for train.py")
     parser.add_argument("--device", choices=LENGTHS, default="cpu", help="what is audited (default: cpu)")
     given = parser.parse_intermixed_args()
-    if chosen := next((word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")), None):
-        raise UserError(f"{chosen}: the audit chooses by an option; write --device {chosen.partition('=')[2]}")
+    asked = [word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")]
+    if any(word.partition("=")[2] != given.device for word in asked):
+        raise UserError(f"{asked[0]}: the audit chooses by an option; write --device {asked[0].partition('=')[2]}")
     sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch

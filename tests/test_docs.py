@@ -34,7 +34,8 @@ SMALL = {
     "model.hidden_size": "64", "model.num_layers": "2", "model.num_heads": "2", "model.kv_lora_rank": "32",
     "model.intermediate_size": "96", "model.moe_intermediate_size": "32", "model.num_experts": "4",
     "trainer.max_steps": "3", "trainer.global_batch_size": "4", "trainer.microbatch_size": "4",
-    "trainer.sequence_length": "32", "eval.every": "0", "checkpoint.every": "0", "trainer.device": "cpu",
+    "trainer.sequence_length": "32", "eval.every": "0", "eval.at_end": "4", "checkpoint.every": "0",
+    "trainer.device": "cpu",
 }  # fmt: skip
 # many short files: the one that is held out, and evaluated whole, is short
 TEXT = ["data=text", "data.path=configs", "data.glob='**/*.yaml'", "model.vocab_size=512"]

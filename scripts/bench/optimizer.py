@@ -1,6 +1,6 @@
 """AdamW's part of a step on a GPU, piece by piece, against a copy of as many bytes.
 
-    python scripts/bench/optimizer.py                 Moonlight cut to 5 blocks: 2.1 G parameters
+    python scripts/bench/optimizer.py                 Moonlight cut to 5 blocks: 2.56 G parameters
     python scripts/bench/optimizer.py model=deepseek_300m
 
     gradient norms     one pass over the gradients, 4 bytes a parameter; torch._foreach_norm beside it
@@ -22,6 +22,7 @@ from measure import say
 from torch import Tensor
 
 from models import DeepSeek
+from precision import Plan
 from precision.errors import UserError
 from trainer.config import load
 from trainer.forecast.preflight import check
@@ -51,7 +52,8 @@ def run() -> None:
     sys.argv[1:] = options.words or FIVE_BLOCKS
     (job,) = compose(CONFIGS)
     config = load(job.tree)
-    plan = check(config)
+    check(config)
+    plan = Plan(config.precision, config.model.num_layers, None)
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in DeepSeek(config.model, plan).parameters()]
     Pieces(shapes, options.repeat).measure()

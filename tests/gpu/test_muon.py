@@ -71,8 +71,9 @@ def test_the_iteration_is_as_near_to_float64_as_plain_products(shape: tuple[int,
     assert not ours[0].any()
     if shape[0] > 1:
         assert relative(ours, exact) < 1.5 * relative(theirs, exact)
-    tall = orthogonalise(x.mT.contiguous(), TRIPLES, torch.bfloat16)
-    assert torch.equal(tall.mT, ours)
+    if shape[1] < shape[2]:  # square ones are iterated on as they lie
+        tall = orthogonalise(x.mT.contiguous(), TRIPLES, torch.bfloat16)
+        assert torch.equal(tall.mT, ours)
 
 
 @pytest.mark.parametrize("moments", Moments)

@@ -28,6 +28,7 @@ SMALL = [
     "optim.warmup_steps=2",
     "eval.every=0",
     "eval.batches=2",
+    "eval.at_end=8",
     "logging.every=1",
     "logging.console.enabled=false",
     "checkpoint.every=0",

@@ -70,8 +70,11 @@ def materialise(
     model.weight_amax_sync = sync  # type: ignore[assignment]
     model.slots = slots
     generator = torch.Generator(device=device).manual_seed(seed)
-    own = [model.layers, model.mtp] if model.pipeline is None else map(model.blocks_of, model.pipeline.stages)
-    stages = [[cast(Block, block) for block in blocks] for blocks in own]
+    if model.pipeline is None:
+        stages = [[cast(Block, block) for _, block in model.iter_blocks()]]
+    else:
+        stages = [[cast(Block, block) for block in model.blocks_of(stage)] for stage in model.pipeline.stages]
+    own = [block for blocks in stages for block in blocks]
     for part in model.parts():
         part.to_empty(device=device)
         model.init_part(part, generator)
@@ -82,7 +85,7 @@ def materialise(
             if sync is not None:
                 sync.split.update(layer for layer, _ in tensor.cut)
         if model.here(part) and isinstance(part, Block):
-            frees = not keeps and part is not stages[-1][-1]
+            frees = not keeps and part is not own[-1]
             if mesh.expert is not None and isinstance(part, MoEBlock):
                 part.moe.spread(mesh.expert.get_group(), slots)
                 if mesh.degrees.shares_experts:

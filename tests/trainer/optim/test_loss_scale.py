@@ -46,14 +46,17 @@ def scales(run: Path) -> dict[int, float | None]:
 
 
 def test_its_decisions_are_those_of_gradscaler() -> None:
-    """On 300 verdicts drawn at random; the real one is shown a gradient that is finite or not."""
+    """On 300 verdicts drawn at random, resumed before each; the real one is shown a gradient that is finite or not."""
     verdicts = (torch.rand(300, generator=torch.Generator().manual_seed(1)) > 0.2).tolist()
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
-    ours = LossScale(LossScaleConfig(interval=3, minimum=2.0**-126), CPU)
+    config = LossScaleConfig(interval=3, minimum=2.0**-126)
+    ours = LossScale(config, CPU)
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
     seen = set()
     for finite in verdicts:
+        saved, ours = ours.state_dict(), LossScale(config, CPU)
+        ours.load_state_dict(saved)
         theirs.scale(weight.sum()).backward()
         assert float(ours.scale) == theirs.get_scale()
         seen.add(float(ours.scale))

@@ -25,8 +25,8 @@ from trainer.step.engine import Engine, build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
-STEPS, LENGTH, BATCH, END = 20, 24, 2, 7
-RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=2"]
+STEPS, LONG, LENGTH, BATCH, END = 6, 20, 24, 2, 7
+RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={LONG}", "optim.warmup_steps=2"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=2", "model.num_mtp_layers=2"]
 RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4"]
@@ -82,6 +82,11 @@ CASES = {
         "documents tensor context": Case((FP32, tensor(2), context(2)), documents=True),
         "plain replicate expert": Case((FP32, context(2), "parallel.replicate=2", EP)),
     },
+}
+
+TO_THE_END = {
+    size: {name: case._replace(steps=LONG) for name, case in cases.items() if case.steps == STEPS}
+    for size, cases in CASES.items()
 }
 
 
@@ -152,13 +157,13 @@ def train(case: Case, world: World) -> dict[str, Any]:
     return found
 
 
-def main(out: Path) -> None:
+def main(out: Path, chosen: dict[int, dict[str, Case]]) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     world = World(torch.device("cpu"), rank, rank, size, size)
     if size > 1:
         torch.distributed.init_process_group("gloo")
-    found = {name: train(case, world) for name, case in CASES[size].items()}
+    found = {name: train(case, world) for name, case in chosen[size].items()}
     if rank == 0:
         out.write_text(json.dumps(found))
     if size > 1:
@@ -192,6 +197,14 @@ def test_in_fp32_the_curve_is_that_of_one_process(runs: dict[int, Any], size: in
     assert gap(ours, theirs, "bias") == 0, "loads are those of whole sequences"
     if len(ours["lines"]) == len(theirs["lines"]):
         assert abs(ours["validation"] - theirs["validation"]) < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_so_it_is_over_a_whole_run(ask_ranks: Callable[..., Any]) -> None:
+    runs = ask_ranks(__file__, TO_THE_END, "to the end")
+    for size, name, one in ALIKE:
+        if name in runs[size]:
+            test_in_fp32_the_curve_is_that_of_one_process(runs, size, name, one)
 
 
 @pytest.mark.parametrize(("size", "name", "one"), [each for each in ALIKE if "expert" not in each[1]])
@@ -238,4 +251,4 @@ def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), TO_THE_END if sys.argv[2:] else CASES)

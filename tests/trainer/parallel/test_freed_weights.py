@@ -1,6 +1,6 @@
-"""Two ranks that share weights, with our kernels: weights that travel in FP8 and are freed between their passes give
-what weights give that stay, the transposed copy that only a backward pass reads is made for that pass alone, and parts
-are quantised once. Those of experts that no other rank has are made once a step.
+"""Weights of two ranks, in our kernels, that are freed between their passes give what weights give that stay, and are
+made no more often than that needs: the transposed copy for a backward pass alone, parts quantised once, and experts
+that no other rank has once a step.
 
 The ranks run this file as a program, over gloo, the kernels in Triton's interpreter.
 """

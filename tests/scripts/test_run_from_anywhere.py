@@ -3,18 +3,10 @@
 import json
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
-from composed import config_of
-
-from trainer.config import Config
-from trainer.config.data import MixEntry
-from trainer.config.paths import anchored
-from trainer.data import Source
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -55,34 +47,3 @@ def test_a_run_is_used_from_anywhere(small_runs: Any, run_python: Run, tmp_path:
     assert steps[-1] == 3 and (there / "own").is_dir() and not (there / "runs").exists(), "what is given now holds"
     data = yaml.safe_load((run / "config.yaml").read_text())["data"]
     assert (data["path"], data["cache_dir"]) == (str(here / "text"), str(there / "own"))
-
-
-@pytest.fixture
-def config(small_runs: Any) -> Config:
-    return config_of(small_runs.words)
-
-
-def test_what_is_no_path_stays(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "local" / "set").mkdir(parents=True)
-    mix = [
-        MixEntry("a", path="org/name"),
-        MixEntry("b", path="local/set"),
-        MixEntry("c", source=Source.files, path="x"),
-    ]
-    data = replace(config.data, source=Source.hf, path="org/name", mix=mix, tokenizer="t.json")
-    alerts = replace(config.health.alerts, command="./tell 'a b' c.txt")
-    made = replace(config, data=data, health=replace(config.health, alerts=alerts))
-    kept = anchored(made)
-    assert kept.data.path == "org/name"
-    assert [entry.path for entry in kept.data.mix] == ["org/name", f"{tmp_path}/local/set", f"{tmp_path}/x"]
-    assert kept.data.tokenizer == f"{tmp_path}/t.json" and kept.data.cache_dir == f"{tmp_path}/.cache/data"
-    assert kept.health.alerts.command == f"{tmp_path}/tell 'a b' c.txt"
-    assert (kept.run.dir, kept.run.resume, kept.run.init_from) == (f"{tmp_path}/runs", "never", None)
-    run = replace(config.run, resume="runs/a", init_from="../b")
-    other = anchored(replace(made, run=run, data=replace(data, path="local/set", tokenizer=None)))
-    assert other.data.path == f"{tmp_path}/local/set" and other.data.tokenizer is None
-    assert (other.run.resume, other.run.init_from) == (f"{tmp_path}/runs/a", str(tmp_path.parent / "b"))
-    assert anchored(kept) == kept and made.data.mix[1].path == "local/set", "and the config itself is as it was"
-    plain = replace(config.health.alerts, command="notify-send x")
-    assert anchored(replace(config, health=replace(config.health, alerts=plain))).health.alerts.command == plain.command
