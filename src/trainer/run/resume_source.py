@@ -66,7 +66,8 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     _check_same(meta, identity(config), checkpoint)
     step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
     if step > ours.steps:
-        raise UserError(f"{last_step(config)}: {checkpoint} is further already; set trainer.max_steps={step} or more")
+        fix = f"{step} or more" if config.trainer.max_steps == ours.steps else "more"
+        raise UserError(f"{last_step(config)}: {checkpoint} is further already; set {fix}")
     theirs = meta["config"]["trainer"] if "config" in meta else None
     if theirs is None or not (theirs.get("phases") or config.trainer.phases):
         return
