@@ -63,8 +63,8 @@ def run() -> None:
 
 def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     """Time everything in turn, print the table; returns what was measured."""
+    from trainer.config import load
     from trainer.config.timeline import Timeline
-from trainer.config import load
     from trainer.forecast.preflight import check
     from trainer.health.health import Health
     from trainer.launch.device import pick_device
