@@ -137,8 +137,11 @@ class MLA(nn.Module):
         rank's positions, rope and mask those of whole sequences."""
         group_2SP = rope_2SP if self.context is None else self.context.own(rope_2SP)
         own_2SP = group_2SP if self.tensor is None else self.tensor.own(group_2SP)
-        q_BSx, latent, k_rope = self._queries(x), *self._latent(x, own_2SP)
-        kv_BSx = self.kv_b(latent)
+        if self.tensor is None:
+            q_BSx, latent, k_rope = self._queries(x), *self._latent(x, own_2SP)
+            kv_BSx = self.kv_b(latent)
+        else:
+            q_BSx, kv_BSx, k_rope = self._gathered(x, own_2SP, self.tensor)
         self.kurtosis(q_BSx, kv_BSx)
         return self._expanded(q_BSx, kv_BSx, k_rope, rope_2SP, mask)
 
@@ -171,17 +174,28 @@ class MLA(nn.Module):
         return x_BSx.unflatten(-1, (self.num_heads, -1))
 
     def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
-        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before. With
-        `tensor` of all positions of the group."""
+        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before."""
+        c_kv_BSC, k_rope = self._unexpanded(x, rope_2SP)
+        return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
+
+    def _unexpanded(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor]:
+        """c_kv before its norm, and k_r as `_latent` has it."""
         c_kv_BSC, k_rope_BSR = self.kv_a(x).split(self.kv_a_widths, -1)
         k_rope = k_rope_BSR[:, :, None]
-        if self.k_head_norm is None:
-            k_rope = apply_rope(k_rope, rope_2SP)
-        if self.tensor is not None:
-            both = torch.cat([normed(c_kv_BSC, self.kv_norm), k_rope[:, :, 0]], -1)
-            c_kv_BSC, k_rope_BSR = self.tensor.gather(both).split(self.kv_a_widths, -1)
-            return deliver(c_kv_BSC.contiguous(), self.kv_feed), k_rope_BSR[:, :, None]
-        return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
+        return c_kv_BSC, k_rope if self.k_head_norm is not None else apply_rope(k_rope, rope_2SP)
+
+    def _gathered(self, x: Operand | Tensor, rope_2SP: Tensor, tensor: TensorSplit) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of own heads as `q` (`q_b`) and `kv_b` make them, and k_r, at all positions of the
+        tensor group. For the order see `models.tensor`."""
+        c_kv_BsC, k_rope = self._unexpanded(x, rope_2SP)
+        kv_begun = tensor.begin(torch.cat([normed(c_kv_BsC, self.kv_norm), k_rope[:, :, 0]], -1))
+        if self.q_a is None:
+            q, q_begun = self.q, tensor.begin(x.tensor if isinstance(x, Operand) else x)
+        else:
+            q, q_begun = self.q_b, tensor.begin(normed(self.q_a(x), self.q_norm))
+        c_kv_BSC, k_rope_BSR = tensor.finish(kv_begun).split(self.kv_a_widths, -1)
+        kv_BSx = self.kv_b(deliver(c_kv_BSC.contiguous(), self.kv_feed))
+        return q(deliver(tensor.finish(q_begun), self.q_feed)), kv_BSx, k_rope_BSR[:, :, None]
 
     def _expanded(
         self, q_BSx: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
@@ -210,13 +224,8 @@ class MLA(nn.Module):
     def _queries(self, x: Operand | Tensor) -> Tensor:
         """[B, S, H (N + R)]."""
         if self.q_a is None or self.q_norm is None:
-            if self.tensor is None:
-                return self.q(x)
-            plain = x.tensor if isinstance(x, Operand) else x
-            return self.q(deliver(self.tensor.gather(plain), self.q_feed))
-        if self.tensor is None:
-            return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
-        return self.q_b(deliver(self.tensor.gather(normed(self.q_a(x), self.q_norm)), self.q_feed))
+            return self.q(x)
+        return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
 
 
 class LatentCache:

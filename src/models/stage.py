@@ -16,7 +16,7 @@ Legend: B batch, S sequence, D hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,6 +109,31 @@ def divide(flops: Sequence[float], last: float, stages: int) -> list[int]:
             for n in range(stage + 1, len(flops) + 1)
         }
     return best[len(flops)][1]
+
+
+def divide_in_turn(flops: Sequence[float], last: float, ranks: int, per_rank: int) -> list[int]:
+    """As `divide`, of several stages a rank, so that the slowest rank has least to do: the rank that has the last stage
+    has fewer blocks in all of its stages, and none in the last one where head and MTP are as much as others' stages."""
+    stages, mean = ranks * per_rank, (sum(flops) + last) / ranks
+
+    def filled(most: float) -> list[int]:
+        """Each stage with as many blocks as a rank of so many FLOPs has room for, and the last one with the rest."""
+        counts: list[int] = []
+        for stage in range(stages - 1):
+            room = most / per_rank
+            if stage % ranks == ranks - 1:
+                room = min(room, (most - last) / (per_rank - 1))
+            left = flops[sum(counts) : len(flops) - (stages - 2 - stage)]  # later ones need a block each
+            counts.append(max(1, sum(total <= room for total in accumulate(left))))
+        return [*counts, len(flops) - sum(counts)]
+
+    def slowest(counts: list[int]) -> float:
+        ends = [0, *accumulate(counts)]
+        sums = [sum(flops[begin:end]) for begin, end in pairwise(ends)]
+        sums[-1] += last
+        return max(sum(sums[rank::ranks]) for rank in range(ranks))
+
+    return min((filled(mean * (1 + i / 50)) for i in range(100)), key=slowest)
 
 
 def attach(x: Tensor, loss: Tensor) -> Tensor:

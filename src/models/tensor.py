@@ -15,6 +15,14 @@ The latents are gathered, not x, and the rotated key in the same message. Withou
 gathered x. Gradients of what is gathered are sums over own heads: they are added over the ranks in FP32, and rounded
 once. The head reads the state at all positions of the group; its loss is one number on all t ranks (`precision.head`).
 
+A gather is two operators, `begin` and `finish`, so that GEMMs run between them, in both directions: what `finish`
+starts in the backward pass, `begin` waits for. Autograd runs first what was made last:
+
+    forward     kv_a; begin kv; q_a; begin q; finish kv; kv_b; finish q; q_b
+    backward    q_b; its sum starts; kv_b; its sum starts; q's is there; q_a; kv's is there; kv_a
+
+so that kv_b's two GEMMs hide the sum of q's gradients, and q_a's the sum of the other. What o needs is not hidden.
+
 All other weights are the same on the t ranks. Each rank sees own positions only, so that their gradients are partial
 sums, which are added up once a step (`trainer.parallel.shard_views.add_up`). With context parallelism too, a tensor
 group has a piece of the sequence, and its heads are exchanged among the ranks of the context group.
@@ -50,9 +58,17 @@ class TensorSplit(ContextSplit):
             layer.operand = None
         self.cut.append((layer, dim))
 
+    def begin(self, x_BsD: Tensor) -> tuple[Tensor, Tensor]:
+        """Send own positions [B, S/t, D]. What `finish` takes."""
+        return _Begin.apply(x_BsD, self.size, self.name)
+
+    def finish(self, begun: tuple[Tensor, Tensor]) -> Tensor:
+        """All positions of the group [B, S, D], once they are there."""
+        return _Finish.apply(*begun, self.size, self.name)
+
     def gather(self, x_BsD: Tensor) -> Tensor:
         """Own positions [B, S/t, D] -> all of the group [B, S, D]."""
-        return _Gather.apply(x_BsD, self.size, self.name)
+        return self.finish(self.begin(x_BsD))
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
         """Partial sums at all positions of the group [B, S, D] -> their sum at own positions [B, S/t, D]."""
@@ -67,15 +83,34 @@ class TensorSplit(ContextSplit):
         return _wait(torch.ops._c10d_functional.all_reduce(x, "max", self.name))
 
 
-class _Gather(torch.autograd.Function):
+class _Begin(torch.autograd.Function):
+    """x [B, s, D] -> an autograd edge [B, s, D] of the gradient, FP32 without memory; x of all ranks [t, B, s, D],
+    perhaps still on its way."""
+
     @staticmethod
-    def forward(ctx, x_BsD: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return _gather(x_BsD, size, group)
+    def forward(ctx, x_BsD: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+        ctx.dtype = x_BsD.dtype
+        pieces_tBsD = _start_gather(x_BsD[None], size, group)
+        ctx.mark_non_differentiable(pieces_tBsD)
+        return x_BsD.new_empty(1, dtype=torch.float32).expand(x_BsD.shape), pieces_tBsD
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _scatter(grads[0].float(), ctx.size, ctx.group).to(grads[0].dtype), None, None
+        return _wait(grads[0]).to(ctx.dtype), None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Its gradient comes to `_Begin` perhaps still on its way."""
+
+    @staticmethod
+    def forward(ctx, edge_BsD: Tensor, pieces_tBsD: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return _wait(pieces_tBsD).transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        pieces_tBsD = _pieces(grads[0].float(), ctx.size)
+        return _start_sum(pieces_tBsD, ctx.size, ctx.group)[0], None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -94,17 +129,29 @@ def _gather(x_BsD: Tensor, size: int, group: str) -> Tensor:
 
 
 def _scatter(x_BSD: Tensor, size: int, group: str) -> Tensor:
-    pieces_tBsD = x_BSD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-    return sum_of_pieces(pieces_tBsD, size, group)
+    return sum_of_pieces(_pieces(x_BSD, size), size, group)
+
+
+def _pieces(x_BSD: Tensor, size: int) -> Tensor:
+    """[t, B, S/t, D]."""
+    return x_BSD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
 
 
 def sum_of_pieces(pieces: Tensor, size: int, group: str) -> Tensor:
     """Piece j of all ranks' [t, ...], summed, on rank j."""
-    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group))[0]
+    return _wait(_start_sum(pieces, size, group))[0]
+
+
+def _start_sum(pieces: Tensor, size: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group)
 
 
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))
+    return _wait(_start_gather(x, size, group))
+
+
+def _start_gather(x: Tensor, size: int, group: str) -> Tensor:
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
 
 
 def _wait(x: Tensor) -> Tensor:

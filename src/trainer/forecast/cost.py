@@ -16,7 +16,7 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
                rotated key once), forward and backward, and forward again where attention is computed again
     tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
-               gradients of latents in FP32
+               gradients of latents in FP32. o's are waited for, the others run beside GEMMs
 
 Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
 Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
@@ -45,12 +45,13 @@ from trainer.config import Config, OptimizerName, Recompute, Switch
 from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
-from trainer.forecast.stages import check_stages, idle_share, stage_models
-from trainer.forecast.tensor import tensor_bytes
+from trainer.forecast.stages import check_stages, goes_round, idle_share, microbatches_of, stage_models
+from trainer.forecast.tensor import check_tensor, tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
+NEAR = 0.9  # of the fastest layout's speed: what cannot come so near is not looked at further
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
 HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
@@ -104,11 +105,17 @@ class Cost:
     """A GPU's share of the step's."""
     bubble: float
     """Waiting for other stages, as a share of what a rank does in a step and this."""
+    stages_per_rank: int = 1
 
     @property
     def step(self) -> float:
         """Seconds."""
-        return (self.compute + self.waiting) / (1 - self.bubble) + self._beyond
+        return self.compute + self.waiting + self.idle + self._beyond
+
+    @property
+    def idle(self) -> float:
+        """Seconds of it in which ranks wait for other stages."""
+        return (self.compute + self.waiting) * self.bubble / (1 - self.bubble)
 
     @property
     def exposed(self) -> float:
@@ -146,9 +153,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     exchanged = (m.num_heads * (m.qk_head_dim + m.qk_nope_head_dim + 2 * m.v_head_dim)) / d.context + m.qk_rope_head_dim
     times = 2 if config.recompute is Recompute.none else 3
     sent = times * 2 * tokens * (d.context - 1) * exchanged * (m.num_layers + m.num_mtp_layers)
-    waiting += machine.seconds(sent, d.context, d.tensor) + machine.seconds(
-        tokens * tensor_bytes(plan, d, times - 1), d.tensor
-    )
+    waiting += machine.seconds(sent, d.context, d.tensor)
+    beside, waited = (machine.seconds(tokens * sent, d.tensor) for sent in tensor_bytes(plan, d, times - 1))
+    hidden, waiting = hidden + beside, waiting + waited
     if d.pipeline > 1:
         streams = (2 if m.num_mtp_layers else 1) * config.parallel.stages_per_rank
         sent = 2 * passed * streams * m.hidden_size * plan.tensors["residual"].format.bytes
@@ -165,6 +172,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         waiting,
         tokens,
         bubble,
+        config.parallel.stages_per_rank if d.pipeline > 1 else 1,
     )
 
 
@@ -204,11 +212,13 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
 def layouts(
     config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
 ) -> Iterator[Cost]:
-    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes that are `given`. Of a context
-    group's microbatches those that no smaller group computes the same pieces of, with fewer messages."""
-    t = replace(config.trainer, global_batch_size=sequences * machine.gpus)
-    for degrees in _degrees(machine.gpus, config):
-        if any(getattr(degrees, axis) != size for axis, size in (given or {}).items()):
+    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes (and stages a rank) that are
+    `given`; tensor groups only so. Of a context group's microbatches those that no smaller group computes the same
+    pieces of, with fewer messages. Several stages a rank where that may come near the fastest so far."""
+    t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
+    per_rank, fastest = given.pop("stages_per_rank", None), 0.0
+    for degrees in _degrees(machine.gpus, config, given.pop("tensor", 1)):
+        if any(getattr(degrees, axis) != size for axis, size in given.items()):
             continue
         share = t.global_batch_size // degrees.data  # of a context group
         if _states(config, plan, degrees) > SPARE * machine.memory:
@@ -218,12 +228,28 @@ def layouts(
             for size in sizes:
                 if math.gcd(size, degrees.context) > 1:
                     continue
-                trainer = replace(t, microbatch_size=size)
-                one = cost(replace(config, trainer=trainer, recompute=recompute), plan, degrees, machine)
-                if one.memory <= SPARE * machine.memory:
-                    yield one
-                elif degrees.pipeline > 1:
+                run = replace(config, trainer=replace(t, microbatch_size=size), recompute=recompute)
+                found = _with_stages(run, plan, degrees, machine, per_rank)
+                one = next(found, None)
+                if one is None and degrees.pipeline > 1:
                     break  # larger ones need more
+                while one is not None:
+                    yield one
+                    fastest = max(fastest, one.tokens_per_second)
+                    near = one.tokens / (one.step - one.idle) >= NEAR * fastest
+                    one = next(found, None) if near else None
+
+
+def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine, given: int | None) -> Iterator[Cost]:
+    """A layout with 1, 2 and 4 stages a rank, or as many as `given`, as long as it fits."""
+    p, m = degrees.pipeline, microbatches_of(config, degrees)
+    for v in (given,) if given else (1, 2, 4):
+        if v > 1 and (p == 1 or p * v > config.model.num_layers + 1 or not goes_round(m, p)):
+            return
+        one = cost(replace(config, parallel=replace(config.parallel, stages_per_rank=v)), plan, degrees, machine)
+        if one.memory > SPARE * machine.memory:
+            return
+        yield one
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
@@ -253,21 +279,23 @@ def ranked(found: Iterable[Cost]) -> list[Cost]:
 
 def _rank(c: Cost) -> tuple[float, ...]:
     d, order = c.degrees, list(Recompute)
-    layout = d.pipeline, d.context, d.expert, d.replicate
+    layout = d.pipeline, d.context, d.tensor, d.expert, d.replicate, c.stages_per_rank
     return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
 
 
-def _degrees(gpus: int, config: Config) -> Iterator[Degrees]:
-    """Every product that this config can be trained by: stages where nothing refuses them, context groups where both
-    heads and positions go round."""
+def _degrees(gpus: int, config: Config, tensor: int = 1) -> Iterator[Degrees]:
+    """Every product with so large tensor groups that this config can be trained by: stages where nothing refuses them,
+    context groups where both heads and positions go round."""
     for pipeline in _divisors(gpus):
-        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, gpus // pipeline)):
-            stage = gpus // pipeline
-            for replicate in _divisors(stage // context):
-                cut = stage // replicate
+        stage = gpus // pipeline
+        if stage % tensor:
+            continue
+        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, stage // tensor)):
+            for replicate in _divisors(stage // (context * tensor)):
+                cut = stage // (replicate * tensor)
                 for expert in _divisors(math.gcd(stage, config.model.num_experts)):
-                    degrees = Degrees(replicate, cut // context, expert, context, pipeline)
-                    if fits_expert(expert, cut, stage) and _trains(config, degrees):
+                    degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
+                    if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
                         yield degrees
 
 
@@ -281,6 +309,7 @@ def _trains(config: Config, degrees: Degrees) -> bool:
         return False
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
+        check_tensor(config, degrees)
         check_stages(replace(config, trainer=enough), degrees)
     except UserError:
         return False

@@ -23,7 +23,8 @@ from trainer.forecast.stages import stages_line
 from trainer.parallel.mesh import Degrees
 
 AXES = [field.name for field in fields(Degrees)]
-DEGREES = ("parallel", *(f"parallel.{axis}" for axis in AXES), "parallel.stages")
+PER_RANK = "stages_per_rank"
+DEGREES = ("parallel", *(f"parallel.{axis}" for axis in (*AXES, PER_RANK)), "parallel.stages")
 LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml sets it, and its value there
 
 
@@ -85,15 +86,16 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
 def _given(word: str) -> tuple[str, int]:
     """parallel.expert=8 -> expert, 8."""
     axis, _, size = word.removeprefix("parallel.").partition("=")
-    if axis not in AXES or not size.isdecimal() or int(size) < 1:
+    if axis not in (*AXES, PER_RANK) or not size.isdecimal() or int(size) < 1:
         raise UserError(f"{word}: the degrees are what is worked out here; leave it out, or set an axis to 1 or more")
     return axis, int(size)
 
 
 def _as_run(config: Config, c: Cost) -> Config:
-    """With the batch of a layout."""
+    """With the batch and the stages of a layout."""
     size = c.microbatch * c.microbatches * c.degrees.data
-    return replace(config, trainer=replace(config.trainer, microbatch_size=c.microbatch, global_batch_size=size))
+    trainer = replace(config.trainer, microbatch_size=c.microbatch, global_batch_size=size)
+    return replace(config, trainer=trainer, parallel=replace(config.parallel, stages_per_rank=c.stages_per_rank))
 
 
 def _plan(config: Config, gpu: Gpu | None) -> Plan:
@@ -107,8 +109,8 @@ def _plan(config: Config, gpu: Gpu | None) -> Plan:
 
 HEAD = (
     " ".join(f"{axis:>{max(len(axis), 6)}}" for axis in AXES)
-    + f" {'microbatch':>10} {'recompute':>9} {'GiB':>6} {'compute ms':>10} {'gather+reduce':>13} {'exchange':>10} "
-    f"{'bubble':>6} {'exposed':>7} {'tokens/s/GPU':>12}"
+    + f" {PER_RANK} {'microbatch':>10} {'recompute':>9} {'GiB':>6} {'compute ms':>10} {'gather+reduce':>13} "
+    f"{'exchange':>10} {'bubble':>6} {'exposed':>7} {'tokens/s/GPU':>12}"
 )
 
 
@@ -130,8 +132,9 @@ def line(c: Cost) -> str:
     """A layout, as `HEAD` names its columns."""
     degrees = " ".join(f"{getattr(c.degrees, axis):{max(len(axis), 6)}}" for axis in AXES)
     return (
-        f"{degrees} {c.microbatch:10} {c.recompute.value:>9} {c.memory / GIB:6.1f} {1e3 * c.compute:10.1f} "
-        f"{1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} {c.bubble:6.1%} {c.exposed:7.1%} {c.tokens_per_second:12,.0f}"
+        f"{degrees} {c.stages_per_rank:{len(PER_RANK)}} {c.microbatch:10} {c.recompute.value:>9} {c.memory / GIB:6.1f} "
+        f"{1e3 * c.compute:10.1f} {1e3 * c.hidden:13.1f} {1e3 * c.waiting:10.1f} {c.bubble:6.1%} {c.exposed:7.1%} "
+        f"{c.tokens_per_second:12,.0f}"
     )
 
 
@@ -146,7 +149,8 @@ def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
     own = {"trainer.microbatch_size", "trainer.global_batch_size", "recompute", "dry_run", "gpu"}
     kept = [word for word in rest if word.partition("=")[0] not in own]
     d = c.degrees
-    degrees = [f"parallel.{axis}={size}" for axis, size in asdict(d).items() if size != 1]
+    sizes = {**asdict(d), PER_RANK: c.stages_per_rank}
+    degrees = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size != 1]
     batch = [
         f"trainer.microbatch_size={c.microbatch}",
         f"trainer.global_batch_size={c.microbatch * c.microbatches * d.data}",

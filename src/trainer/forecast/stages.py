@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from models.config import ModelConfig
-from models.stage import Pipeline, Stage, block_flops, divide
+from models.stage import Pipeline, Stage, block_flops, divide, divide_in_turn
 from precision import Plan
 from precision.errors import UserError
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
     """Numbers of blocks of the stages of so many ranks: `parallel.stages`, or alike in FLOPs."""
-    stages = ranks * config.parallel.stages_per_rank
-    return config.parallel.stages or _alike(plan, config.trainer.sequence_length, stages)
+    p, t = config.parallel, config.trainer
+    return p.stages or _alike(plan, t.sequence_length, ranks, p.stages_per_rank)
 
 
 @once
-def _alike(plan: Plan, sequence_length: int, stages: int) -> list[int]:
-    return divide(*block_flops(plan, sequence_length), stages)
+def _alike(plan: Plan, sequence_length: int, ranks: int, per_rank: int) -> list[int]:
+    flops = block_flops(plan, sequence_length)
+    return divide(*flops, ranks) if per_rank == 1 else divide_in_turn(*flops, ranks, per_rank)
 
 
 def owners(ranks: int, per_rank: int) -> tuple[int, ...]:
@@ -76,6 +77,11 @@ def kept(rank: int, p: int, v: int, m: int) -> float:
 def _rounds(m: int, p: int) -> int:
     """In which m microbatches go through a rank's stages, one after the other."""
     return max(1, m // p)
+
+
+def goes_round(m: int, p: int) -> bool:
+    """Whether m microbatches make rounds of equal size."""
+    return m % _rounds(m, p) == 0
 
 
 @once
@@ -158,20 +164,23 @@ def check_stages(config: Config, degrees: Degrees) -> None:
         _refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
         _refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
-    if p * v > m.num_layers:
+    if v > 1 and p * v > m.num_layers + 1:
         why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
-        _refuse("parallel.stages_per_rank", v, why, f"set at most {m.num_layers // p}")
-    if stages is not None and (len(stages) != p * v or sum(stages) != m.num_layers or min(stages) < 1):
-        each = f" of {v} stages" if v > 1 else " stages"
-        why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least"
+        _refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
+    least_blocks = [1] * (p * v - 1) + [int(v == 1)]
+    if stages is not None and (
+        len(stages) != p * v or sum(stages) != m.num_layers or any(map(int.__lt__, stages, least_blocks))
+    ):
+        each, but = (f" of {v} stages", ", but the last") if v > 1 else (" stages", "")
+        why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least{but}"
         _refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
         _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
-    rounds = _rounds(count, p)
-    if v > 1 and count % rounds:
+    if v > 1 and not goes_round(count, p):
+        rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
         _refuse(
             "trainer.global_batch_size",

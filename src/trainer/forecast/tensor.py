@@ -39,12 +39,14 @@ def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
     return degrees.tensor * width * (plan.tensors["residual"].format.bytes + 4.0)
 
 
-def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> float:
-    """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass."""
+def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, float]:
+    """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass: beside
+    GEMMs (what queries, keys and values read, and its gradient), and what is waited for (around o)."""
     reads = sum(row.in_features for row in plan.gemms.values() if row.op in ("attn.q", "attn.q_b"))
     reads += sum(row.out_features for row in plan.gemms.values() if row.op == "attn.kv_a")
     made = sum(row.out_features for row in plan.gemms.values() if row.op == "attn.o")
-    return (degrees.tensor - 1.0) * (forwards * 2 * (reads + made) + 4 * reads + 2 * made)
+    others = degrees.tensor - 1.0
+    return others * (forwards * 2 + 4) * reads, others * (forwards * 2 + 2) * made
 
 
 def check_context(config: Config, degrees: Degrees) -> None:

@@ -145,6 +145,10 @@ def test_a_stage_has_its_part_of_the_arithmetic_and_waits_for_the_others(moonlig
     assert 1 / 9 < two.bubble < 0.2 and two.bubble == idle_share(config, plan, two.degrees)
     exposed = max(two.hidden - two.compute, 0) + DRAG * min(two.hidden, two.compute)
     assert two.step == pytest.approx((two.compute + two.waiting) / (1 - two.bubble) + exposed)
+    twice = with_(config, **FREED)
+    twice = replace(twice, parallel=replace(twice.parallel, stages_per_rank=2))
+    more = cost(twice, plan, two.degrees, H200S)
+    assert more.bubble < two.bubble and more.waiting == 2 * two.waiting
     larger = max(sum(parameters(rows, config=own.model)) for own, rows, _ in stage_models(config, plan, two.degrees))
     assert two.hidden == pytest.approx(3 / 4 * larger * (2 * 2 * 8 + 4) / 350e9)
 
@@ -161,10 +165,11 @@ def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> 
     machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)
     staged = [one for one in layouts(config, plan, machine, 8) if one.degrees.pipeline > 1]
     assert {one.degrees.pipeline for one in staged} >= {2, 4, 8}
+    assert {one.stages_per_rank for one in staged} >= {1, 2}
     for one in staged[:: len(staged) // 4]:
         d = one.degrees
         trainer = replace(config.trainer, microbatch_size=one.microbatch, global_batch_size=64)
-        parallel = replace(config.parallel, **asdict(d))
+        parallel = replace(config.parallel, **asdict(d), stages_per_rank=one.stages_per_rank)
         said = report(replace(config, trainer=trainer, parallel=parallel, recompute=one.recompute), plan, 8)
         assert f"total            {one.memory / 2**30:10.3f}" in said, d
         assert f"ranks wait {one.bubble:.1%} of a step" in said, d
@@ -196,8 +201,9 @@ def test_the_script_prints_a_table_and_the_command(plan_parallelism: Run) -> Non
         "dry_run=true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    head, *rows, blank, command = done.stdout.splitlines()
-    assert head.split()[:3] == ["replicate", "shard", "expert"] and 1 < len(rows) <= 6 and not blank
+    table, *_, command = done.stdout.strip().split("\n\n")  # between them, of layouts with stages, their blocks
+    head, *rows = table.splitlines()
+    assert head.split()[:3] == ["replicate", "shard", "expert"] and 1 < len(rows) <= 6
     assert command.startswith(
         "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py"
     )
@@ -219,8 +225,8 @@ def test_of_several_machines_the_fastest_layout_of_each(plan_parallelism: Run) -
 
 def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None:
     """Messages cost what they cost, however many tokens a step has: the largest that fits."""
-    words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "trainer.sequence_length=4096", "--sequences"
-    few, more = (plan_parallelism(*words, counts).stdout for counts in ("4", "4,10,40"))
+    words = "--gpus", "4", "--rows", "1", "model=moonlight_16b", "trainer.sequence_length=4096", "parallel.pipeline=1"
+    few, more = (plan_parallelism(*words, "--sequences", counts).stdout for counts in ("4", "4,10,40"))
     assert "trainer.global_batch_size=16" in few and "trainer.global_batch_size=40" in more
     speeds = [float(text.splitlines()[1].split()[-1].replace(",", "")) for text in (few, more)]
     assert speeds[0] < speeds[1]

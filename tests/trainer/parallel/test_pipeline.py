@@ -14,7 +14,7 @@ import composed
 import pytest
 import torch
 
-from models.stage import divide
+from models.stage import divide, divide_in_turn
 from precision.errors import UserError
 from trainer.checkpoint import Checkpointer, checkpoint_name, read
 from trainer.forecast.memory import forecast_memory
@@ -53,7 +53,7 @@ IN_TURN = TWO, "parallel.stages_per_rank=2"
 CASES = {
     2: {
         "in turn": Case((FP32, *IN_TURN), saves=True),
-        "in turn fp8": Case((FP8, *IN_TURN)),
+        "in turn fp8": Case((FP8, *IN_TURN, "parallel.stages=[2,2,1,0]")),
         "spoilt": Case((FP32, *IN_TURN), spoil=0),
     },
     4: {
@@ -228,6 +228,8 @@ def test_blocks_are_divided_so_that_the_slowest_stage_has_least() -> None:
     assert divide([1.0] * 8, 2.0, 2) == [5, 3]
     assert divide([3.0, 1.0, 1.0, 1.0], 0.0, 2) == [1, 3]
     assert divide([1.0] * 3, 50.0, 3) == [1, 1, 1], "each has a block"
+    assert divide_in_turn([1.0] * 8, 0.0, 2, 2) == [2, 2, 2, 2]
+    assert divide_in_turn([1.0] * 13, 3.0, 4, 2) == [2, 2, 2, 1, 2, 2, 2, 0], "but the last one"
 
 
 def test_the_bubble_is_no_smaller_than_that_of_equal_stages() -> None:
@@ -260,6 +262,8 @@ REFUSED = [
     (["parallel.pipeline=3"], 4, "parallel.pipeline=3: it does not divide the 4 processes; set 2"),
     ([TWO], 4, "with parallel.replicate=1 and parallel.pipeline=2 it makes 2 ranks"),
     ([TWO, "parallel.stages=[3,3]"], 2, "set so many numbers with this sum, or null"),
+    ([TWO, "parallel.stages_per_rank=4"], 2, "parallel.stages_per_rank=4: .* set at most 3"),
+    ([*IN_TURN, "trainer.global_batch_size=5"], 2, "a rank's 5 microbatches go round in 2 rounds; set 4, or another"),
     ([TWO, "trainer.global_batch_size=1"], 2, "trainer.global_batch_size=1: .* set 2 or more"),
     ([TWO, "optim=muon_wsd"], 2, "parallel.pipeline=2: optim.name=muon does not know stages"),
     ([TWO, "trainer.document_masking=true"], 2, "model.num_mtp_layers=2: .* set 1"),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from trainer.health.dashboard.page import Cursor, as_json, page, payload
 from trainer.health.dashboard.read import Run
@@ -86,13 +86,13 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page or its data."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-        where = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         if host not in (LOOPBACK, "localhost"):
             self._answer(403, "text/plain", "this server answers to 127.0.0.1 and localhost")
-        elif where.path == "/":
+        elif path == "/":
             self._answer(200, "text/html", self.server.live.page())
-        elif where.path == "/data":
-            token = parse_qs(where.query).get("since", [""])[0]
+        elif path == "/data":
+            token = parse_qs(query).get("since", [""])[0]
             self._answer(200, "application/json", as_json(self.server.live.data(token)))
         else:
             self._answer(404, "text/plain", "there are / and /data")

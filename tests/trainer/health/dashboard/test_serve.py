@@ -67,3 +67,4 @@ def test_foreign_requests_are_refused(served: Server) -> None:
     assert ask(served, "/data", host="evil.example:80")[0] == 403
     assert ask(served, "/", host="localhost:1")[0] == 200
     assert ask(served, "/../metrics.jsonl")[0] == 404
+    assert ask(served, "http://[")[0] == 404  # no URL at all
