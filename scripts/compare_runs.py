@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from precision.errors import UserError
+from trainer.config.timeline import steps_of_tree
 from trainer.config_diff import changes, configs_before, flat, read_yaml
 from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
@@ -236,7 +237,8 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
     base = typical(runs[0], JOULES)
     rows: list[tuple[str, ...]] = [head]
     for run in runs:
-        goal = run.config.get("trainer.max_steps")
+        trainer = {key[8:]: value for key, value in run.config.items() if key.startswith("trainer.")}
+        goal = steps_of_tree({"trainer": trainer})
         recent = [value for step, value in run.series[TRAIN].items() if step > run.last_step - last]
         rate, joules = typical(run, "perf/tokens_per_second"), typical(run, JOULES)
         memory = run.series.get("memory/peak_gib", {}).values()

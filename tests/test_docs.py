@@ -27,6 +27,7 @@ PAGES = [
     "docs/fully_fp8.md",
     "docs/optimizers.md",
     "docs/lab.md",
+    "docs/schedules.md",
 ]
 SMALL = {
     "eval.sample": "0",

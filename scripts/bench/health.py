@@ -64,6 +64,7 @@ def run() -> None:
 def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     """Time everything in turn, print the table; returns what was measured."""
     from trainer.config import load
+    from trainer.config.timeline import Timeline
     from trainer.forecast.preflight import check
     from trainer.health.health import Health
     from trainer.launch.device import pick_device
@@ -78,7 +79,8 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     t, watch = config.trainer, config.health
     engine = build_engine(config, pick_device(t.device))
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    every = {"line": config.logging.every, "look": config.logging.every if watch.every is None else watch.every}
+    line = Timeline(t).steps_of(config.logging.every)
+    every = {"line": line, "look": line if watch.every is None else watch.every}
     every |= {"shadow": watch.shadow_every} if has_fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         file = JsonLines(Path(folder) / "tensors.jsonl", measure.say)

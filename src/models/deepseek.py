@@ -75,6 +75,9 @@ class DeepSeek(nn.Module):
         """Where tokens travel to experts in fixed slots: what the layers share; None: they do not."""
         self.pipeline: Pipeline | None = None
         """The stages that this process computes (`take_stages`); None: it computes all blocks."""
+        self.mtp_loss_weight = config.mtp_loss_weight
+        self.router_bias_update_rate = config.router_bias_update_rate
+        """Both may change along a run."""
         self.loss_scale: Tensor | None = None
         """What the losses are about to be multiplied by before their backward pass, 0-d FP32, if that is far from 1."""
         self._mtp_targets: Tensor | None = None  # [K], see `expect`
@@ -145,7 +148,7 @@ class DeepSeek(nn.Module):
             loss = self.loss(h_BSD, targets) / len(self.mtp)
             mtp = mtp + (loss if mean is None else loss * ((targets != IGNORED).sum() / mean))
         load = torch.stack(loads) if loads else tokens.new_zeros(0, self.config.num_experts)
-        total = lm + self.config.mtp_loss_weight * mtp + balance
+        total = lm + self.mtp_loss_weight * mtp + balance
         made = () if is_last else (h_BSD,) if carried or not len(self.mtp) else (h_BSD, embedded)
         return made, Losses(lm, mtp, balance, load, total)
 
@@ -299,7 +302,7 @@ class DeepSeek(nn.Module):
         sign = torch.sign(load - load.double().mean(1, keepdim=True)).float()
         if self.config.router_bias_zero_mean:
             sign = sign - sign.mean(1, keepdim=True)
-        step = self.config.router_bias_update_rate * sign
+        step = self.router_bias_update_rate * sign
         for bias_E, step_E in zip(self.router_bias, torch.where(ok, step, 0.0).unbind(), strict=False):
             bias_E.sub_(step_E)
 

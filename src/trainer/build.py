@@ -21,11 +21,13 @@ from trainer.checkpoint import (
     CheckpointError,
     Verify,
     checkpoint_name,
+    checkpoint_step,
     read,
     read_values,
     verifying_together,
 )
 from trainer.config import Config
+from trainer.config.timeline import Timeline, widest, with_epochs
 from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
 from trainer.data.prefetch import READ_AHEAD
@@ -162,6 +164,7 @@ class Run:
         state, meta = read(path, self.engine.restorable_tensors(), verified=True)
         fresh = self.engine.load_state(state)
         self.loader.load_state_dict(state["loader"])
+        self.loader.step = checkpoint_step(path) or 0
         torch.set_rng_state(state["rng"]["cpu"])
         return state, meta, fresh
 
@@ -174,7 +177,12 @@ class Run:
 def build(config: Config, overrides: list[str], world: World) -> Run:
     """Everything a run needs, in order. UserError for what the user can correct; then nothing has been written."""
     saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
-    t, notes = config.trainer, []
+    notes: list[Note] = []
+    data = None
+    if Timeline(config.trainer).epochs is not None:
+        data = _find_data(config, world)
+        config = with_epochs(config, data.train.sidecar.num_tokens)
+    t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
     if config.run.init_from is not None and again:
@@ -182,16 +190,14 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
     elif config.run.init_from is not None:
         init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
-    prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
-    with world.first_of_node_goes_ahead(), warnings.catch_warnings():
-        if not world.is_first:
-            warnings.simplefilter("ignore")  # of the same data: rank 0 warns
-        data = prepare_data(config.data, config.model.vocab_size)
+    data = data or _find_data(config, world)
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
-    batch, device = t.global_batch_size, world.device
-    loader = Loader(data.train, t.sequence_length, batch, t.seed, device=device, ahead=READ_AHEAD)
-    data.validation.check_length(t.sequence_length)  # or the end of the training would be where this comes out
+    batch, longest = max(each.batch for each in timeline.stretches), max(each.length for each in timeline.stretches)
+    loader = Loader(
+        data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
+    )
+    data.validation.check_length(longest)  # or the end of the training would be where this comes out
 
     def check(meta: dict[str, Any], path: Path) -> None:
         check_resumable(config, meta, path)
@@ -214,7 +220,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         to, alone = config.health.alerts, world.size == 1
         folder.notes.extend(_left_out(data, folder.first_step))
         folder.notes.extend(Note("config", folder.first_step, line) for line in without_effect(config, world.size))
-        sinks = Sinks(config.logging, folder, t.max_steps, None, world.rank, to.webhook, to.command, alone)
+        sinks = Sinks(config.logging, folder, timeline.steps, None, world.rank, to.webhook, to.command, alone)
         on_error.enter_context(sinks)
         alerts = _alerts(config, folder, world)
         world.rank_group.on_end.append(sinks.ended)
@@ -223,7 +229,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         checkpointer = Checkpointer(folder.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
         profiler = Profiler(config.profile, folder.path, engine.device, sinks.event, world.rank if world.many else None)
         diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path)
-        ladder = Ladder(config.recovery, folder.path, t.global_batch_size)
+        ladder = Ladder(config.recovery, folder.path, batch)
 
         def inside(entry: Mapping[str, Any]) -> None:
             sinks.tensors(entry)
@@ -261,10 +267,18 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     return run
 
 
+def _find_data(config: Config, world: World) -> Prepared:
+    prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
+    with world.first_of_node_goes_ahead(), warnings.catch_warnings():
+        if not world.is_first:
+            warnings.simplefilter("ignore")  # of the same data: rank 0 says it
+        return prepare_data(config.data, config.model.vocab_size)
+
+
 def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:
     alerts, bubble = config.health.alerts, None
     if engine.pipelined is not None:
-        bubble = engine.pipelined.clock, idle_share(config, engine.plan, engine.degrees)
+        bubble = engine.pipelined.clock, idle_share(widest(config), engine.plan, engine.degrees)
     return Stragglers(world, alerts.enabled and alerts.straggler is not None, bubble)
 
 

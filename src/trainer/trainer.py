@@ -11,6 +11,7 @@
 
 `step` counts attempts: it names checkpoints and drives cadence, `max_steps` and the learning rate's decay.
 `guard.committed` counts the steps that changed something and drives its warm-up. The data moves on in either case.
+Batch, sequence length and weights of losses are those of the step's phase (`trainer.config.timeline`).
 """
 
 import signal
@@ -25,6 +26,7 @@ from models.flops import flops_per_token
 from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
+from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
 from trainer.data import bigram_loss, validation_batches
 from trainer.forecast.memory import forecast, what_grew
 from trainer.launch.device import pick_device
@@ -55,37 +57,37 @@ class Trainer:
     """A run, assembled and ready."""
 
     def __init__(self, config: Config, overrides: list[str] | None = None, world: World | None = None):
-        self.config = config
         self.run: Run = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
+        self.config = self.run.config
         self.step = self.run.folder.first_step
         self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
         self._latest: StepResult | None = None
-        per_token = flops_per_token(config.model, config.trainer.sequence_length)
-        world = self.run.world
-        self._throughput = Throughput(per_token / world.size, world.device)
-        self._tokens_per_step = config.trainer.global_batch_size * config.trainer.sequence_length
+        self._timeline = Timeline(self.config.trainer)
+        self._now: tuple[Stretch, LossWeights] | None = None
+        self._throughput = Throughput(0.0, self.run.world.device)
 
     def train(self) -> Summary:
         """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns the outcome."""
         config, run, error = self.config, self.run, None
-        validation_loss, max_steps = None, config.trainer.max_steps
+        validation_loss, timeline, max_steps = None, self._timeline, self._timeline.steps
         try:
             run.power.start(self.step, lambda: self._throughput.is_paused)
             with StopSignals(run.world) as stop:
                 while self.step < max_steps and not stop.received:
                     self.step += 1
                     run.world.rank_group.step = self.step
+                    self._enter()
                     run.profiler.begin(self.step)
                     with run.stragglers.waits_for_data():
                         tokens = run.loader.next(*run.engine.data_share)
                     self._step_on(tokens)
                     stop.agree()
-                    self._throughput.step(self._tokens_per_step)
+                    self._throughput.step(timeline.at(self.step).tokens)
                     run.sinks.progress(self.step)
                     last = self.step == max_steps or stop.received is not None
                     if last or self._is_logged(self.step):
                         self._log()
-                    saves = last or _due(self.step, config.checkpoint.every)
+                    saves = last or timeline.due(self.step, config.checkpoint.every)
                     with self._throughput.paused():
                         run.profiler.end(self.step)
                         if saves:
@@ -93,7 +95,7 @@ class Trainer:
                         if run.ladder.exhausted:
                             self.step = run.rewind(self.step)
                             continue
-                        if self.step < max_steps and _due(self.step, config.eval.every):
+                        if self.step < max_steps and timeline.due(self.step, config.eval.every):
                             self.evaluate(at_end=False)
                         if last or (saves and not run.ladder.streak):  # in a row nothing has changed
                             with run.world.rank_group.phase("copying a checkpoint"):
@@ -112,6 +114,19 @@ class Trainer:
         finally:
             run.close(error)
 
+    def _enter(self) -> None:
+        """Before a step: its shape and weights of losses, where they are not those of the step before."""
+        shape, run = self._timeline.at(self.step), self.run
+        now = shape, self._timeline.weights(self.step)
+        if now == self._now:
+            return
+        self._review()  # of steps that had the shape before
+        run.engine.enter(*now, self._now)
+        run.health.batch, run.health.microbatch = shape.batch, shape.microbatch
+        run.diagnosis.microbatch_size = shape.microbatch
+        self._throughput.flops_per_token = flops_per_token(self.config.model, shape.length) / run.world.size
+        self._now = now
+
     def _step_on(self, tokens: Tensor) -> None:
         if self._latest is not None:
             self._step(tokens)
@@ -126,7 +141,7 @@ class Trainer:
         if (trouble := self.run.health.before(self.step, tokens)) is not None:
             self.run.sinks.event("alert", self.step, trouble, rule="memory_full")
         with self.run.health.inside(self.step, self._is_logged(self.step)):
-            result = train_step(engine, self.step, tokens, self.config.trainer.microbatch_size)
+            result = train_step(engine, self.step, tokens, self._timeline.at(self.step).microbatch)
         self._latest = result
         self._verdicts.append((result.verdict, self.run.loader.served))
         if (
@@ -136,8 +151,8 @@ class Trainer:
 
     def _is_logged(self, step: int) -> bool:
         """Whether a step is logged, as far as is known before it: the one after which a signal ends the run is, too."""
-        at_an_end = step in (1, self.config.trainer.max_steps)
-        return at_an_end or _due(step, self.config.logging.every) or self.run.health.due(step)
+        at_an_end = step in (1, self._timeline.steps)
+        return at_an_end or self._timeline.due(step, self.config.logging.every) or self.run.health.due(step)
 
     @torch.no_grad()
     def evaluate(self, at_end: bool, stop: StopSignals | None = None) -> float:
@@ -146,10 +161,11 @@ class Trainer:
         at_end: over `eval.at_end` of them, else over `eval.batches` microbatches, spread evenly over the files. stop:
         of the end of a run, where no step comes that could heed a signal: it is reported.
         """
-        r, e, t = self.run, self.run.engine, self.config.trainer
-        size, batches = t.microbatch_size, self.config.eval.batches
+        r, e = self.run, self.run.engine
+        shape = self._timeline.at(max(self.step, 1))
+        size, length, batches = shape.microbatch, shape.length, self.config.eval.batches
         most = self.config.eval.at_end if at_end else batches and batches * size
-        windows = r.data.validation.num_windows(t.sequence_length)
+        windows = r.data.validation.num_windows(length)
         count = windows if most is None else min(windows, most)
 
         def seen(done: int) -> None:
@@ -158,7 +174,7 @@ class Trainer:
                 state = "all steps are trained, and the last evaluation continues; a second signal ends it"
                 r.sinks.event("signal", self.step, f"{name}: {state}")
 
-        batches = validation_batches(r.data.validation, t.sequence_length, size, most)
+        batches = validation_batches(r.data.validation, length, size, most)
         loss = mean_loss(e.model, batches, size, e.world, seen)
         e.microbatch.release()
         r.sinks.metrics({"step": self.step, "loss/validation": loss})
@@ -210,7 +226,7 @@ class Trainer:
         values = r.health.report(self.step, copy_to_host(device | dropped))
         values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
-        tokens = {"step": self.step, "tokens": self.step * self._tokens_per_step}
+        tokens = {"step": self.step, "tokens": self._timeline.tokens(self.step)}
         tokens["data/skipped_shards"] = len(r.data.left_out)
         rates = self._throughput.read()
         rates |= r.power.read(self.step, *self._throughput.latest)
@@ -225,7 +241,7 @@ class Trainer:
         e = self.run.engine
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
-        expected, _ = forecast(self.config, e.plan, degrees, float(total))
+        expected, _ = forecast(widest(self.config), e.plan, degrees, float(total))
         return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
@@ -256,7 +272,3 @@ class Trainer:
         if lost:
             raise TrainingStopped(f"trained to the end, and the end is not saved: {lost}")
         return summary
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

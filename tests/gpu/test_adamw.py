@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Moments, OptimConfig, Schedule
-from trainer.optim.adamw import Optimizer
+from trainer.optim.adamw import LearningRate, Optimizer
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 SHAPES = [(1,), (3,), (37,), (64, 33), (2048, 11), (1000003,), (4096, 2048), (3, 1024, 1408)]
@@ -179,7 +179,7 @@ def test_the_optimizer_uses_it(clip: float | None, moments: Moments, monkeypatch
     def made() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 333), nn.Linear(333, 8, bias=False)).cuda()
-        return model, Optimizer(model, {"0.bias"}, config, 100, torch.device("cuda"))
+        return model, Optimizer(model, {"0.bias"}, config, LearningRate(config, 100), torch.device("cuda"))
 
     model, optimizer = made()
     monkeypatch.setattr("trainer.optim.adamw._has_kernel", lambda device: False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from models.matrices import Division
 from trainer.config import Coefficients, Iteration, Moments, MuonConfig, OptimConfig, OptimizerName, Schedule
 from trainer.optim import muon as muon_module
+from trainer.optim.adamw import LearningRate
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import EPS, orthogonalise, plain, polynomials
 from trainer.optim.owners import layout
@@ -85,7 +86,8 @@ def test_the_optimizer_uses_them(moments: Moments, monkeypatch: pytest.MonkeyPat
         model = nn.Sequential(nn.Linear(512, 768), nn.Linear(768, 512)).cuda()  # biases are AdamW's
         divisions = {"0.weight": Division((256, 128)), "1.weight": Division((512,))}
         layouts = {name: layout(tuple(model.get_parameter(name).shape), each) for name, each in divisions.items()}
-        return model, Muon(model, set(), replace(CONFIG, moments=moments), 100, torch.device("cuda"), layouts)
+        config = replace(CONFIG, moments=moments)
+        return model, Muon(model, set(), config, LearningRate(config, 100), torch.device("cuda"), layouts)
 
     (model, optimizer), (twin, other) = made(), made()
     other._kernels = False

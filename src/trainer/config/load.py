@@ -35,6 +35,7 @@ def unknown_key(key: str, value: Any) -> str:
     """What to say about a key that the schema does not have."""
     keys = keys_of(Config)
     wrong = generic(key)
+    keys = [each for each in keys if "[]" not in each or "[]" in wrong]
     parent = wrong.rpartition(".")[0]
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
     same_name = [k for k in keys if k.rpartition(".")[2] == wrong.rpartition(".")[2]]

@@ -9,9 +9,10 @@ import types
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 from enum import Enum
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from precision.errors import UserError
+from trainer.config.phases import Written
 from trainer.config_diff import printable
 
 LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
@@ -52,7 +53,7 @@ class Recompute(Enum):
 def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
     """Every key below a dataclass, sections included, with its annotation. Sections in lists are `key[].name`."""
     keys: dict[str, Any] = {}
-    hints = get_type_hints(schema)
+    hints = get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
         key, annotation = prefix + field.name, hints[field.name]
         keys[key] = annotation
@@ -76,6 +77,8 @@ def describe(annotation: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if inner in names:
         return names[inner] + or_null
+    if (written := _written(inner)) is not None:
+        return written.what + or_null
     if get_origin(inner) is list:
         entry = get_args(inner)[0]
         entries = {int: "whole numbers", float: "numbers", str: "texts"}
@@ -115,6 +118,10 @@ def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str
         if not isinstance(tree, dict):
             raise _wrong(key, tree, annotation)
         return _fit_section(tree, cast(type, inner), unknown, key)
+    if (written := _written(inner)) is not None:
+        if not isinstance(tree, int | float | str) or written.read(tree) is None:
+            raise _wrong(key, tree, annotation)
+        return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
     if get_origin(inner) is list:
         if not isinstance(tree, list):
             raise _wrong(key, tree, annotation)
@@ -145,7 +152,7 @@ def _wrong(key: str, value: Any, annotation: Any, fix: str = "") -> UserError:
 
 
 def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, Any], str], key: str) -> Any:
-    hints, stem = get_type_hints(section), f"{key}." if key else ""
+    hints, stem = get_type_hints(section, include_extras=True), f"{key}." if key else ""
     for name, value in tree.items():
         if name not in hints:
             raise UserError(unknown(*_first_leaf(f"{stem}{name}", value)))
@@ -172,6 +179,11 @@ def shown(value: Any) -> str:
 
 def _ratio(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b).ratio()
+
+
+def _written(annotation: Any) -> Written | None:
+    """Of a value that can be written in several ways: which."""
+    return annotation.__metadata__[0] if get_origin(annotation) is Annotated else None
 
 
 def _without_none(annotation: Any) -> Any:

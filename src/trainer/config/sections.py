@@ -4,13 +4,14 @@ They hold no values: those are in `configs/*.yaml`, so that there is one place t
 `model` and `precision` belong to the packages that use them. Checks across keys are in `trainer.forecast.preflight`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from models.config import ModelConfig
 from precision.config import PrecisionConfig
 from trainer.config.data import DataConfig
 from trainer.config.health import HealthConfig
+from trainer.config.phases import Length, PhaseConfig, Span
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.schema import Dispatch, Recompute, Switch
 
@@ -64,10 +65,12 @@ class Iteration(Enum):
 
 
 class Schedule(Enum):
-    """How the learning rate falls after the constant part: on a line (warm-up, stable, decay) or on half a cosine."""
+    """How the learning rate falls after the constant part: on a line (warm-up, stable, decay), on half a cosine, or as
+    the run's phases say."""
 
     wsd = "wsd"
     cosine = "cosine"
+    phases = "phases"
 
 
 class Where(Enum):
@@ -98,8 +101,8 @@ class RunConfig:
 class TrainerConfig:
     """The loop."""
 
-    max_steps: int
-    """Steps of the whole run, resumed or not; a dropped step counts."""
+    max_steps: int | None
+    """Steps of the whole run, resumed or not; a dropped step counts. null: trainer.max_tokens is its length."""
     seed: int
     """Seed of the weights and of the order of the data."""
     global_batch_size: int
@@ -110,6 +113,12 @@ class TrainerConfig:
     """Tokens in one sequence."""
     device: Device
     """auto, cpu or cuda."""
+    max_tokens: Length | None = None
+    """Length of the whole run: tokens (10B) or epochs ('3 epochs'); a run that has max_steps, too, ends with the first
+    of them. On the command line either replaces the other."""
+    phases: list[PhaseConfig] = field(default_factory=list)
+    """Parts of the run in which something else holds: batch, sequence length, learning rate, weights of losses. Empty:
+    everything holds from start to end."""
     document_masking: bool = False
     """Attention stays within a document, though several are packed into a sequence; false: a token sees whatever
     stands before it in its sequence."""
@@ -152,11 +161,12 @@ class OptimConfig:
     moments: Moments
     """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
     schedule: Schedule
-    """Shape of the decay: wsd (straight line) or cosine."""
-    warmup_steps: int
-    """Steps in which the learning rate rises from 0 to lr."""
+    """Shape of the decay: wsd (straight line), cosine, or phases (trainer.phases says it)."""
+    warmup_steps: Span
+    """Part of the run in which the learning rate rises from 0 to lr: steps, tokens (10B) or a share (0.02). Committed
+    steps count."""
     decay_fraction: float
-    """Last part of the run in which it falls, as a share of max_steps; 1.0: from the end of the warm-up on."""
+    """Last part of the run in which it falls, as a share of its steps; 1.0: from the end of the warm-up on."""
     min_lr_ratio: float
     """Learning rate at the end, as a share of lr."""
     name: OptimizerName = OptimizerName.adamw
@@ -172,8 +182,8 @@ class OptimConfig:
 class EvalConfig:
     """Evaluation on the validation files; there is always one at the end."""
 
-    every: int
-    """Steps between evaluations; 0: only at the end."""
+    every: Span
+    """Steps between evaluations, or tokens, or a share of the run; 0: only at the end."""
     batches: int | None
     """Microbatches of validation windows in one evaluation, spread over all files; null: every window."""
     at_end: int | None = 2000
@@ -186,8 +196,9 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints."""
 
-    every: int
-    """Steps between checkpoints; 0: only at the end. A run that a signal stops saves first."""
+    every: Span
+    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run that a signal stops saves
+    first."""
     keep: int
     """This many of the newest checkpoints stay on disk; 0: all."""
 
@@ -234,8 +245,8 @@ class WandbConfig:
 class LoggingConfig:
     """Sinks of metrics. `metrics.jsonl` and `events.jsonl` are always written."""
 
-    every: int
-    """Steps between lines of metrics."""
+    every: Span
+    """Steps between lines of metrics, or tokens, or a share of the run."""
     console: ConsoleConfig
     """The terminal."""
     tensorboard: TensorboardConfig

@@ -7,6 +7,10 @@ of the next batch; its epoch and place in the epoch are quotient and remainder, 
 stands there. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W), and one
 that resumes on another number of processes, or with another batch size, reads on where the run stopped.
 
+A run may change its sequence length (`trainer.phases`). Then the windows are others, and the numbers of a *section* of
+one length begin at a multiple of 2^48: the text is read from its start, in another order. Batch and length are those
+that the run's timeline has for a step; `step` counts the batches given, and is set by whoever takes the cursor back.
+
 Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
 
 Batches can be read `ahead`, by a thread (`data.ahead`). The cursor is that of the batches that were given, whatever has
@@ -15,6 +19,7 @@ been read: a checkpoint knows nothing of it, and after a rewind it is dropped.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -26,20 +31,24 @@ import numpy as np
 import torch
 
 from precision.errors import UserError
+from trainer.config.timeline import Stretch, Timeline
 from trainer.data.bins import Bins
 from trainer.data.order import permute
 from trainer.data.prefetch import Delivery, Reader
 
 CPU = torch.device("cpu")
+SECTION = 1 << 48
+"""Windows of the run's stream between the starts of two sections, more than any run reads."""
 
 
 @dataclass
 class _Reading:
-    """A batch that is being read: the cursor before it and after it, whose rows are read (rank, world size), the
-    numbers of all rows in the run's stream, and the tokens to come."""
+    """A batch that is being read: the cursor before it and after it, its number (from 1), whose rows are read (rank,
+    world size), the numbers of all rows in the run's stream, and the tokens to come."""
 
     before: int
     after: int
+    step: int
     share: tuple[int, int]
     numbers: np.ndarray
     tokens: Future[Callable[[], torch.Tensor]]
@@ -57,24 +66,30 @@ class Loader:
         *,
         device: torch.device = CPU,
         ahead: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         """`batch_size` is the run's global one, in sequences. device: where batches are given. ahead: batches that are
-        read before they are asked for; end it with `close`. UserError if the bins do not hold one batch."""
-        bins.check_length(sequence_length)
-        num_windows = bins.num_windows(sequence_length)
-        if num_windows < batch_size:
-            raise UserError(
-                f"trainer.global_batch_size={batch_size}: {bins.path} has only {num_windows} sequences of "
-                f"{sequence_length} tokens: lower it, or give more text"
-            )
+        read before they are asked for; end it with `close`. timeline: of a run whose batch or sequence length changes.
+        UserError if the bins do not hold one batch."""
+        self._stretches = [Stretch(1, 0, batch_size, batch_size, sequence_length, 0)]
+        if timeline is not None:
+            self._stretches = timeline.stretches
+        for each in self._stretches:
+            bins.check_length(each.length)
+            num_windows = bins.num_windows(each.length)
+            if num_windows < each.batch:
+                raise UserError(
+                    f"trainer.global_batch_size={each.batch}: {bins.path} has only {num_windows} sequences of "
+                    f"{each.length} tokens: lower it, or give more text"
+                )
         if not 0 <= seed < 1 << 63:
             raise UserError(f"trainer.seed={seed}: must be from 0 to 2^63 - 1: set a smaller one, not negative")
         self.bins = bins
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
         self.seed = seed
-        self.num_windows = num_windows
+        self._lengths = {each.section: each.length for each in self._stretches}
         self.cursor = 0
+        self.step = 0
+        """Batches given since the start of the run."""
         self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order, apart from each other
         self.served = np.arange(0)
         """Numbers, in the run's stream, of the windows that `next` gave last."""
@@ -84,8 +99,17 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Epochs finished."""
-        return self.cursor // self.num_windows
+        """Epochs finished, of the cursor's section."""
+        return self.cursor % SECTION // self.num_windows
+
+    @property
+    def num_windows(self) -> int:
+        """Windows in an epoch, at the cursor."""
+        return self.bins.num_windows(self.length_of(self.cursor))
+
+    def length_of(self, number: int) -> int:
+        """Tokens in the window with this number in the run's stream."""
+        return self._lengths[number // SECTION]
 
     def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
         """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
@@ -93,27 +117,36 @@ class Loader:
 
         DamagedShard as `Bins.gather`; the cursor stays where it is then.
         """
-        if self.batch_size % world_size:
+        batch_size = self._at(self.step + 1).batch
+        if batch_size % world_size:
             raise UserError(
-                f"trainer.global_batch_size={self.batch_size}: does not divide among {world_size} processes: "
+                f"trainer.global_batch_size={batch_size}: does not divide among {world_size} processes: "
                 "make it a multiple of them"
             )
         reading = self._reading((rank, world_size))
         tokens = reading.tokens.result()()
         self.cursor, self.served = reading.after, reading.numbers
+        self.step += 1
         return tokens
+
+    def _at(self, step: int) -> Stretch:
+        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
 
     def _reading(self, share: tuple[int, int]) -> _Reading:
         """The next batch; those after it are begun."""
-        if self._readings and (self._readings[0].before, self._readings[0].share) != (self.cursor, share):
+        first = (self.cursor, share, self.step + 1)
+        if self._readings and (self._readings[0].before, self._readings[0].share, self._readings[0].step) != first:
             self._forget()
         while len(self._readings) <= self._ahead:
-            self._readings.append(self._begin(self._readings[-1].after if self._readings else self.cursor, share))
+            last = self._readings[-1] if self._readings else None
+            cursor, step = (self.cursor, self.step) if last is None else (last.after, last.step)
+            self._readings.append(self._begin(cursor, share, step + 1))
         return self._readings.popleft()
 
-    def _begin(self, cursor: int, share: tuple[int, int]) -> _Reading:
-        numbers = self._following(cursor)
-        rank, rows = share[0], self.batch_size // share[1]
+    def _begin(self, cursor: int, share: tuple[int, int], step: int) -> _Reading:
+        now = self._at(step)
+        numbers = self._following(max(cursor, now.section * SECTION), now.batch)
+        rank, rows = share[0], now.batch // share[1]
         own = numbers[rank * rows : (rank + 1) * rows]
         read = partial(self._read, own)
         if self._ahead:
@@ -121,11 +154,14 @@ class Loader:
         else:
             tokens = Future()
             tokens.set_result(read())
-        return _Reading(cursor, int(numbers[-1]) + 1, share, numbers, tokens)
+        return _Reading(cursor, int(numbers[-1]) + 1, step, share, numbers, tokens)
 
     def _read(self, numbers: np.ndarray) -> Callable[[], torch.Tensor]:
-        tokens = self.bins.gather(self.windows_at(numbers), self.sequence_length)
-        return self._delivery.send(torch.from_numpy(tokens))
+        return self._delivery.send(self.gather(numbers))
+
+    def gather(self, numbers: np.ndarray) -> torch.Tensor:
+        """Tokens of windows with these numbers in the run's stream [B], of one section: int64 [B, S+1]."""
+        return torch.from_numpy(self.bins.gather(self.windows_at(numbers), self.length_of(int(numbers[0]))))
 
     def _forget(self) -> None:
         """Drop what was read ahead."""
@@ -138,9 +174,9 @@ class Loader:
         self._forget()
         self._reader.close()
 
-    def _following(self, cursor: int) -> np.ndarray:
-        """Numbers, in the run's stream, of the windows of the batch at a cursor [B]."""
-        pieces, start, missing = [], cursor, self.batch_size
+    def _following(self, cursor: int, count: int) -> np.ndarray:
+        """Numbers, in the run's stream, of the `count` windows from a cursor on [B]."""
+        pieces, start, missing = [], cursor, count
         for begin, end in [*self._left_out, [1 << 62, 1 << 62]]:
             count = min(max(begin - start, 0), missing)
             pieces.append(np.arange(start, start + count))
@@ -154,14 +190,15 @@ class Loader:
         self._left_out = put_together([*self._left_out, *ranges])
 
     def windows_at(self, number: np.ndarray) -> np.ndarray:
-        """Numbers of windows in the run's stream [B] -> which windows of the bins they are [B]; window w are the tokens
-        from w S to w S + S."""
-        epoch, index = np.divmod(number, self.num_windows)
-        return permute(index, epoch, self.num_windows, self.seed)
+        """Numbers of windows in the run's stream [B], of one section -> which windows of the bins they are [B]; window
+        w are the tokens from w S to w S + S."""
+        section, count = int(number[0]) // SECTION, self.bins.num_windows(self.length_of(int(number[0])))
+        epoch, index = np.divmod(number - section * SECTION, count)
+        return permute(index, epoch + (section << 32), count, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, what it counts in, and what is left out."""
-        return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units()
+        return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units(self.cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved cursor. UserError as in `check`."""
@@ -176,15 +213,16 @@ class Loader:
         other = (
             "so its data cursor means nothing here: set it back, or start a new run from its weights with run.init_from"
         )
-        for key, now in self._units().items():
+        for key, now in self._units(state["cursor"]).items():
             if state[key] == now:
                 continue
             if key == "data":
                 raise UserError(f"data: {self.bins.path} is another text than the run to resume was reading, {other}")
             raise UserError(f"trainer.{key}={now}: the run to resume has {state[key]}, {other}")
 
-    def _units(self) -> dict[str, int | str]:
-        return {"sequence_length": self.sequence_length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
+    def _units(self, cursor: int) -> dict[str, int | str]:
+        length = self._lengths.get(cursor // SECTION, 0)
+        return {"sequence_length": length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
 
 
 def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:

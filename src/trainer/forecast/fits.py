@@ -11,6 +11,7 @@ from dataclasses import replace
 from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
+from trainer.config.timeline import widest
 from trainer.forecast.cost import PER_NODE, SPARE, Machine, fewest
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
@@ -26,6 +27,7 @@ def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, l
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
     """What is too large, and what to do: one line. None if the run fits."""
+    config = widest(config)
     shared = target.gpu is None and local_ranks > 1
     room = target.memory / local_ranks if shared else target.memory
     need = _needed(config, plan, degrees, target)

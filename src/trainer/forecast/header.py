@@ -7,9 +7,11 @@ from pathlib import Path
 from models.flops import count_parameters
 from precision import Plan
 from trainer.config import Config
+from trainer.config.timeline import Timeline, widest
 from trainer.config_diff import printable_override
 from trainer.data import Prepared
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, RATES, Machine, cost
+from trainer.forecast.course import course
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.memory import GIB, forecast
 from trainer.forecast.unusual import unusual
@@ -28,12 +30,12 @@ def header(
     """Labels and values, one a line. processes: ranks of the job."""
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar
     count, where = count_parameters(config.model), target(config)
-    step = t.global_batch_size * t.sequence_length
+    timeline, step = Timeline(t), t.global_batch_size * t.sequence_length
     trained, experts = (
-        step * t.max_steps,
+        timeline.tokens(timeline.steps),
         f"{config.model.num_experts} experts" if config.model.num_experts else "dense",
     )
-    memory = sum(forecast(config, plan, degrees, where.gpu_memory)[0].values())
+    memory = sum(forecast(widest(config), plan, degrees, where.gpu_memory)[0].values())
     backends = sorted({row.recipe.backend for row in plan.gemms.values()})
     fp8 = plan.fp8_shares_at(t.sequence_length)[0]
     name = "CPU" if where.gpu is None else where.gpu.name
@@ -48,8 +50,10 @@ def header(
         ("device", f"{name}, {ranks(degrees)}; {', '.join(backends)} backend; {fp8:.0%} of the GEMM FLOPs in FP8"),
         (
             "tokens",
-            f"{step:,} a step, {trained:,} in {t.max_steps:,} steps: {trained / facts.num_tokens:.2g} epochs",
+            f"{step:,} a step{' at first' * bool(timeline.stretches[1:])}, {trained:,} in {timeline.steps:,} steps: "
+            f"{trained / facts.num_tokens:.2g} epochs",
         ),
+        *course(config),
         ("memory", f"{memory / GIB:.2f} GiB a process by forecast, of {where.memory / GIB:.1f}"),
     ]
     if (time := time_line(config, plan, degrees, where)) is not None:
@@ -62,12 +66,16 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
     """How long a run takes by forecast; None but on an H200, on which the rates were measured."""
     if where.gpu is None or "H200" not in where.gpu.name:
         return None
+    timeline, config = Timeline(config.trainer), widest(config)
+    if timeline.epochs is not None:  # of a text that is not read yet
+        return None
     t = config.trainer
     flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
     machine = Machine(degrees.world, min(degrees.world, PER_NODE), where.memory, flops, NODE_LINK, NETWORK)
     seconds = cost(config, plan, degrees, machine).step
     rate = t.global_batch_size * t.sequence_length / seconds
-    return f"{span(seconds * t.max_steps)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
+    whole = timeline.tokens(timeline.steps) / rate
+    return f"{span(whole)} by forecast, {rate:,.0f} tokens/s, at rates measured on an H200"
 
 
 def shown(overrides: Sequence[str]) -> str:

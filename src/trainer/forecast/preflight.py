@@ -7,6 +7,8 @@ prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.mem
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NoReturn
@@ -23,9 +25,11 @@ from trainer.config import Config, Device, Dispatch, GpuChoice, OptimizerName, P
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
+from trainer.config.timeline import Stretch, Timeline, each_shape, last_step, widest
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
+from trainer.forecast.course import check_phases, course
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import Target, target
 from trainer.forecast.header import time_line
@@ -47,10 +51,14 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     value and fix, for one that cannot."""
     _check_run(config.run)
     check_sizes(config)
-    _check_batch(config)
+    check_phases(config)
     check_optimizer(config)
-    if world_size is not None:
-        check_fsdp_policy(config, resolve(config.parallel, world_size))
+    for stretch, shape in each_shape(config):
+        with _in_phase(config, stretch):
+            check_sizes(shape)
+            _check_batch(shape)
+            if world_size is not None:
+                check_fsdp_policy(shape, resolve(config.parallel, world_size))
     _check_recovery(config.recovery)
     _check_debug(config)
     _check_profile(config)
@@ -67,7 +75,8 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     if gpu is not None and config.gpu is GpuChoice.auto and find_spec("triton") is not None:
         (proof.recall if config.dry_run else proof.prove)(gpu)
     sharing = max(config.parallel.context, 1) * max(config.parallel.tensor, 1)
-    tokens = config.trainer.microbatch_size * config.trainer.sequence_length // sharing
+    widest_trainer = widest(config).trainer
+    tokens = widest_trainer.microbatch_size * widest_trainer.sequence_length // sharing
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens)
     with torch.device("meta"):
         DeepSeek(config.model, plan)
@@ -86,6 +95,17 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
     raise UserError(f"{key}={value}: {why}; {fix}")
+
+
+@contextmanager
+def _in_phase(config: Config, stretch: Stretch) -> Iterator[None]:
+    """What is refused of a shape that a phase brings says so."""
+    try:
+        yield
+    except UserError as error:
+        if not config.trainer.phases:
+            raise
+        raise UserError(f"trainer.phases, from step {stretch.first} on: {error}") from None
 
 
 def _check_gpu(config: Config) -> None:
@@ -110,25 +130,23 @@ def check_sizes(config: Config) -> None:
     """UserError for numbers that no run can have, and sequences that the model cannot."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
-        "trainer.max_steps": t.max_steps,
+        "trainer.max_steps": 1 if t.max_steps is None else t.max_steps,
         "trainer.global_batch_size": t.global_batch_size,
         "trainer.microbatch_size": t.microbatch_size,
         "trainer.sequence_length": t.sequence_length,
-        "logging.every": config.logging.every,
     }.items():
         if value < 1:
             _refuse(key, value, "out of range", "set 1 or more")
     for key, value in {
         "trainer.seed": t.seed,
-        "eval.every": config.eval.every,
         "eval.sample": config.eval.sample,
-        "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "optim.weight_decay": o.weight_decay,
-        "optim.warmup_steps": o.warmup_steps,
     }.items():
         if not 0 <= value < math.inf:
             _refuse(key, value, "out of range", "set 0 or more")
+    if config.logging.every == 0:
+        _refuse("logging.every", 0, "out of range", "set 1 or more")
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
             _refuse(key, value, "out of range", "set a number above 0")
@@ -207,8 +225,9 @@ def _check_debug(config: Config) -> None:
     inject = config.debug.inject
     if inject is None:
         return
-    if not 1 <= inject.step <= config.trainer.max_steps:
-        fix = f"set 1 to trainer.max_steps={config.trainer.max_steps}"
+    last = Timeline(config.trainer).steps
+    if not 1 <= inject.step <= last:
+        fix = f"set 1 to {last_step(config)}"
         _refuse("debug.inject.step", inject.step, "there is no such step", fix)
     if abs(inject.value) <= 1:
         why = "it would do nothing"
@@ -265,8 +284,8 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     if config.optim.qk_clip is not None and config.model.qk_norm:
         why = "model.qk_norm=true bounds logits, and its norm undoes a scaling"
         idle("optim.qk_clip", config.optim.qk_clip, why, "set null")
-    if config.health.shadow_every > config.trainer.max_steps:
-        why = f"the run ends before, trainer.max_steps={config.trainer.max_steps}"
+    if config.health.shadow_every > Timeline(config.trainer).steps:
+        why = f"the run ends before, {last_step(config)}"
         idle("health.shadow_every", config.health.shadow_every, why, "set less, or 0")
     never = "recovery.rewind.max=0" if not w.max else "checkpoint.every=0" if not config.checkpoint.every else None
     if never is not None:
@@ -277,14 +296,14 @@ def without_effect(config: Config, world_size: int) -> list[str]:
 
 
 def _check_profile(config: Config) -> None:
-    steps, last = config.profile.steps, config.trainer.max_steps
+    steps, last = config.profile.steps, Timeline(config.trainer).steps
     if steps is None:
         return
     if len(steps) != 2:
         _refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
     if not 1 <= steps[0] <= steps[1] <= last:
         why = "no such window of steps"
-        _refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to trainer.max_steps={last}")
+        _refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to {last_step(config)}")
 
 
 def _check_cuda_graph(config: Config, plan: Plan) -> None:
@@ -324,9 +343,12 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
     or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
     """
     degrees = _imagined(config.parallel, processes)
-    config = fitted(config, degrees)
+    run = fitted(config, degrees)
+    for stretch, shape in each_shape(run):
+        with _in_phase(run, stretch):
+            check_fsdp_policy(shape, degrees)
+    config = widest(run)
     t = config.trainer
-    check_fsdp_policy(config, degrees)
     count = count_parameters(config.model)
     flops = flops_per_token(config.model, t.sequence_length)
     machine = target(config)
@@ -341,7 +363,8 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
             f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
             f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
-            *(f"unusual      {line}" for line in unusual(config)),
+            *(f"{label:<13}{line}" for label, line in course(run)),
+            *(f"unusual      {line}" for line in unusual(run)),
             *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
             "",
             f"memory of {ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
@@ -350,8 +373,8 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
             *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
             *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
             *_fits(config, plan, degrees, machine, total),
-            *([f"time: {time}"] if (time := time_line(config, plan, degrees, machine)) is not None else ()),
-            *(f"\n{line}" for line in without_effect(config, degrees.world)),
+            *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
+            *(f"\n{line}" for line in without_effect(run, degrees.world)),
         ]
     )
 

@@ -12,6 +12,7 @@ holds the published rates of DeepSeek-V3, V2-Lite and Moonlight.
 
 from models.flops import count_parameters
 from trainer.config import Config
+from trainer.config.timeline import Timeline
 
 TOKENS_A_PARAMETER = 20.0
 EPOCHS = 4.0
@@ -23,7 +24,12 @@ OCCURRENCES = 100
 def unusual(config: Config, tokens: int | None = None, documents: int | None = None) -> list[str]:
     """A line for each setting outside its usual range. tokens, documents: of the training text, if known."""
     t, o, m = config.trainer, config.optim, config.model
-    trained = t.max_steps * t.global_batch_size * t.sequence_length
+    timeline = Timeline(t)
+    endless = timeline.epochs is not None
+    trained = 0 if endless else timeline.tokens(timeline.steps)
+    steps, warmup = timeline.steps, timeline.steps_of(o.warmup_steps)
+    key = "trainer.max_tokens" if t.max_steps is None else "trainer.max_steps"
+    size = t.max_tokens if t.max_steps is None else t.max_steps
     count = count_parameters(m)
     active = max(count.active - m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers), 1)
     low, high = usual_rates(active, trained)
@@ -35,21 +41,21 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
     if not low <= o.lr <= high:
         laws = "laws of arXiv 2401.02954 and 2507.17702"
         note("optim.lr", f"{o.lr:g}", f"{low:.1e} to {high:.1e} is usual for this size ({laws})")
-    if o.warmup_steps >= t.max_steps > 1:
-        about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(t.max_steps // 100, 1)}"
+    if warmup >= steps > 1:
+        about = f"1 % of the steps is usual (arXiv 2507.17702), here {max(steps // 100, 1)}"
         note(
             "optim.warmup_steps",
             o.warmup_steps,
-            f"the run ends before the warm-up, trainer.max_steps={t.max_steps}; {about}",
+            f"the run ends before the warm-up, {key}={size}; {about}",
         )
-    if trained < count.total:
+    if trained < count.total and not endless:
         what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
-        note("trainer.max_steps", t.max_steps, what)
+        note(key, size, what)
     if tokens is None:
         return lines
     if trained > EPOCHS * tokens:
         what = f"{trained / tokens:.1f} epochs of the text; up to 4 are nearly as good as new text (arXiv 2305.16264)"
-        note("trainer.max_steps", t.max_steps, what)
+        note(key, size, what)
     if tokens < OCCURRENCES * m.vocab_size:
         what = f"the text has {tokens / m.vocab_size:.0f} tokens an entry; {OCCURRENCES} or more are usual (ours)"
         note("model.vocab_size", m.vocab_size, what)

@@ -60,7 +60,8 @@ class Health:
         batch: int,
         microbatch: int,
     ):
-        self._engine, self._write, self._batch, self._microbatch = engine, write, batch, microbatch
+        self._engine, self._write = engine, write
+        self.batch, self.microbatch = batch, microbatch
         self._looks, self._shadows = config.every, config.shadow_every
         self.note: str | None = None
         if config.every != 0 and engine.plan.served_by("transformer_engine"):  # its modules cast behind closed doors
@@ -93,7 +94,7 @@ class Health:
         if not _due(step, self._shadows):
             return None
         try:
-            found = shadow.compare(self._engine, tokens[: self._microbatch], self._batch)
+            found = shadow.compare(self._engine, tokens[: self.microbatch], self.batch)
         except torch.OutOfMemoryError:
             if self._engine.world.many:
                 raise

@@ -103,6 +103,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
         _name_runs(jobs)
         _check_resumed(jobs)
     for job in jobs:
+        _replace_length(job)
         _fit_restarts(job.tree, launch)
     return jobs
 
@@ -150,6 +151,16 @@ def _explain_option(usage: str) -> str:
     meant = meant_by(option.lstrip("-").partition("=")[0])
     hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
+
+
+def _replace_length(job: Job) -> None:
+    """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    trainer = job.tree.get("trainer") or {}
+    given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
+    for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
+        replaces = f"trainer.{key}" in given and f"trainer.{other}" not in given
+        if replaces and trainer.get(key) is not None and other in trainer:
+            job.tree.trainer[other] = None
 
 
 def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:

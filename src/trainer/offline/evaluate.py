@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from precision.errors import UserError
 from precision.plain import in_bf16
+from trainer.config.timeline import Timeline
 from trainer.data import Bins, Prepared, validation_batches
 from trainer.data.document_masking import set_document_masking
 from trainer.launch.world import World
@@ -55,23 +56,25 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
             "set precision.backend=reference"
         )
     t, world = saved.config.trainer, World(saved.device)
-    data.validation.check_length(t.sequence_length)
+    shape = Timeline(t).at(max(saved.step, 1))
+    size, length = shape.microbatch, shape.length
+    data.validation.check_length(length)
     set_document_masking(saved.model, t, data)
     has_fp8 = any(row.recipe.is_fp8 for row in saved.plan.gemms.values())
     scores = []
     for source, bins in held_out(data):
 
         def loss(bins: Bins = bins) -> float:
-            windows = None if most is None else most * t.microbatch_size
-            batches = validation_batches(bins, t.sequence_length, t.microbatch_size, windows)
-            return mean_loss(saved.model, batches, t.microbatch_size, world)
+            windows = None if most is None else most * size
+            batches = validation_batches(bins, length, size, windows)
+            return mean_loss(saved.model, batches, size, world)
 
-        windows = bins.num_windows(t.sequence_length)
+        windows = bins.num_windows(length)
         mine, plain = loss() if windows else math.nan, None
         if has_fp8 and windows:
             with in_bf16(saved.model):
                 plain = loss()
-        windows = windows if most is None else min(windows, most * t.microbatch_size)
+        windows = windows if most is None else min(windows, most * size)
         scores.append(Scores(source, windows, mine, plain))
     return scores
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from precision.errors import UserError
 from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read, verify_checkpoint
 from trainer.config import Config, load
+from trainer.config.timeline import Timeline
 from trainer.data import Loader, Prepared, prepare
 from trainer.data.document_masking import set_document_masking
 from trainer.files import parse_lines
@@ -141,24 +142,30 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     for each in (config, other):
         check(each, 1)
     t, device = config.trainer, pick_device(config.trainer.device)
-    count = t.global_batch_size // t.microbatch_size
+    timeline = Timeline(t)
+    shape = timeline.at(course.step)
+    size = shape.microbatch
+    count = shape.batch // size
     if microbatch is not None and not 0 <= microbatch < count:
         raise UserError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
     data = prepare(config.data, config.model.vocab_size)
-    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed)
+    loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
     engine = build_engine(config, device, saved_backends(course.run))
     set_document_masking(engine.model, t, data)
     _restore(course, config, engine, loader)
     for step in range(course.first + 1, course.step):
-        _train(engine, step, loader, loader.next(), t.microbatch_size)
+        engine.enter(timeline.at(step), timeline.weights(step), None)
+        _train(engine, step, loader, loader.next(), timeline.at(step).microbatch)
     engine.snapshot.take()
     tokens = loader.next()
     twin = build_engine(other, device)
     set_document_masking(twin.model, t, data)
     twin.model.load_state_dict(engine.model.state_dict())
+    for each in (engine, twin):
+        each.enter(shape, timeline.weights(course.step), None)
 
     def look(index: int) -> tuple[NonfiniteProbe, NonfiniteProbe]:
-        part = tokens.split(t.microbatch_size)[index]
+        part = tokens.split(size)[index]
         passes = []
         for e in (engine, twin):
             if e.injector is not None:
@@ -167,10 +174,10 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
         return passes[0], passes[1]
 
     scales = engine.arena.scale.tolist() if engine.arena.delayed else [0.0] * len(engine.arena.names)
-    index = _likely(course, loader.served, t.microbatch_size) if microbatch is None else microbatch
+    index = _likely(course, loader.served, size) if microbatch is None else microbatch
     seen = look(index)
     loss_scales = [e.loss_scale and e.loss_scale.state_dict() for e in (engine, twin)]
-    results = [_train(e, course.step, loader, tokens, t.microbatch_size) for e in (engine, twin)]
+    results = [_train(e, course.step, loader, tokens, size) for e in (engine, twin)]
     evidence = engine.snapshot.take()
     if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
         index = evidence[0].microbatch  # nothing was committed: the weights are still those
@@ -180,7 +187,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
         seen = look(index)
     ours = _pass(config.precision.name, engine, results[0], seen[0])
     theirs = _pass(other.precision.name, twin, results[1], seen[1])
-    windows = loader.served[index * t.microbatch_size : (index + 1) * t.microbatch_size]
+    windows = loader.served[index * size : (index + 1) * size]
     return Replay(config, course, ours, theirs, engine, loader, data, index, count, windows, scales)
 
 
@@ -200,6 +207,7 @@ def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> 
         state, _ = read(course.checkpoint, engine.restorable_tensors(), verified=True)
         engine.load_state(state)
         loader.load_state_dict(state["loader"])
+        loader.step = course.first
         torch.set_rng_state(state["rng"]["cpu"])
     ladder = Ladder(config.recovery, course.run, config.trainer.global_batch_size)
     ladder.load_state_dict({"streak": []}, course.rewinds)

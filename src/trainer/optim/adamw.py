@@ -25,6 +25,7 @@ from torch.optim.adamw import adamw
 from precision.formats import BY_NAME
 from precision.proof import OPTIMIZER, refused
 from trainer.config import OptimConfig, Schedule
+from trainer.config.phases import Shape
 from trainer.launch.world import World
 from trainer.optim.update_norms import update_norms
 from trainer.parallel.collectives import all_sum
@@ -38,18 +39,27 @@ if TYPE_CHECKING:
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
+Move = tuple[int, int, float, Shape]
+"""Steps before it, its last step, the rate that it brings, and how."""
+
+
 class LearningRate:
     """Learning rate as a function of the steps so far: committed ones for the warm-up, all of them for the decay.
 
     It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last
     `decay_fraction` of the run: on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a
     fraction of 1 starts it after the warm-up). `max_steps` counts dropped steps, and so does the decay: it reaches its
-    end with the run.
+    end with the run. With `schedule=phases` it is `lr` until the first of the `moves`, each of which brings it to
+    another rate: at once, or by its end on a line or half a cosine.
     """
 
-    def __init__(self, config: OptimConfig, max_steps: int):
-        self._config = config
-        self._start = max(config.warmup_steps, max_steps - round(config.decay_fraction * max_steps))
+    def __init__(
+        self, config: OptimConfig, max_steps: int, warmup: int | None = None, moves: Sequence[Move] = ()
+    ) -> None:
+        """warmup: `warmup_steps` in steps, where the config says it otherwise. moves: of `trainer.phases`, in order."""
+        self._config, self._moves = config, moves
+        self._warmup = int(config.warmup_steps) if warmup is None else warmup
+        self._start = max(self._warmup, max_steps - round(config.decay_fraction * max_steps))
         self._length = max(max_steps - self._start, 1)
         self._lowered = (1.0, 0)
 
@@ -62,12 +72,25 @@ class LearningRate:
         counted. 0-d FP32 on the same device, without a synchronisation."""
         c = self._config
         steps = committed if attempted is None else torch.full_like(committed, attempted)
-        warm = ((committed.float() + 1) / max(c.warmup_steps, 1)).clamp(max=1.0)
+        warm = ((committed.float() + 1) / max(self._warmup, 1)).clamp(max=1.0)
+        factor, until = self._lowered
+        if c.schedule is Schedule.phases:
+            return self._moved(steps) * warm * torch.where(committed < until, factor, 1.0)
         fallen = ((steps.float() - self._start + 1) / self._length).clamp(0.0, 1.0)
         if c.schedule is Schedule.cosine:
             fallen = 0.5 * (1 - torch.cos(math.pi * fallen))
-        factor, until = self._lowered
         return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio)) * torch.where(committed < until, factor, 1.0)
+
+    def _moved(self, steps: Tensor) -> Tensor:
+        """The rate of the step after so many, 0-d FP32: the first one, and what each move has added to it."""
+        rate, before = torch.full_like(steps, self._config.lr, dtype=torch.float64), self._config.lr
+        for begin, end, after, shape in self._moves:
+            length = 1 if shape is Shape.constant else max(end - begin, 1)
+            done = ((steps.double() - begin + 1) / length).clamp(0.0, 1.0)
+            if shape is Shape.cosine:
+                done = 0.5 * (1 - torch.cos(math.pi * done))
+            rate, before = rate + done * (after - before), after
+        return rate.clamp(min=0.0).float()
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -84,7 +107,7 @@ class Optimizer:
         model: nn.Module,
         no_decay: set[str],
         config: OptimConfig,
-        max_steps: int,
+        schedule: LearningRate,
         device: torch.device,
         world: World | None = None,
         elsewhere: Collection[str] = (),
@@ -97,7 +120,7 @@ class Optimizer:
         self._world = world or World(device)
         self._copies = torch.tensor([copies(p) for p in self._named.values()], dtype=torch.float64, device=device)
         self.names = list(self._named)
-        self.schedule = LearningRate(config, max_steps)
+        self.schedule = schedule
         self._clip = config.clip
         own = {name: self._parts[name] for name in self._elementwise if not named[name].is_meta}
         self._own = list(own)

@@ -7,8 +7,9 @@ from models.matrices import division
 from precision import Plan
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
+from trainer.config.timeline import Timeline, rates
 from trainer.launch.world import World
-from trainer.optim.adamw import Optimizer
+from trainer.optim.adamw import LearningRate, Optimizer
 from trainer.optim.muon import Muon
 from trainer.optim.owners import Layout, layout
 from trainer.parallel.mesh import ONE_PROCESS, Degrees
@@ -24,15 +25,16 @@ def build_optimizer(
 ) -> Optimizer:
     """For the model that the plan was made for. world, degrees: who shares its weights, and how. ValueError where Muon
     would leave out a weight that it should update: a model that has one needs a rule."""
-    c, steps, no_decay = config.optim, config.trainer.max_steps, model.no_decay()
+    timeline, c, no_decay = Timeline(config.trainer), config.optim, model.no_decay()
+    schedule = LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
     if c.name is OptimizerName.adamw:
-        return Optimizer(model, no_decay, c, steps, device, world)
+        return Optimizer(model, no_decay, c, schedule, device, world)
     found = {f"{name}.weight": each for name, each in muon_layouts(config, plan, degrees).items()}
     known = {"embed.weight", "lm_head.weight", *found}
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
             raise ValueError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
-    return Muon(model, no_decay, c, steps, device, found, world)
+    return Muon(model, no_decay, c, schedule, device, found, world)
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:

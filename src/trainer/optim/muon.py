@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from trainer.config import OptimConfig
 from trainer.launch.world import World
-from trainer.optim.adamw import Optimizer, foreach_norm
+from trainer.optim.adamw import LearningRate, Optimizer, foreach_norm
 from trainer.optim.exchange import Fragment, Packing, Parcel, Round, fragment, rounds
 from trainer.optim.orthogonalise import DTYPES, has_kernels, orthogonalise, polynomials
 from trainer.optim.owners import Layout, Run, assign
@@ -74,12 +74,12 @@ class Muon(Optimizer):
         model: nn.Module,
         no_decay: set[str],
         config: OptimConfig,
-        max_steps: int,
+        schedule: LearningRate,
         device: torch.device,
         layouts: Mapping[str, Layout],
         world: World | None = None,
     ):
-        super().__init__(model, no_decay, config, max_steps, device, world, elsewhere=layouts.keys())
+        super().__init__(model, no_decay, config, schedule, device, world, elsewhere=layouts.keys())
         assert config.muon is not None
         self._layouts, self._muon, self._decay = dict(layouts), config.muon, config.weight_decay
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)

@@ -35,11 +35,14 @@ _ATTENTION = {
 _OURS = "octet.document_attention.default", "octet.fp8_attention.default"  # by name: they exist where they are used
 
 
-def parallelize(model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor") -> None:
-    """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's."""
+def parallelize(
+    model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor", shapes: int = 1
+) -> None:
+    """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's. shapes: that microbatches
+    of the run have, each of which is compiled for."""
     if compiled:
         kinds = {type(block) for _, block in model.iter_blocks()}
-        allow_graphs(4 * len(kinds) + 8)
+        allow_graphs(4 * len(kinds) * shapes + 8)
         silence_advice_on_recomputation()
     for _, block in model.iter_blocks():
         if recompute is Recompute.selective:

@@ -82,7 +82,9 @@ class Diagnosis:
 
     def __init__(self, engine: Engine, loader: Loader, tokenizer: Path, microbatch_size: int, run: Path):
         self._engine, self._world, self._guard, self._arena = engine, engine.world, engine.guard, engine.arena
-        self._loader, self._tokenizer, self._size, self._run = loader, tokenizer, microbatch_size, run
+        self._loader, self._tokenizer, self._run = loader, tokenizer, run
+        self.microbatch_size = microbatch_size
+        """Of the steps that are told of next."""
         self._rows = {name: i for i, name in enumerate(self._arena.names)}
         self._limit = self._arena.limit.cpu()
 
@@ -187,7 +189,7 @@ class Diagnosis:
         if origin is not None:
             bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
             which = f"rank {origin.rank}, " if self._world.many else ""
-            of = len(served) // self._engine.degrees.data // self._size
+            of = len(served) // self._engine.degrees.data // self.microbatch_size
             bad.details.append(f"{which}microbatch {origin.microbatch} of {of}")
             served = served[self._rows_of(origin, len(served))]
         some = again is not None and 0 < len(again.sequences) < len(served)  # if it is all, the text is not to blame
@@ -212,8 +214,8 @@ class Diagnosis:
         """The sequences of a microbatch among the `batch` of a step."""
         degrees = self._engine.degrees
         group = origin.rank % degrees.stage // degrees.sequence
-        start = group * (batch // degrees.data) + origin.microbatch * self._size
-        return slice(start, start + self._size)
+        start = group * (batch // degrees.data) + origin.microbatch * self.microbatch_size
+        return slice(start, start + self.microbatch_size)
 
     @property
     def _may_look(self) -> bool:
@@ -222,7 +224,7 @@ class Diagnosis:
     def _look_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> Again | None:
         """Run the microbatch again, each rank its own of that number. None if there is no memory for it."""
         own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
-        tokens = torch.from_numpy(self._loader.bins.gather(self._loader.windows_at(own), self._loader.sequence_length))
+        tokens = self._loader.gather(own)
         mine = None
         if self._engine.injector is not None:
             self._engine.injector.data(served)
@@ -248,13 +250,13 @@ class Diagnosis:
 
 def tokens_of(loader: Loader, numbers: np.ndarray) -> list[list[int]]:
     """First and last token of windows with these numbers in the run's stream, as offsets into the bins."""
-    S = loader.sequence_length
+    S = loader.length_of(int(numbers[0]))
     return [[int(window) * S, int(window) * S + S] for window in loader.windows_at(numbers)]
 
 
 def text_of(loader: Loader, tokenizer: Path, number: int, characters: int = CHARACTERS) -> str:
     """How the text of the window `number` of the run's stream begins."""
-    tokens = loader.bins.gather(loader.windows_at(np.array([number])), loader.sequence_length)[0]
+    tokens = loader.gather(np.array([number]))[0]
     text = load_tokenizer(tokenizer).decode(tokens[: 2 * characters].tolist(), skip_special_tokens=False)
     return text if len(text) <= characters else text[:characters] + "..."
 

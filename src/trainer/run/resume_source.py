@@ -21,8 +21,9 @@ from trainer.checkpoint import (
     saved_shapes,
     verifying_together,
 )
-from trainer.config import Config, OptimConfig, OptimizerName
+from trainer.config import Config, OptimConfig, OptimizerName, load
 from trainer.config.paths import kept_tree
+from trainer.config.timeline import Timeline, last_step
 from trainer.config_diff import without_secrets
 from trainer.launch.world import World
 from trainer.optim.orthogonalise import polynomials
@@ -63,9 +64,19 @@ def made_by(config: Config, tokenizer_hash: str) -> dict:
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     """UserError, naming the key, if a run with this config cannot resume from its `checkpoint`, which has this meta."""
     _check_same(meta, identity(config), checkpoint)
-    step, last = checkpoint_step(checkpoint) or 0, config.trainer.max_steps
-    if step > last:
-        raise UserError(f"trainer.max_steps={last}: {checkpoint} is further already; set {step} or more")
+    step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
+    if step > ours.steps:
+        fix = f"{step} or more" if config.trainer.max_steps == ours.steps else "more"
+        raise UserError(f"{last_step(config)}: {checkpoint} is further already; set {fix}")
+    theirs = meta["config"]["trainer"] if "config" in meta else None
+    if theirs is None or not (theirs.get("phases") or config.trainer.phases):
+        return
+    was = Timeline(load(meta["config"]).trainer).read_by(step)
+    if was != ours.read_by(step):
+        read = "; ".join(f"from step {first} on {batch} sequences of {length}" for first, batch, length in was)
+        raise UserError(
+            f"trainer.phases: {checkpoint} has read {read}; what is past must stay, later phases may change"
+        )
 
 
 def _check_same(theirs: dict, ours: dict, path: Path) -> None:

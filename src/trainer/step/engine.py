@@ -12,6 +12,7 @@ from precision import Plan, ScalingArena, bind
 from precision.errors import UserError
 from precision.hardware import detect
 from trainer.config import Config, Switch
+from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
 from trainer.forecast.memory import pick_fsdp_policy, records_graphs, total_memory, travels_in_fp8
 from trainer.forecast.preflight import check_fsdp_policy
 from trainer.forecast.stages import pipeline_of
@@ -55,6 +56,15 @@ class Engine:
     qk_clip: QKClip | None = None
     """Clips attention logits after the optimizer's update."""
 
+    def enter(self, now: Stretch, weights: LossWeights, before: tuple[Stretch, LossWeights] | None) -> None:
+        """Before a step of another shape, or with other weights, than the one before, if there was one."""
+        config = self.model.config
+        self.model.mtp_loss_weight = config.mtp_loss_weight if weights.mtp is None else weights.mtp
+        rate = weights.router_bias_rate
+        self.model.router_bias_update_rate = config.router_bias_update_rate if rate is None else rate
+        if before is not None:
+            self.microbatch.forget()
+
     @property
     def data_share(self) -> tuple[int, int]:
         """Which part of each batch this rank computes, and of how many; ranks that share sequences have the same."""
@@ -92,7 +102,7 @@ def build_engine(
     if config.cuda_graph is Switch.true and device.type != "cuda":
         raise UserError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
-    degrees = resolve(config.parallel, world.size)
+    degrees, whole, config = resolve(config.parallel, world.size), config, widest(config)
     check_fsdp_policy(config, degrees)
     torch.manual_seed(config.trainer.seed)
     total = total_memory(device)
@@ -101,7 +111,7 @@ def build_engine(
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
-    optimizer = build_optimizer(config, plan, model, device, world, degrees)
+    optimizer = build_optimizer(whole, plan, model, device, world, degrees)
     qk_clip = None
     if config.optim.qk_clip is not None and not config.model.qk_norm:
         check_qk_clip(config, model, device)
@@ -110,7 +120,8 @@ def build_engine(
     compiled = config.compile.enabled is Switch.true or (
         config.compile.enabled is Switch.auto and device.type == "cuda" and not plan.served_by("transformer_engine")
     )
-    parallelize(model, config.recompute, compiled)
+    sizes = {(each.microbatch, each.length) for each in Timeline(whole.trainer).stretches}
+    parallelize(model, config.recompute, compiled, shapes=len(sizes))
     spoil = injector.loss if injector is not None else None
     loss_scale = LossScale(config.precision.loss_scale, device) if plan.is_fp16 else None
     microbatch: Microbatch = EagerMicrobatch(model, spoil, loss_scale)
@@ -158,7 +169,7 @@ def build_model(
     saved: `Plan.backends()` of the start of a run that resumes, to choose the same backends. degrees: of the ranks that
     share its weights. total: memory of the smallest of their GPUs, bytes.
     """
-    degrees = degrees or Degrees()
+    degrees, config = degrees or Degrees(), widest(config)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
     plan = Plan(config.precision, config.model.num_layers, detect(device), tokens, saved)
     with torch.device("meta"):

@@ -101,10 +101,13 @@ def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
 
 
 class Throughput:
-    """Tokens per second between readings. What happens under `paused()` (evaluation, saving) does not count."""
+    """Tokens per second between readings. What happens under `paused()` (evaluation, saving) does not count.
+
+    flops_per_token: of the steps to come.
+    """
 
     def __init__(self, flops_per_token: float, device: torch.device):
-        self._flops_per_token, self._peak = flops_per_token, bf16_peak(device)
+        self.flops_per_token, self._peak = flops_per_token, bf16_peak(device)
         self._rates: list[float] = []
         self.is_paused = False
         self.latest: tuple[int, float, int] = 0, 0.0, 0
@@ -136,10 +139,10 @@ class Throughput:
         metrics = {
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / max(self._steps, 1),
-            "perf/tflops_per_gpu": rate * self._flops_per_token / 1e12,
+            "perf/tflops_per_gpu": rate * self.flops_per_token / 1e12,
         }
         if self._peak is not None:
-            metrics["perf/mfu"] = rate * self._flops_per_token / self._peak
+            metrics["perf/mfu"] = rate * self.flops_per_token / self._peak
         self._restart()
         return metrics
 

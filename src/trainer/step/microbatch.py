@@ -53,6 +53,10 @@ class Microbatch(Protocol):
         """Let go of what an evaluation has gathered."""
         ...
 
+    def forget(self) -> None:
+        """The next step's microbatches are of another shape or number, or the model's weights of losses are others."""
+        ...
+
 
 class EagerMicrobatch:
     """The plain way. spoil: what happens to the loss before its backward pass (`debug.inject`)."""
@@ -73,6 +77,9 @@ class EagerMicrobatch:
     def release(self) -> None:
         """Nothing was gathered."""
 
+    def forget(self) -> None:
+        """Nothing was recorded."""
+
 
 def loss_factor(model: DeepSeek, count: int, loss_scale: LossScale | None) -> Tensor | None:
     """What the loss of one of `count` microbatches is multiplied by before its backward pass, 0-d, for which the model
@@ -86,7 +93,8 @@ class _Unrecordable(Exception):
 
 
 class GraphedMicrobatch:
-    """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count.
+    """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count, until
+    `forget`.
 
     must: where recording fails, raise UserError; else warn and continue the plain way.
     """
@@ -98,6 +106,12 @@ class GraphedMicrobatch:
         self._stream = torch.cuda.Stream()
         self._warm, self._failed = False, False
         self._observer: Observer | None = None  # who has seen a plain pass, and so may see a graph
+        self._forget()
+
+    def forget(self) -> None:
+        """Drop what was recorded; the next call records again."""
+        torch.cuda.synchronize()
+        self._warm, self._observer = False, None
         self._forget()
 
     def _forget(self) -> None:

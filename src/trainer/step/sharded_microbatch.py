@@ -65,6 +65,10 @@ class ShardedMicrobatch:
         if ends and self._agreed is not None:
             self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
 
+    def forget(self) -> None:
+        """See `Microbatch`."""
+        self._run.forget()
+
     def release(self) -> None:
         """Free gathered weights: an evaluation has no backward pass that would."""
         for module in self.shared:

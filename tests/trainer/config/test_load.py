@@ -110,7 +110,13 @@ def test_a_recipe_beats_the_defaults_and_the_command_line_beats_both():
 def test_every_key_of_the_schema_stands_in_the_yaml_so_that_overrides_need_no_plus(plain: dict[str, Any]):
     written = set(leaves(plain))
     # what is null by default has keys of its own only when it is set; entries of lists likewise
-    optional = ("model.rope_scaling.", "debug.inject.", "precision.rules.exceptions[].", "data.mix[].")
+    optional = (
+        "model.rope_scaling.",
+        "debug.inject.",
+        "precision.rules.exceptions[].",
+        "data.mix[].",
+        "trainer.phases[].",
+    )
     known = {key for key in keys_of(Config) if not key.startswith(optional)}
     sections = {key.rpartition(".")[0] for key in known} | {
         ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)
@@ -147,9 +153,10 @@ def test_every_key_has_a_docstring_line(module: Any):
         ("precision.rules.exceptions", [{"mtch": "a"}], "exceptions[0].mtch=a: there is no such key; did you mean"),
         ("trainer.max_steps", "ten", "trainer.max_steps=ten: must be a whole number"),
         ("trainer.max_steps", 1.5, "trainer.max_steps=1.5: must be a whole number"),
-        ("trainer.max_steps", 10**20, "must be a whole number, and no more than 9007199254740992"),
+        ("trainer.max_steps", 10**20, "must be a whole number or null, and no more than 9007199254740992"),
         ("trainer.max_steps", True, "trainer.max_steps=true: must be a whole number"),
-        ("trainer.max_steps", None, "trainer.max_steps=null: must be a whole number"),
+        ("trainer.max_tokens", "10X", "trainer.max_tokens=10X: must be tokens (10B, 1e9) or epochs of the text"),
+        ("optim.warmup_steps", 2.5, "must be steps (2000), tokens (10B) or a share of the run (0.02)"),
         ("trainer.max_steps", "???", "trainer.max_steps=???: must be a whole number"),
         ("optim.lr", "fast", "optim.lr=fast: must be a number"),
         ("optim.lr", [1], "optim.lr=[1]: must be a number"),

@@ -47,7 +47,7 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("run.init_from=", "run.init_from='': no folder; set null"),
         ("data.cache_dir=", "data.cache_dir='': prepared data needs a folder"),
         ("logging.every=0", "logging.every=0: out of range; set 1 or more"),
-        ("eval.every=-5", "eval.every=-5: out of range; set 0 or more"),
+        ("eval.every=-5", "eval.every=-5: must be steps (2000), tokens (10B) or a share of the run"),
         ("eval.at_end=0", "eval.at_end=0: out of range; set 1 or more, or null"),
         ("eval.batches=0", "eval.batches=0: out of range; set 1 or more, or null"),
         ("checkpoint.keep=-1", "checkpoint.keep=-1: out of range"),

@@ -10,6 +10,7 @@ import pytest
 from composed import config_of
 
 from trainer.config import Config
+from trainer.config.timeline import Timeline
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import target
 from trainer.forecast.preflight import check, report
@@ -53,7 +54,8 @@ def test_a_whole_recipe_fits_its_gpus_and_uses_all_of_them(recipe: str) -> None:
     config, (_, gpus) = planned(recipe), machine(recipe)
     degrees = resolve(config.parallel, gpus)
     assert degrees.world == gpus
-    assert config.optim.warmup_steps < config.trainer.max_steps
+    timeline = Timeline(config.trainer)
+    assert timeline.steps_of(config.optim.warmup_steps) < timeline.steps
     assert config.trainer.sequence_length <= config.model.max_position_embeddings
     assert does_not_fit(config, check(config), degrees, target(config), gpus) is None
 
@@ -98,7 +100,7 @@ def test_a_whole_recipe_trains_two_steps_with_its_model_cut_down(
 ) -> None:
     sizes = "max_steps=2", "global_batch_size=2", "microbatch_size=1", "sequence_length=32", "device=cpu"
     data = "data=text", f"data.path={corpus}", f"data.cache_dir={cache}"
-    one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "compile.enabled=false"
+    one = "parallel.replicate=1", "parallel.shard=1", "parallel.expert=1", "parallel.context=1", "compile.enabled=false"
     words = [f"model.{key}={size}" for key, size in CUT.items()] + [f"trainer.{size}" for size in sizes]
     quiet = "health.dashboard=false", "logging.console.enabled=false", "checkpoint.every=0"
     config = config_of(

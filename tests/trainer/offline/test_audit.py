@@ -20,7 +20,7 @@ from precision.hardware import Gpu
 from trainer.config import Coefficients, Iteration, Moments, MuonConfig, OptimConfig, Schedule
 from trainer.offline.audit import Audit, Finding, audit
 from trainer.offline.audit.accumulation import probe
-from trainer.optim.adamw import Optimizer
+from trainer.optim.adamw import LearningRate, Optimizer
 from trainer.optim.muon import Muon
 from trainer.optim.owners import layout
 
@@ -57,7 +57,7 @@ def watch(
     if change is not None:
         change(model)
     arena = bind(model, plan, "cpu")
-    optimizer = Optimizer(model, model.no_decay(), OPTIM, 10, torch.device("cpu"))
+    optimizer = Optimizer(model, model.no_decay(), OPTIM, LearningRate(OPTIM, 10), torch.device("cpu"))
     if muon:
         settings = MuonConfig(0.95, True, Coefficients.quintic, None, Iteration.bf16, 0.2, False)
         rows = {
@@ -66,7 +66,7 @@ def watch(
             if row.op != "lm_head"
         }
         optim = dataclasses.replace(OPTIM, muon=settings)
-        optimizer = Muon(model, model.no_decay(), optim, 10, torch.device("cpu"), rows)
+        optimizer = Muon(model, model.no_decay(), optim, LearningRate(optim, 10), torch.device("cpu"), rows)
     torch.manual_seed(0)
     return audit(model, plan, arena, optimizer, [torch.randint(64, (2, 17)) for _ in range(2)], shortest=128)
 

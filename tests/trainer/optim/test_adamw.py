@@ -29,7 +29,7 @@ def test_wsd_rises_stays_and_falls_in_a_straight_line() -> None:
     assert [rate(CONFIG, c) for c in (99, 150)] == pytest.approx([0.01, 0.01])
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", [Schedule.wsd, Schedule.cosine])
 def test_the_decay_reaches_its_end_with_the_run_whatever_was_dropped(schedule: Schedule) -> None:
     """`max_steps` counts dropped steps. The warm-up goes by steps that changed the weights."""
     at = LearningRate(replace(CONFIG, schedule=schedule), 100).at
@@ -53,7 +53,7 @@ def test_no_warm_up_and_no_decay_is_constant() -> None:
 def model_and_optimizer(config: OptimConfig = CONFIG) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
-    return model, Optimizer(model, {"0.bias"}, config, 100, torch.device("cpu"))
+    return model, Optimizer(model, {"0.bias"}, config, LearningRate(config, 100), torch.device("cpu"))
 
 
 def backward(model: nn.Module) -> None:
@@ -196,7 +196,7 @@ def test_moments_in_bf16_move_weights_as_fp32_ones_do() -> None:
         weight = nn.Parameter(torch.zeros(64, 32))
         model = nn.ParameterDict({"weight": weight})
         config = replace(CONFIG, moments=moments, clip=None, weight_decay=0.0, lr=1e-3)
-        optimizers.append((weight, Optimizer(model, set(), config, 1000, torch.device("cpu"))))
+        optimizers.append((weight, Optimizer(model, set(), config, LearningRate(config, 1000), torch.device("cpu"))))
     generator = torch.Generator().manual_seed(0)
     for step in range(1000):
         gradient = torch.randn(64, 32, generator=generator)

@@ -18,6 +18,7 @@ from trainer.forecast.memory import forecast_memory
 from trainer.forecast.muon import muon_size
 from trainer.forecast.preflight import check
 from trainer.optim import muon as muon_module
+from trainer.optim.adamw import LearningRate
 from trainer.optim.build import muon_rows
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import orthogonalise, polynomials
@@ -63,7 +64,14 @@ def optimizer(weight: Tensor, division: Division, config: OptimConfig = CONFIG) 
     """Of a model of one matrix, and a norm that is AdamW's."""
     model = nn.Module()
     model.weight, model.norm = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
-    return model, Muon(model, {"norm"}, config, 100, torch.device("cpu"), {"weight": layout(weight.shape, division)})
+    return model, Muon(
+        model,
+        {"norm"},
+        config,
+        LearningRate(config, 100),
+        torch.device("cpu"),
+        {"weight": layout(weight.shape, division)},
+    )
 
 
 def apart(weight: Tensor, division: Division) -> list[Tensor]:

@@ -103,7 +103,7 @@ def train(scene: Scene, world: World, folder: Path) -> None:
     def noted(*share: int) -> torch.Tensor:
         tokens = following(*share)
         if world.is_first:  # the whole batch: of how many ranks does not matter
-            batch = loader.bins.gather(loader.windows_at(loader.served), loader.sequence_length)
+            batch = loader.gather(loader.served).numpy()
             with (streams / scene.name).open("a") as file:
                 file.write(f"{batch.flatten().tolist()}\n")
         return tokens

@@ -8,6 +8,7 @@ import statistics
 import time
 from typing import Any
 
+from trainer.config.timeline import steps_of_tree
 from trainer.health.dashboard.read import EVENTS, METRICS, Run
 
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
@@ -24,7 +25,8 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
     energy = run.series["gpu/joules_per_token"].values[1:] if "gpu/joules_per_token" in run.series else ()
     tokens = run.last("tokens")
     per_step = (trainer.get("global_batch_size") or 0) * (trainer.get("sequence_length") or 0)
-    kind, text = state(run, trainer.get("max_steps"), ended)
+    goal = steps_of_tree(config)
+    kind, text = state(run, goal, ended)
     peaks = run.series.get("memory/peak_gib")
     return {
         "path": str(run.path),
@@ -33,7 +35,7 @@ def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
         "seed": trainer.get("seed"),
         "machine": machine(run),
         "step": run.last_step,
-        "goal": trainer.get("max_steps"),
+        "goal": goal,
         "tokens": tokens if tokens is not None else run.last_step * per_step or None,
         "tokens_per_step": per_step or None,
         "state": kind,
@@ -101,7 +103,8 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
     if goal and run.last_step >= goal:
         return "finished", ""
     age = time.time() - max(_changed(run, name) for name in (METRICS, EVENTS, LOG))
-    logging = _section(run.config, "logging").get("every") or 1
+    every = _section(run.config, "logging").get("every")
+    logging = every if isinstance(every, int) and every else 1
     quiet = max(QUIET_SECONDS, 20 * logging * (run.last("perf/step_seconds") or 0))
     if age > quiet:
         return "silent", f"nothing written for {ago(age)}"

@@ -1,0 +1,269 @@
+"""The timeline of a run: from the number of a step, what it reads and what holds in it.
+
+Everything that changes along a run is a function of the step's number alone, and of the config: batch, microbatch,
+sequence length, the tokens read before, weights of losses. So a run that resumes, goes back to a checkpoint or
+continues on another number of processes is where it was, and a dropped step moves nothing: it is an attempt, and has
+read its tokens.
+
+Tokens become steps here, rounded up: the step that reaches a number of tokens is the last before it. Between two points
+the learning rate moves by steps, which in a stretch of one batch is the same as by tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from precision.errors import UserError
+from trainer.config.phases import Amount, PhaseConfig, Shape, Span, Unit, length, span
+from trainer.config.schema import fit
+from trainer.config.sections import Config, TrainerConfig
+
+ENDLESS = 2**53
+"""Steps of a run whose length is in epochs of a text that is not known yet."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of one shape. first: number of the first one; before: tokens of all steps before it; batch: sequences in a
+    step; section: how often the sequence length has changed before."""
+
+    first: int
+    before: int
+    batch: int
+    microbatch: int
+    length: int
+    section: int
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.batch * self.length
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase in steps: those after `begin`, up to `end`. stretches: of it, in order."""
+
+    begin: int
+    end: int
+    config: PhaseConfig
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What a step's phase says of the model; None: what the model's config says."""
+
+    mtp: float | None
+    router_bias_rate: float | None
+
+
+class Timeline:
+    """Of the run that a `trainer` section describes. UserError, naming the key, for phases that do not follow each
+    other, or a run without an end."""
+
+    def __init__(self, trainer: TrainerConfig):
+        t = trainer
+        most = length(t.max_tokens) if t.max_tokens is not None else None
+        if most is None and t.max_steps is None:
+            raise UserError("trainer.max_steps=null: the run has no end; set it, or trainer.max_tokens")
+        self._most_tokens = int(most.number) if most is not None and most.unit is Unit.tokens else None
+        self._most_steps = ENDLESS if t.max_steps is None else t.max_steps
+        self.epochs = most.number if most is not None and most.unit is Unit.epochs else None
+        """Of a run whose length is in epochs, until `with_epochs` makes tokens of them."""
+        self._stretches = [Stretch(1, 0, t.global_batch_size, t.microbatch_size, t.sequence_length, 0)]
+        self.phases: list[Phase] = []
+        for number, phase in enumerate(t.phases):
+            self._add(f"trainer.phases[{number}]", phase, number == len(t.phases) - 1)
+        self.steps = self._end()
+        """Of the whole run."""
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """All that the run comes to, in order."""
+        return [each for each in self._stretches if each.first <= max(self.steps, 1)]
+
+    def at(self, step: int) -> Stretch:
+        """The stretch of step number `step`, from 1."""
+        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
+
+    def tokens(self, step: int) -> int:
+        """Tokens read by the end of that step; 0: none."""
+        now = self.at(max(step, 1))
+        return now.before + (step - now.first + 1) * now.tokens
+
+    def steps_of(self, value: Span) -> int:
+        """A span in steps from the start: of tokens those that reach them, of a share that of all steps."""
+        amount = _amount(value)
+        if amount.unit is Unit.tokens:
+            return self._reach(int(amount.number))
+        return round(amount.number * self.steps) if amount.unit is Unit.share else int(amount.number)
+
+    def due(self, step: int, every: Span) -> bool:
+        """Whether something that happens so often happens after this step. 0: never."""
+        amount = _amount(every)
+        if amount.unit is Unit.tokens:
+            return bool(amount.number) and self.tokens(step) // amount.number > self.tokens(step - 1) // amount.number
+        number = int(amount.number) if amount.unit is Unit.steps else max(self.steps_of(every), 1)
+        return number > 0 and step % number == 0
+
+    def weights(self, step: int) -> LossWeights:
+        """What holds for the model in a step."""
+        mtp = rate = None
+        for phase in self.phases:
+            if phase.begin < step:
+                mtp = mtp if phase.config.mtp_loss_weight is None else phase.config.mtp_loss_weight
+                given = phase.config.router_bias_update_rate
+                rate = rate if given is None else given
+        return LossWeights(mtp, rate)
+
+    def read_by(self, step: int) -> list[tuple[int, int, int]]:
+        """First step, batch and sequence length of what has been read by the end of a step."""
+        shapes: list[tuple[int, int, int]] = []
+        for each in self._stretches:
+            if each.first <= step and (not shapes or shapes[-1][1:] != (each.batch, each.length)):
+                shapes.append((each.first, each.batch, each.length))
+        return shapes
+
+    def _add(self, key: str, phase: PhaseConfig, is_last: bool) -> None:
+        now, begin = self._stretches[-1], self.phases[-1].end if self.phases else 0
+        if phase.until is None and not is_last:
+            raise UserError(f"{key}.until=null: only the last phase ends with the run; set steps, tokens or a share")
+        if phase.batch_ramp and (phase.until is None or phase.global_batch_size is None):
+            missing = "until" if phase.until is None else "global_batch_size"
+            raise UserError(f"{key}.batch_ramp=true: it has no end; set {key}.{missing}")
+        after = replace(
+            now,
+            batch=phase.global_batch_size or now.batch,
+            microbatch=phase.microbatch_size or now.microbatch,
+            length=phase.sequence_length or now.length,
+        )
+        if after.length != now.length:
+            after = replace(after, section=now.section + 1)
+        sizes = [after.batch]
+        if phase.batch_ramp:
+            if after.batch % now.batch or after.batch <= now.batch:
+                why = f"a ramp from {now.batch} sequences grows by as many each time"
+                raise UserError(f"{key}.global_batch_size={after.batch}: {why}; set a multiple of {now.batch}")
+            sizes = list(range(now.batch, after.batch, now.batch))
+        self._begin_at(begin, replace(after, batch=sizes[0]))
+        if phase.until is None:
+            self.phases.append(Phase(begin, ENDLESS, phase))
+            return
+        until = self._in_run(key, phase.until)
+        start = begin if until.unit is Unit.steps else self.tokens(begin)
+        if until.number <= start:
+            raise UserError(
+                f"{key}.until={phase.until}: the phase before ends at {start:,} {until.unit.value}; set more"
+            )
+        for number, size in enumerate(sizes, 1):
+            share = start + (until.number - start) * number / len(sizes)
+            end = self._last_step(Amount(round(share), until.unit))
+            if number < len(sizes):
+                self._begin_at(end, replace(after, batch=size + sizes[0]))
+        if phase.batch_ramp:
+            self._begin_at(end, after)
+        self.phases.append(Phase(begin, end, phase))
+
+    def _in_run(self, key: str, value: Span) -> Amount:
+        """Where a phase ends, in steps or tokens."""
+        amount = _amount(value)
+        if amount.unit is not Unit.share:
+            return amount
+        if self._most_tokens is not None:
+            return Amount(round(amount.number * self._most_tokens), Unit.tokens)
+        if self._most_steps == ENDLESS:  # epochs of a text that is not known yet
+            return Amount(round(amount.number * ENDLESS), Unit.steps)
+        return Amount(round(amount.number * self._most_steps), Unit.steps)
+
+    def _begin_at(self, end: int, shape: Stretch) -> None:
+        """From the step after `end` on, steps are of this shape."""
+        now = self._stretches[-1]
+        if (now.batch, now.microbatch, now.length) == (shape.batch, shape.microbatch, shape.length):
+            return
+        begun = replace(shape, first=end + 1, before=self.tokens(end))
+        self._stretches = [each for each in self._stretches if each.first < begun.first] + [begun]
+
+    def _last_step(self, amount: Amount) -> int:
+        return int(amount.number) if amount.unit is Unit.steps else self._reach(int(amount.number))
+
+    def _reach(self, tokens: int) -> int:
+        """The step by whose end so many tokens are read."""
+        if tokens <= 0:
+            return 0
+        now = [each for each in self._stretches if each.before < tokens][-1]
+        return now.first - 1 - (now.before - tokens) // now.tokens
+
+    def _end(self) -> int:
+        if self._most_tokens is None:
+            return self._most_steps
+        return min(self._most_steps, self._reach(self._most_tokens))
+
+
+def _amount(value: Span) -> Amount:
+    amount = span(value)
+    assert amount is not None, f"{value} was not loaded by the schema"
+    return amount
+
+
+def shaped(config: Config, stretch: Stretch) -> Config:
+    """The config of a run whose steps are all of one shape, for whatever judges one step."""
+    t = config.trainer
+    sizes = {"global_batch_size": stretch.batch, "microbatch_size": stretch.microbatch}
+    return replace(config, trainer=replace(t, **sizes, sequence_length=stretch.length, phases=[]))
+
+
+def each_shape(config: Config) -> Iterator[tuple[Stretch, Config]]:
+    """All shapes of a run, with `shaped`."""
+    for stretch in Timeline(config.trainer).stretches:
+        yield stretch, shaped(config, stretch)
+
+
+def widest(config: Config) -> Config:
+    """`shaped` for the steps that take most memory: the largest microbatch in tokens, then the most of them."""
+    if not config.trainer.phases:
+        return config
+    stretches = Timeline(config.trainer).stretches
+    return shaped(config, max(stretches, key=lambda each: (each.microbatch * each.length, each.tokens)))
+
+
+def with_epochs(config: Config, tokens: int) -> Config:
+    """A run's length in epochs as tokens: of a text of so many."""
+    t = config.trainer
+    epochs = Timeline(t).epochs
+    if epochs is None:
+        return config
+    return replace(config, trainer=replace(t, max_tokens=max(round(epochs * tokens), 1)))
+
+
+def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
+    """The phases that move the learning rate: (steps before, last step, rate, how)."""
+    moves = []
+    for each in timeline.phases:
+        if each.config.lr is not None:
+            until = each.config.lr_until
+            end = timeline.steps if each.end == ENDLESS else each.end
+            end = end if until is None else timeline.steps_of(until)
+            moves.append((each.begin, end, each.config.lr, each.config.lr_shape))
+    return moves
+
+
+def steps_of_tree(tree: Any) -> int | None:
+    """Steps of the run whose config is this plain tree, of any age; None if it does not say."""
+    trainer = tree.get("trainer") if isinstance(tree, dict) else None
+    given = trainer.get("max_steps") if isinstance(trainer, dict) else None
+    try:
+        return Timeline(fit(trainer, TrainerConfig, lambda key, value: key)).steps
+    except (UserError, AttributeError, TypeError):
+        return given if isinstance(given, int) else None
+
+
+def last_step(config: Config) -> str:
+    """The key that says where a run ends, and the step that it comes to, for a message."""
+    t = config.trainer
+    steps = Timeline(t).steps
+    return (
+        f"trainer.max_steps={steps}" if t.max_steps == steps else f"trainer.max_tokens={t.max_tokens} ({steps} steps)"
+    )
