@@ -79,8 +79,8 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     t, watch = config.trainer, config.health
     engine = build_engine(config, pick_device(t.device))
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    line = Timeline(t).steps_of(config.logging.every)
-    every = {"line": line, "look": line if watch.every is None else watch.every}
+    logged = Timeline(t).steps_of(config.logging.every)
+    every = {"line": logged, "look": logged if watch.every is None else watch.every}
     every |= {"shadow": watch.shadow_every} if has_fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         file = JsonLines(Path(folder) / "tensors.jsonl", measure.say)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Run:
         shapes: list[tuple[int, ...]],
         betas: tuple[float, float] = BETAS,
         moments: torch.dtype = torch.float32,
-        **cut: int,
+        **cut: Any,
     ):
         from precision.kernels.adamw import FusedAdamW
 

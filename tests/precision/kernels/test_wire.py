@@ -75,8 +75,9 @@ class Mirror:
     def there(self, *rows: Tensor) -> list[Tensor]:
         self.log += [(one.dtype, tuple(one.shape)) for one in rows]
         came = [one.clone() for one in rows]
-        for one in came if self.used is not None else ():
-            one.view(torch.uint8).masked_fill_(~self.used[:, None], 0)
+        if self.used is not None:
+            for one in came:
+                one.view(torch.uint8).masked_fill_(~self.used[:, None], 0)
         return came
 
     back = there

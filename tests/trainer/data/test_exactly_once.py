@@ -107,6 +107,9 @@ def main(folder: Path, attempt: str, last_step: int, microbatch: int, millisecon
         def release(self) -> None:
             run.release()
 
+        def forget(self) -> None:
+            run.forget()
+
     engine.microbatch = Noted()
     trainer.train()
     log.close()

@@ -1,5 +1,7 @@
 """Degrees: what is left goes to -1, and what does not go together is refused with the fix named."""
 
+from typing import Any
+
 import pytest
 
 from trainer.config import ParallelConfig, Switch
@@ -7,7 +9,7 @@ from trainer.parallel.mesh import Degrees, resolve
 
 
 def parallel(**sizes: int) -> ParallelConfig:
-    axes = dict.fromkeys(("replicate", "shard", "expert", "context", "tensor", "pipeline"), 1) | sizes
+    axes: dict[str, Any] = dict.fromkeys(("replicate", "shard", "expert", "context", "tensor", "pipeline"), 1) | sizes
     auto = Switch.auto
     return ParallelConfig(
         **axes, stages=None, timeout=9, reduce_each_microbatch=auto, fp8_all_gather=auto, reshard_after_forward=auto
