@@ -186,9 +186,12 @@ class AllToAllDispatcher:
         x, gate_up, down, parcels = begun.x, experts.gate_up, experts.down, begun.parcels.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
         grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
-        arrived = send(x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known))
-        choices = choices or begun.expert.shape[1]  # of the row of zeros, all for the first expert here
-        y_AD = experts(*arrived, None, None if grad is None else grad.rows, choices)
+        x_AD, expert_AK, weight_AK = send(
+            x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known)
+        )
+        if not any(exchange.received):  # the row of zeros is for the first expert here: left to none, nothing makes it
+            expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]
+        y_AD = experts(x_AD, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
         return bring_back(y_AD, add_TD, parcels, exchange, grad, experts.accumulate)
 
 
