@@ -9,7 +9,7 @@ that resumes on another number of processes, or with another batch size, reads o
 
 A run may change its sequence length (`trainer.phases`). Then the windows are others, and the numbers of a *section* of
 one length begin at a multiple of 2^48: the text is read from its start, in another order. Batch and length are those
-that the run's timeline has for a step; `step` counts the batches given, and is set by whoever takes the cursor back.
+that the run's timeline has for a step; `step` counts the batches given, and is set where the cursor is taken back.
 
 Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
 

@@ -84,7 +84,7 @@ class Diagnosis:
         self._engine, self._world, self._guard, self._arena = engine, engine.world, engine.guard, engine.arena
         self._loader, self._tokenizer, self._run = loader, tokenizer, run
         self.microbatch_size = microbatch_size
-        """Of the steps that are told of next."""
+        """Of the steps that are reported next."""
         self._rows = {name: i for i, name in enumerate(self._arena.names)}
         self._limit = self._arena.limit.cpu()
 
