@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -124,12 +126,17 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     layers, dense, mtp, experts = given.values()
     if (max(layers - dense, 0) + mtp) * experts > most:
         raise _too_many(folder, f"{experts} experts in each of {max(layers - dense, 0) + mtp} layers")
+    path = folder.folder / "config.json"
     try:
         config = from_hf_config(folder.config)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+        read_back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain_model(config)))
     except UserError as error:
         raise UserError(f"{folder.folder}: {error}") from None
+    except (TypeError, KeyError, AttributeError, OmegaConfBaseException) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{path}: cannot be read ({why}); is it DeepSeek's?") from None
+    if read_back != config:  # a text, say, that a run would take for a number
+        raise UserError(f"{path}: has a value of another type than DeepSeek's; correct it")
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")

@@ -271,6 +271,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"(\d+) experts in each of \d+ layers, and the files have \1 tensors",
     ),
     "fewer than no layer": (lambda f, t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
+    "text for a flag": (lambda f, t, c: c.update(norm_topk_prob="${oc.env:HOME}"), "cannot be read|of another type"),
     "no config": (lambda f, t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
 
