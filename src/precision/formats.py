@@ -7,11 +7,11 @@
     E4M3    float8_e4m3fn  1, 4, 3         448       2^-9                    FP8 activations, weights (and gradients)
     E5M2    float8_e5m2    1, 5, 2         57344     2^-16                   FP8 gradients: range before digits
 
-E4M3 has no infinity and one NaN code per sign; E5M2 has both. What `.to(float8)` makes of a value out of range differs
-between devices and versions (NaN, infinity, or the largest value even for Inf), so every cast here clamps explicitly:
-finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf, therefore
-every cast also records the absolute maximum of its input (see `scaling`), and a step with a non-finite maximum is
-dropped.
+E4M3 has no infinity and one NaN code per sign; E5M2 has both. The result of `.to(float8)` for a value out of range
+differs between devices and versions (NaN, infinity, or the largest value even for Inf). So every cast here clamps
+explicitly: finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf;
+therefore every cast also records the absolute maximum of its input (see `scaling`), and a step with a non-finite
+maximum is dropped.
 
 Source of the formats: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
@@ -50,18 +50,18 @@ BY_NAME = {f.name: f for f in (FP32, BF16, FP16, E4M3, E5M2)}
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """FP8 of x * scale: the product in FP32, clamped to the format's range, rounded once to nearest even. NaN stays
-    NaN.
+    """Return x * scale in FP8: multiplied in FP32, clamped to the format's range, rounded once to nearest even. NaN
+    stays NaN.
 
-    x: any shape, floating point. scale: FP32, broadcastable to x. Returns a tensor of x's shape in `fmt.dtype`.
+    x: any shape, floating point. scale: FP32, broadcastable to x. The result has x's shape and `fmt.dtype`.
     """
     scaled = x.to(torch.float32, copy=True).mul_(scale).clamp_(-fmt.max, fmt.max)
     return scaled.to(fmt.dtype)
 
 
 def read_back(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """The numbers that FP8 data [..., R, C] stand for, FP32. scale_inv: [], or one for each number, row, or block of
-    128 along a dimension, as `Operand` and `WeightOperand` have it."""
+    """Return the values of FP8 data [..., R, C] in FP32. scale_inv: [], or one per number, row, or block of 128 along a
+    dimension, as in `Operand` and `WeightOperand`."""
     for dim in (-2, -1) if scale_inv.dim() else ():
         if scale_inv.shape[dim] not in (1, data.shape[dim]):
             scale_inv = scale_inv.repeat_interleave(128, dim).narrow(dim, 0, data.shape[dim])
@@ -69,11 +69,11 @@ def read_back(data: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def fp8_values(data: Tensor) -> Tensor:
-    """The FP8 numbers as BF16, exactly (BF16 holds every E4M3 and E5M2 value), NaN and infinities included.
+    """Convert FP8 to BF16 exactly (BF16 holds every E4M3 and E5M2 value), NaN and infinities included.
 
-    Integer arithmetic on the codes: several times faster on a CPU than `.to(bfloat16)`, and the same everywhere. E5M2
+    Integer arithmetic on the codes is several times faster on a CPU than `.to(bfloat16)`, and the same everywhere. E5M2
     is the upper byte of an FP16. An E4M3 code moved into a BF16's exponent and mantissa fields is the number times
-    2^-120; its NaN code then has to be turned into BF16's by hand.
+    2^-120; its NaN code is then converted by hand.
     """
     if data.dtype == torch.float8_e5m2:
         return data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16).to(torch.bfloat16)
@@ -87,5 +87,6 @@ def fp8_values(data: Tensor) -> Tensor:
 
 
 def static_scale(bound: float, largest: float) -> float:
-    """The largest power of two that maps numbers up to `bound`, and what BF16 may round them up by, into a format."""
+    """Return the largest power of two that maps numbers up to `bound`, after rounding to BF16, into a format with this
+    largest value."""
     return 2.0 ** math.floor(math.log2(largest / (bound * (1 + 2.0**-7))))
