@@ -2,19 +2,18 @@
 
 Ranks may share a tensor in any way (rows of it, whole experts of it, copies of it): what a checkpoint needs to know of
 it is the whole's shape, where this rank's box begins, and which of the ranks that hold the same box writes it. So what
-is on the disk depends on no layout, and any other number of ranks finds what it needs. The planners below are
-torch.distributed.checkpoint's own, for such parts.
+is on the disk depends on no layout, and any other number of ranks finds what it needs.
 """
 
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -41,58 +40,15 @@ class ShardView:
         return self.data.numel() == 0 and prod(self.shape) > 0
 
     @property
-    def box(self) -> ChunkStorageMetadata:
+    def box(self) -> "ChunkStorageMetadata":
         """Offsets and sizes, in DCP's type."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # two seconds, which no start waits for
+
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
     def size(self) -> torch.Size:
         """Shape of the whole; DCP asks."""
         return self.shape
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # DCP asks
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":  # DCP asks
         return [self.box]
-
-
-class ShardSavePlanner(DefaultSavePlanner):
-    """Plans what each rank writes of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        """The parts that this rank writes."""
-        parts: dict[str, ShardView] = self.state_dict
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, part.box.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(part.box, TensorProperties(dtype=part.data.dtype), part.shape),
-                )
-                for name, part in parts.items()
-                if part.writes and not part.is_empty
-            ]
-        )
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written for `index`."""
-        return self.state_dict[index.fqn].data
-
-
-class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans which boxes on the disk fill a rank's parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, ShardView], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """`state_dict`: parts by name."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is filled for `index`."""
-        return self.state_dict[index.fqn].data

@@ -1,15 +1,15 @@
 """Profiles a window of steps: `profile.steps=[10, 12]`.
 
-Two files in the run's folder, for viewers that exist:
+Two files in the run's folder, for existing viewers:
 
-    profile/trace_step10-12.json.gz     what the CPU and the GPU did, when: chrome://tracing or https://ui.perfetto.dev
-    profile/memory_step10-12.pickle     every allocation on the GPU and who made it: https://pytorch.org/memory_viz
+    profile/trace_step10-12.json.gz     timeline of CPU and GPU: chrome://tracing or https://ui.perfetto.dev
+    profile/memory_step10-12.pickle     every allocation on the GPU with its origin: https://pytorch.org/memory_viz
 
-and of each rank, if there are many: trace_step10-12_rank0.json.gz, trace_step10-12_rank1.json.gz, ...
+With several ranks, one of each per rank: trace_step10-12_rank0.json.gz, trace_step10-12_rank1.json.gz, ...
 
-Recording slows the steps of the window down, and writing takes a while after it; all other steps are untouched. Look at
-steps well after the first, in which blocks are compiled. A run that is resumed within the window, or ends in it,
-records what it has of it.
+Recording slows the steps of the window down, and writing takes a while after it; other steps are unaffected. Choose
+steps well after the first, in which blocks are compiled. A run that resumes or ends within the window records the part
+that it runs.
 """
 
 import os
@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import ProfileConfig
 
-QUIET = "6"  # of Kineto's log levels: above the lines that it prints at each start and stop
-MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to a few KB each
+QUIET = "6"  # Kineto's log level: above the lines that it prints at each start and stop
+MAX_ALLOCATIONS = 200_000  # newest events in a memory snapshot; up to a few KB each
 
 
 class Profiler:
@@ -43,7 +43,7 @@ class Profiler:
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Start recording if the window begins with `step`. Call it before a step."""
         if step not in self._window:
             return
         if self._profile is None:
@@ -53,7 +53,7 @@ class Profiler:
         self._span.__enter__()
 
     def end(self, step: int) -> None:
-        """After it; writes the files if it is the last of the window, which takes seconds."""
+        """Write the files if `step` ends the window, which takes seconds. Call it after a step."""
         if self._span is not None:
             self._span.__exit__(None, None, None)
             self._span = None
@@ -61,12 +61,12 @@ class Profiler:
             self._write(self._profile)
 
     def close(self) -> None:
-        """The run ends, perhaps badly: write what there is of a window that is not over."""
+        """Write an unfinished window at the end of the run, also after an error."""
         try:
             self.end(self._last)
             if self._profile is not None:
                 self._write(self._profile)
-        except (OSError, RuntimeError) as error:  # after a fault of the GPU nothing can be had from it
+        except (OSError, RuntimeError) as error:  # after a GPU fault there is nothing to write
             message = f"steps {self._first} to {self._last} were recorded, but: {str(error).splitlines()[0]}"
             self._on_event("profile", self._last, message, failed=True)
 
@@ -74,7 +74,7 @@ class Profiler:
         self._first = step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:
-            torch.cuda.synchronize()  # what is under way belongs to the step before
+            torch.cuda.synchronize()  # pending work belongs to the step before
             if self._memory:
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
