@@ -1,9 +1,9 @@
 """A rank's part of a tensor, described without a mesh: a box of the whole.
 
-Ranks may share a tensor in any way (rows of it, whole experts of it, copies of it): what a checkpoint needs to know of
-it is the whole's shape, where this rank's box begins, and which of the ranks that hold the same box writes it. So what
-is on the disk depends on no layout, and any other number of ranks finds what it needs. The planners below are
-torch.distributed.checkpoint's own, for such parts.
+Ranks may share a tensor in any way (rows, whole experts, copies). A checkpoint only needs the shape of the whole, the
+offsets of this rank's box, and which of the ranks with the same box writes it. Files therefore depend on no layout, and
+any other number of ranks finds what it needs. The planners below are torch.distributed.checkpoint's own, for such
+parts.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 class ShardView:
     """This rank's part of a tensor.
 
-    data: the part. shape: of the whole. offsets: where the part begins in it, one number a dimension. writes: whether
-    this rank saves it; of those that hold the same part, one does.
+    data: the part. shape: of the whole. offsets: where the part begins in it, per dimension. writes: whether this rank
+    saves it; exactly one rank with the same part does.
     """
 
     data: Tensor
@@ -32,12 +32,12 @@ class ShardView:
 
     @classmethod
     def whole(cls, tensor: Tensor, writes: bool = True) -> Self:
-        """A tensor that is not shared, as a part."""
+        """Return a tensor that is not shared, as a part."""
         return cls(tensor, tensor.shape, (0,) * tensor.dim(), writes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing of a tensor that has something."""
+        """Whether this rank has no element of a non-empty tensor."""
         return self.data.numel() == 0 and prod(self.shape) > 0
 
     @property
@@ -46,10 +46,10 @@ class ShardView:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
     def size(self) -> torch.Size:
-        """Shape of the whole; DCP asks."""
+        """Shape of the whole, for DCP."""
         return self.shape
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # DCP asks
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # for DCP
         return [self.box]
 
 
@@ -60,7 +60,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """The parts that this rank writes."""
+        """Return a plan of the parts that this rank writes."""
         parts: dict[str, ShardView] = self.state_dict
         self.plan = SavePlan(
             [
@@ -76,7 +76,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written for `index`."""
+        """Return the tensor to write for `index`."""
         return self.state_dict[index.fqn].data
 
 
@@ -94,5 +94,5 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is filled for `index`."""
+        """Return the tensor to fill for `index`."""
         return self.state_dict[index.fqn].data
