@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,11 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
-from torch.distributed import DistError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
 
 from precision.errors import UserError
 from trainer.checkpoint.folder import (
@@ -46,13 +40,9 @@ from trainer.checkpoint.folder import (
     set_aside_after,
     superseded,
 )
-from trainer.checkpoint.manifest import FileDigest, seal, write_file
-from trainer.checkpoint.reading import STATE, cause
-from trainer.checkpoint.shard_view import ShardSavePlanner, ShardView
+from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.state_tree import split
-from trainer.checkpoint.storage import SafetensorsWriter
-from trainer.files import sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,11 +51,6 @@ if TYPE_CHECKING:
 
 WAIT = timedelta(hours=2)
 """How long a rank's writing thread waits for the slowest other rank. The death of a rank ends the wait at once."""
-SEEN = 30.0
-"""Seconds within which other ranks' files must become visible to rank 0; network file systems lag."""
-
-# DCP warns even with no_dist=True.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(OSError):
@@ -195,11 +180,13 @@ class Checkpointer:
         return parts, {name: part.data for name, part in parts.items()}
 
     def _write(self, step: int, parts: dict[str, ShardView], text: str, held: float, before: int | None) -> None:
+        from trainer.checkpoint.dcp import CheckpointWriter, save_parts
+
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
         temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
         try:
-            files = save_parts(_Checkpoint(temporary, path, text), parts, self._group)
+            files = save_parts(CheckpointWriter(temporary, path, text), parts, self._group)
         except OSError as error:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
@@ -222,67 +209,3 @@ class Checkpointer:
         what = {"path": str(path), "bytes": size, "seconds": round(seconds, 3), "held_seconds": round(held, 4)}
         message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s; training waited {held:.2f} s)"
         self._on_event("checkpoint", step, message, **what)
-
-
-class _Checkpoint(SafetensorsWriter):
-    """The storage of one checkpoint: `temporary` until rank 0 has seen all files complete, `path` from then on.
-
-    DCP raises an error of any rank on all ranks.
-    """
-
-    def __init__(self, temporary: Path, path: Path, text: str) -> None:
-        super().__init__(temporary)
-        self._path, self._text = path, text
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """On rank 0, create the folder before the others may write."""
-        super().set_up_storage_writer(is_coordinator, rank=rank)
-        if is_coordinator:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written their files: make the folder a checkpoint."""
-        super().finish(metadata, results)
-        self.files[STATE] = write_file(self.folder / STATE, self._text)
-        for name, digest in self.files.items():
-            _see(self.folder / name, digest)
-        seal(self.folder, self.files)
-        self.folder.rename(self._path)
-        sync_folder(self._path.parent)
-
-
-def _see(path: Path, digest: FileDigest) -> None:
-    """Raise OSError unless this rank sees the file in its full size."""
-    deadline = time.monotonic() + SEEN
-    while not path.is_file() or path.stat().st_size != digest.bytes:
-        if time.monotonic() > deadline:
-            why = f"{path.name} was written by another rank and is not in {path.parent}"
-            raise OSError(f"{why}; all nodes need run.dir on a file system that they share")
-        time.sleep(0.1)
-
-
-def save_parts(
-    writer: SafetensorsWriter, parts: Mapping[str, ShardView], group: "ProcessGroup | None" = None
-) -> dict[str, FileDigest]:
-    """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
-
-    group: of all ranks that save; None: this one alone. Raises errors on all ranks: OSError names the rank; other
-    errors are raised as they are on their rank, and as DistError on the others.
-    """
-    try:
-        dcp_save(
-            dict(parts),
-            storage_writer=writer,
-            planner=ShardSavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as failure:
-        error, rank = cause(failure), min(failure.failures)
-        if group is not None and isinstance(error, OSError):
-            raise OSError(f"rank {rank}: {error.strerror or error}") from failure
-        if group is not None and group.rank() not in failure.failures:
-            raise DistError(f"rank {rank} could not save: {error}") from failure
-        raise error from failure
-    return writer.files

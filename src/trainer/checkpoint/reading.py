@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from precision.errors import UserError
 from trainer.checkpoint.folder import verify_checkpoint
 from trainer.checkpoint.manifest import STATE
-from trainer.checkpoint.shard_view import ShardLoadPlanner, ShardView
+from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.state_tree import join, split
-from trainer.checkpoint.storage import SafetensorsReader
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -36,7 +32,9 @@ def read_values(path: Path, branch: str) -> Any:
 
 def saved_shapes(path: Path) -> dict[str, torch.Size]:
     """Return the shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
-    return {name: tensor.size for name, tensor in _tensors(SafetensorsReader(path)).items()}
+    from trainer.checkpoint.dcp import SafetensorsReader, saved_tensors
+
+    return {name: tensor.size for name, tensor in saved_tensors(SafetensorsReader(path)).items()}
 
 
 def read(
@@ -51,11 +49,13 @@ def read(
     the branches in `into` have other tensors than those that were saved; then nothing was filled. No collective: each
     rank reads for itself.
     """
+    from trainer.checkpoint.dcp import SafetensorsReader, load_parts, saved_tensors
+
     if not verified:
         verify_checkpoint(path)
     into = into or {}
     reader = SafetensorsReader(path)
-    saved = _tensors(reader)
+    saved = saved_tensors(reader)
     targets = {name: x if isinstance(x, ShardView) else ShardView.whole(x) for name, x in split(into)[1].items()}
     branches = {name: name.split("/", 1)[0] in into for name in saved}
     for name in (*targets, *(name for name, ours in branches.items() if ours)):
@@ -77,28 +77,10 @@ def read(
         wanted[name] = part
         if part.data.dtype != dtype:
             wanted[name] = converted[name] = replace(part, data=torch.empty(part.data.shape, dtype=dtype))
-    _fill(reader, wanted)
+    load_parts(reader, wanted)
     with torch.no_grad():
         for name, part in converted.items():
             targets[name].data.copy_(part.data)
     text = json.loads((path / STATE).read_text())
     branches_wanted = {key: value for key, value in text["state"].items() if rest and key not in into}
     return join(branches_wanted, fresh), text["meta"]
-
-
-def _tensors(reader: SafetensorsReader) -> dict[str, TensorStorageMetadata]:
-    saved = reader.read_metadata().state_dict_metadata
-    return {name: tensor for name, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
-
-
-def _fill(reader: SafetensorsReader, parts: dict[str, ShardView]) -> None:
-    here = {name: part for name, part in parts.items() if not part.is_empty}
-    try:
-        dcp_load(here, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
-    except CheckpointException as failure:
-        raise cause(failure) from failure
-
-
-def cause(failure: CheckpointException) -> BaseException:
-    """Return the first rank's error, which DCP wraps."""
-    return failure.failures[min(failure.failures)][0]

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.hf import shapes
 from trainer.checkpoint import ShardView, read
+from trainer.checkpoint.dcp import ShardSavePlanner
 from trainer.checkpoint.manifest import seal, write_file
-from trainer.checkpoint.shard_view import ShardSavePlanner
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
