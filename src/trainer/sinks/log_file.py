@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from trainer.files import open_own
+from trainer.files import open_own, refuse_link
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("trainer", "models", "precision")
@@ -20,6 +20,7 @@ class LogFile:
     """Handlers on the root logger, and on torch's, until `close()`. `show(text)` displays a warning on the screen."""
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        refuse_link(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _File(path, show)
         file.setFormatter(logging.Formatter(_FORMAT))

@@ -52,7 +52,7 @@ class RunSummary(Protocol):
     @property
     def validation_loss(self) -> float: ...
     @property
-    def bigram_loss(self) -> float: ...
+    def bigram_loss(self) -> float | None: ...
     @property
     def tokens_per_second(self) -> float: ...
     @property
@@ -194,8 +194,9 @@ class Sinks:
 
     def summary(self, summary: RunSummary) -> None:
         """Show the run's result, and its folder."""
+        bar = "" if summary.bigram_loss is None else f" (bigrams: {summary.bigram_loss:.4f})"
         lines = {
-            "validation loss": f"{summary.validation_loss:.4f} nats per token (bigrams: {summary.bigram_loss:.4f})",
+            "validation loss": f"{summary.validation_loss:.4f} nats per token{bar}",
             "tokens per second": f"{summary.tokens_per_second:,.0f}",
             "peak memory": f"{summary.peak_memory_gib:.2f} GiB",
             "skipped steps": f"{summary.skipped_steps} of {summary.step}",
