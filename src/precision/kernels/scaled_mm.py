@@ -83,8 +83,8 @@ def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> T
 
 
 def _ragged(*sizes: int) -> bool:
-    """Return whether cuBLAS does not support these sizes: it requires whole blocks, and rows in fours. The grouped
-    kernels serve the others, with one group."""
+    """Return whether a size is no multiple of 128. cuBLAS supports block scales for whole blocks only, and rows in
+    fours; for other sizes the grouped kernels serve, with one group."""
     return any(size % 128 for size in sizes)
 
 
