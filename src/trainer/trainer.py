@@ -152,7 +152,7 @@ class Trainer:
             self._review()
 
     def _is_logged(self, step: int) -> bool:
-        """Return whether a step is logged, as far as is known before it. So is the last one after a signal."""
+        """Return whether a step is logged, as far as is known before it; the last one after a signal is, too."""
         at_an_end = step in (1, self._timeline.steps)
         return at_an_end or self._timeline.due(step, self.config.logging.every) or self.run.health.due(step)
 

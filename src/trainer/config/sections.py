@@ -198,7 +198,7 @@ class CheckpointConfig:
     """Checkpoints."""
 
     every: Span
-    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A stopped run saves first."""
+    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A signal saves, too."""
     keep: int
     """Number of newest checkpoints to keep on disk; 0: all."""
 

@@ -68,7 +68,7 @@ def flops(rows: int, columns: int, steps: int) -> float:
 
 @torch.no_grad()
 def orthogonalise(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
-    """Orthogonalise u [k, A, B], any format: near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros. Overwrites
+    """Orthogonalise u [k, A, B], any format: near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros. May overwrite
     u."""
     if u.shape[-2] > u.shape[-1]:
         return orthogonalise(u.mT, triples, dtype).mT
