@@ -6,11 +6,13 @@ Compose the config with Hydra, load it strictly, train: in one process, or in ea
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.launch.liveness.rank_group import RankGroup
+    from trainer.run.own_settings import OwnSettings
 
 
 def run(rank_group: "RankGroup") -> None:
@@ -18,8 +20,9 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.launch.command_line import compose
 
     launch = rank_group.board(os.environ)
-    jobs = compose(Path(__file__).resolve().parent / "configs", launch)
+    jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)
     from trainer.config import load
+    from trainer.config.paths import kept_tree
 
     configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
     from trainer.forecast.fits import check_memory
@@ -44,6 +47,8 @@ def run(rank_group: "RankGroup") -> None:
         if config.dry_run:
             if launch.is_first:
                 check_origin(config)
+                if job.settings is not None:
+                    print(f"{job.settings.line(kept_tree(config))}\n")
                 print(report(config, plan, launch.size))
             continue
         from trainer.launch.agreement import agree
@@ -56,17 +61,26 @@ def run(rank_group: "RankGroup") -> None:
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
             say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
+        if job.settings is not None and launch.is_first and config.logging.console.enabled:
+            say(job.settings.line(kept_tree(config)))
         trainer = Trainer(config, job.overrides, world)
         summary = trainer.train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            say(ending(summary, trainer.run, job.overrides, launch))
+            say(ending(summary, trainer.run, launch))
         del trainer  # the next run of a sweep needs its memory
     if len(done) > 1:
         from trainer.offline.ending import say, sweep_table
 
         say(f"\n{sweep_table(done)}")
     rank_group.leave()
+
+
+def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> "OwnSettings | None":
+    """`trainer.run.own_settings`, which imports torch: not before a command line names a run."""
+    from trainer.run.own_settings import own_settings
+
+    return own_settings(run, restarted, from_run)
 
 
 def main() -> int:

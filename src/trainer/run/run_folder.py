@@ -14,6 +14,7 @@
 | PATH of a run     | refused           | refused                            | resume from its newest whole  |
 | PATH of a checkpoint |                |                                    | resume from that one          |
 
+A resumption has the settings of `config.yaml`, which the command line changes (`own_settings`).
 Resuming from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
@@ -46,7 +47,7 @@ from trainer.checkpoint import (
 )
 from trainer.config.paths import kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
-from trainer.digests import read_signed, signed
+from trainer.digests import read_signed, signed, stamped
 from trainer.files import delete_temporary, refuse_link, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
@@ -150,7 +151,7 @@ class RunFolder:
 
             def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
-                    CONFIG: OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None))),
+                    CONFIG: stamped(OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None)))),
                     "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,
