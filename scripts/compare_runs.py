@@ -34,25 +34,16 @@ from trainer.config_diff import changes, configs_before, flat, read_yaml
 from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
 
-CONFIG, METRICS = (
-    "config.yaml",
-    "metrics.jsonl",
-)  # as in trainer.run.run_folder, which imports torch: this is quick without it
+# as in trainer.run.run_folder, which imports torch: this is quick without it
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 # sections that change no number of a run
 NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
 SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
-COLOURS = (
-    "#000000",
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # Okabe and Ito: for colour-blind readers
+# of Okabe and Ito: for colour-blind readers
+COLOURS = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
 MARKERS = "os^Dv"
 

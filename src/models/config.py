@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
-from precision.errors import UserError
+from precision.errors import refuse
 
 
 class NormPosition(Enum):
@@ -57,7 +57,7 @@ class YarnConfig:
                 self._refuse(key, "out of range", "set 0 or more")
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise UserError(f"model.rope_scaling.{key}={getattr(self, key)}: {why}; {fix}")
+        refuse(f"model.rope_scaling.{key}", getattr(self, key), why, fix)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class ModelConfig:
             self.rope_scaling.validate()
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise UserError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
+        refuse(f"model.{key}", getattr(self, key), why, fix)
 
     def _check_ranges(self) -> None:
         for keys, least, fix in (

@@ -11,7 +11,7 @@ the learning rate moves by steps, which in a stretch of one batch is the same as
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -184,7 +184,9 @@ class Timeline:
         if (now.batch, now.microbatch, now.length) == (shape.batch, shape.microbatch, shape.length):
             return
         begun = replace(shape, first=end + 1, before=self.tokens(end))
-        self._stretches = [each for each in self._stretches if each.first < begun.first] + [begun]
+        while self._stretches and self._stretches[-1].first >= begun.first:
+            self._stretches.pop()
+        self._stretches.append(begun)
 
     def _last_step(self, amount: Amount) -> int:
         return int(amount.number) if amount.unit is Unit.steps else self._reach(int(amount.number))
@@ -193,7 +195,7 @@ class Timeline:
         """The step by whose end so many tokens are read."""
         if tokens <= 0:
             return 0
-        now = [each for each in self._stretches if each.before < tokens][-1]
+        now = self._stretches[bisect_left(self._stretches, tokens, key=lambda each: each.before) - 1]
         return now.first - 1 - (now.before - tokens) // now.tokens
 
     def _end(self) -> int:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
 from models.stage import Pipeline, Stage, block_flops, divide, divide_in_turn
 from precision import Plan
-from precision.errors import UserError
+from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, OptimizerName, Switch
 from trainer.forecast.once import once
@@ -161,47 +161,43 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     off = "set parallel.pipeline=1"
     stages, v = config.parallel.stages, config.parallel.stages_per_rank
     if v < 1:
-        _refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
+        refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
-        _refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
+        refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
     if v > 1 and p * v > m.num_layers + 1:
         why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
-        _refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
+        refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
     least_blocks = [1] * (p * v - 1) + [int(v == 1)]
     if stages is not None and (
         len(stages) != p * v or sum(stages) != m.num_layers or any(map(int.__lt__, stages, least_blocks))
     ):
         each, but = (f" of {v} stages", ", but the last") if v > 1 else (" stages", "")
         why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least{but}"
-        _refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
+        refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
-        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
     if v > 1 and not goes_round(count, p):
         rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
-        _refuse(
+        refuse(
             "trainer.global_batch_size",
             t.global_batch_size,
             why,
             f"set {rounds * least}, or another multiple of {least}",
         )
     if config.optim.name is OptimizerName.muon:
-        _refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
+        refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
     if config.parallel.fp8_all_gather is Switch.true:
         why = f"with parallel.pipeline={p} weights travel in BF16"
-        _refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
+        refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
     if config.debug.inject is not None:
-        _refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
+        refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
     if config.health.shadow_every:
         why = f"its passes know no stages, parallel.pipeline={p}"
-        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
+        refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
     if t.document_masking and m.num_mtp_layers > 1:
         why = "its deeper depths need the embedding, which is the first stage's"
-        _refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
+        refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")

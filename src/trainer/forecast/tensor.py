@@ -2,10 +2,9 @@
 cuts, keeps and sends."""
 
 import math
-from typing import NoReturn
 
 from precision import Plan
-from precision.errors import UserError
+from precision.errors import refuse
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName, Recompute
 from trainer.parallel.mesh import Degrees
@@ -56,10 +55,10 @@ def check_context(config: Config, degrees: Degrees) -> None:
         if value % degrees.context:
             fits = math.gcd(*lengths.values())
             fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
-            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+            refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
     if config.optim.name is OptimizerName.muon and degrees.context > 1:
         why = "optim.name=muon does not know ranks that share sequences"
-        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
+        refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
@@ -77,7 +76,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     ):
         if value % ranks:
             by = "" if ranks == t else f" as {ranks} ranks"
-            _refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
+            refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
     heads = m.num_heads // t
     widths = {
         "qk_nope_head_dim + model.qk_rope_head_dim": m.qk_nope_head_dim + m.qk_rope_head_dim,
@@ -86,14 +85,10 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     for key, width in widths.items():
         if heads * width % WIDTH:
             why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
-            _refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
+            refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
     if config.optim.name is OptimizerName.muon:
         why = "optim.name=muon updates whole matrices"
-        _refuse("parallel.tensor", t, why, f"{off}, or optim=adamw_wsd")
+        refuse("parallel.tensor", t, why, f"{off}, or optim=adamw_wsd")
     if config.health.shadow_every:
         why = f"its passes know no parallel.tensor={t}"
-        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
+        refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precision.errors import UserError
+from precision.errors import refuse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +107,7 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
     context, tensor, pipeline = config.context, config.tensor, config.pipeline
     for axis, size in {"context": context, "tensor": tensor, "pipeline": pipeline}.items():
         if size < 1:
-            _refuse(axis, size, "out of range", "set 1 or more")
+            refuse(f"parallel.{axis}", size, "out of range", "set 1 or more")
     stage, least = world // pipeline, 1
     axes = ("pipeline", pipeline, world), ("context", context, stage), ("tensor", tensor, stage // context)
     for axis, size, ranks in axes:
@@ -115,16 +115,16 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         if ranks % size:
             of = "" if ranks == world else " of a stage" if ranks == stage else " that parallel.context leaves"
             why = f"it does not divide the {ranks} processes{of}"
-            _refuse(axis, size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
+            refuse(f"parallel.{axis}", size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
         if size < 1 and size != -1:
-            _refuse(axis, size, "out of range", "set 1 or more, or -1 for what is left")
+            refuse(f"parallel.{axis}", size, "out of range", "set 1 or more, or -1 for what is left")
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(left) == 2:
         why = "parallel.shard=-1 takes what is left already"
-        _refuse("replicate", -1, why, "set the number of groups, or of ranks in a group")
+        refuse("parallel.replicate", -1, why, "set the number of groups, or of ranks in a group")
     groups = stage // (context * tensor)
     others = {"context": context, "tensor": tensor, "pipeline": pipeline}
     of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
@@ -133,12 +133,12 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
             fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * least}"
-            _refuse(known_axis, known, f"it does not divide {these}", fix)
+            refuse(f"parallel.{known_axis}", known, f"it does not divide {these}", fix)
         sizes[left[0]] = groups // known
     elif known != groups:
         if known == least == 1:
             why = f"parallel.replicate * parallel.shard are all {world} processes"
-            _refuse("shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
+            refuse("parallel.shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
         others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
@@ -146,24 +146,20 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         there = f"there are {world} processes" if world > 1 else "this is one process"
         why = f"with {beside} it makes {start} ranks, and {there}"
         fix = f"start {start} with torchrun, or set parallel.{axis}=-1 to take what is left"
-        _refuse(axis, sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
+        refuse(f"parallel.{axis}", sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
     expert = stage if config.expert == -1 else config.expert
     cut = sizes["shard"] * context * tensor
     if not fits_expert(expert, cut, stage):
         beside = "".join(f" * parallel.{k}" for k, v in (("context", context), ("tensor", tensor)) if v > 1)
         ranks = f"parallel.shard{beside}={cut}"
         why = f"an expert group is a part of the {ranks} ranks of {stage}, or several whole ones"
-        _refuse("expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
+        refuse("parallel.expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
     return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline, tensor)
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
     """Whether `world` ranks in groups of `shard` can be expert groups of so many ranks."""
     return world % expert == 0 and (shard % expert == 0 or expert % shard == 0)
-
-
-def _refuse(axis: str, value: int, why: str, fix: str) -> None:
-    raise UserError(f"parallel.{axis}={value}: {why}; {fix}")
 
 
 def _divisor_near(number: int, of: int) -> int:
