@@ -33,8 +33,9 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
     assert commands["train on"] == "python train.py run.resume=runs/a trainer.max_steps=12"
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
-    tokens = replace(steps, max_steps=None, max_tokens=6 * steps.global_batch_size * steps.sequence_length)
-    assert dict(what_next(Path("runs/a"), tokens, 6, ALONE))["train on"].endswith(f"max_tokens={2 * tokens.max_tokens}")
+    most = 6 * steps.global_batch_size * steps.sequence_length
+    tokens = replace(steps, max_steps=None, max_tokens=most)
+    assert dict(what_next(Path("runs/a"), tokens, 6, ALONE))["train on"].endswith(f"trainer.max_tokens={2 * most}")
     on_a_node = dict(what_next(Path("runs/a"), steps, 6, Launch(size=2, local_size=2)))
     assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh run.resume=")
     assert "train on" not in dict(what_next(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
