@@ -28,13 +28,16 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.forecast.dry_run import report
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, fitted
+    from trainer.forecast.preflight import check, cut_line, fitted
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin
 
-    for i, config in enumerate(configs):
+    remarks = []
+    for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
+        lines = job.settings and job.settings.line(kept_tree(configs[i])), cut_line(config, configs[i])
+        remarks.append("\n".join(filter(None, lines)))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:
@@ -48,8 +51,8 @@ def run(rank_group: "RankGroup") -> None:
         if config.dry_run:
             if launch.is_first:
                 check_origin(config)
-                if job.settings is not None:
-                    print(f"{job.settings.line(kept_tree(config))}\n")
+                if remarks[number - 1]:
+                    print(f"{remarks[number - 1]}\n")
                 print(report(config, plan, launch.size))
             continue
         from trainer.launch.agreement import agree
@@ -62,8 +65,8 @@ def run(rank_group: "RankGroup") -> None:
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
             say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
-        if job.settings is not None and launch.is_first and config.logging.console.enabled:
-            say(job.settings.line(kept_tree(config)))
+        if remarks[number - 1] and launch.is_first and config.logging.console.enabled:
+            say(remarks[number - 1])
         trainer = Trainer(config, job.overrides, world)
         summary = trainer.train()
         done.append((summary, job.overrides))

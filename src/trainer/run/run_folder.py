@@ -23,6 +23,7 @@ path. After a restart by torchrun the processes before may still be ending: rank
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -45,10 +46,10 @@ from trainer.checkpoint import (
     verify_checkpoint,
     verifying_together,
 )
-from trainer.config.paths import kept_tree
+from trainer.config.paths import NO_PATHS, kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
-from trainer.files import delete_temporary, refuse_link, replace_file, trim
+from trainer.files import FULL, delete_temporary, refuse_link, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
@@ -104,6 +105,7 @@ class RunFolder:
         checkpoints.
         """
         self.notes: list[Note] = []
+        self._is_made = resume in NO_PATHS and not (name is not None and (parent / name).exists())
         with as_user_error(parent):
             self.path, checkpoint = locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
@@ -117,7 +119,9 @@ class RunFolder:
             on_error.callback(self.close)
             delete_temporary(self.path)
             state = state_of(self.path)
-            if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
+            self._is_made &= state == "vacant"  # or another process has made it since we looked
+            on_error.push(self.undo)
+            if state == "foreign" or (state == "run" and resume == "never"):
                 raise exists_already(self.path, state)
             if state == "run":
                 self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
@@ -170,7 +174,7 @@ class RunFolder:
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
         run = cls.__new__(cls)
-        run.notes, run.path, run.first_step, run._lock = [], Path(path), first_step, None
+        run.notes, run.path, run.first_step, run._lock, run._is_made = [], Path(path), first_step, None, False
         run.resumed_from = Path(resumed_from) if resumed_from is not None else None
         return run
 
@@ -206,6 +210,11 @@ class RunFolder:
         except OSError as error:
             what = f"was deleted under the run, or cannot be seen ({error.strerror or error})"
         on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
+
+    def undo(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Remove a folder that this process has made, where a full disk ends the start of its run."""
+        if self._is_made and isinstance(error, OSError) and error.errno in FULL:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Release the folder for other processes."""
