@@ -90,11 +90,11 @@ def create(path: Path) -> BinaryIO:
 
 
 def refuse_link(path: Path) -> None:
-    """UserError if `path` is a link: a run's own files are appended to, and what it points to would be written."""
+    """UserError if `path` is a link: a run writes its own files and folders, and would write what it points to."""
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
     if path.is_symlink():
-        raise UserError(f"{path}: is a link, and a run writes into files of its own; remove it")
+        raise UserError(f"{path}: is a link, and a run writes into files and folders of its own; remove it")
 
 
 def open_own(path: Path, flags: int = os.O_WRONLY | os.O_APPEND) -> int:

@@ -27,7 +27,7 @@ from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
 from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
-from trainer.data import bigram_loss, validation_batches
+from trainer.data import validation_batches
 from trainer.forecast.memory import forecast, what_grew
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
@@ -47,7 +47,8 @@ class Summary:
     folder: Path
     step: int
     validation_loss: float
-    bigram_loss: float
+    bigram_loss: float | None
+    """None where the data was prepared without it."""
     tokens_per_second: float
     peak_memory_gib: float
     skipped_steps: int
@@ -263,7 +264,7 @@ class Trainer:
             folder=r.folder.path,
             step=self.step,
             validation_loss=validation_loss,
-            bigram_loss=r.world.on_first(lambda: bigram_loss(r.data.train, r.data.validation), "bigrams"),
+            bigram_loss=r.data.bigram_loss,
             tokens_per_second=self._throughput.median,
             peak_memory_gib=peak_memory_gib(r.engine.device),
             skipped_steps=int(r.engine.guard.skipped),

@@ -105,7 +105,7 @@ def _(a: Tensor, w: Tensor) -> Tensor:
 @torch.library.custom_op("octet::grouped_matmul", mutates_args=())
 def _matmul_one_by_one(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     total, y = a.shape[0], a.new_empty(a.shape[0], w.shape[-1], dtype=torch.float32)
-    for (start, stop), matrix in zip(_spans(offsets), w.unbind(), strict=True):
+    for (start, stop), matrix in zip(_spans(offsets, total), w.unbind(), strict=True):
         size = min(_rounded(stop - start), total)  # rows of neighbours come along; their results are left out
         first = min(start, total - size)
         rows = a[first : first + size]
@@ -122,7 +122,7 @@ def _(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
 @torch.library.custom_op("octet::grouped_matmul_over_rows", mutates_args=())
 def _matmul_over_rows_one_by_one(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     y = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
-    for group, (start, stop) in enumerate(_spans(offsets)):
+    for group, (start, stop) in enumerate(_spans(offsets, a.shape[0])):
         pad = 0, 0, 0, _rounded(stop - start) - (stop - start)
         rows = F.pad(a[start:stop], pad).t(), F.pad(b[start:stop], pad)
         y[group] = truncated_matmul(*rows) if fast else _mm(*rows, torch.float32)
@@ -134,9 +134,11 @@ def _(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
 
 
-def _spans(offsets: Tensor) -> list[tuple[int, int]]:
-    """First row and end of each group."""
-    return list(pairwise([0, *offsets.tolist()]))
+def _spans(offsets: Tensor, rows: int) -> list[tuple[int, int]]:
+    """First row and end of each group; together they are all `rows`, since a row of none would have no result."""
+    ends = [0, *offsets.tolist()]
+    assert ends[-1] == rows, f"groups end at row {ends[-1]} of {rows}"
+    return list(pairwise(ends))
 
 
 def _rounded(rows: int) -> int:

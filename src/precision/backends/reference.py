@@ -221,15 +221,18 @@ def _untile(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def _scaled(product: Tensor, a_inv: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
-    """product * a_inv * b_inv in `out`."""
-    return (product.double() * a_inv * b_inv).to(out)
+    """product * a_inv * b_inv in `out`. Products of two FP32 numbers are exact in float64: one rounding there."""
+    wide = product.double()
+    if a_inv.dim() == b_inv.dim() == 0:
+        return wide.mul_(a_inv.double() * b_inv).to(out)
+    return wide.mul_(a_inv).mul_(b_inv).to(out)
 
 
 def _values(data: Tensor, recipe: GemmRecipe) -> Tensor:
     """FP8 numbers that scales of blocks will multiply: FP32, or on a GPU BF16 where scales are powers of two, for its
     tensor cores. That is exact for results down to 2^-126."""
     values = fp8_values(data)
-    return values if recipe.scaling.power_of_two and data.device.type != "cpu" else values.float()
+    return values if recipe.scaling.power_of_two else values.float()
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:

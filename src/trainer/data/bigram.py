@@ -20,7 +20,7 @@ import numpy as np
 from trainer.data.bins import Bins
 
 DISCOUNTS = np.arange(0.05, 1.0, 0.05)
-MOST_TOKENS = 10_000_000  # some 4 s at the end of a run, while all ranks wait
+MOST_TOKENS = 10_000_000  # some 4 s when data is prepared
 NUM_STRETCHES = 64  # of the training data; the last tenth of each is held out to tune the discount
 
 

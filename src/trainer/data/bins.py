@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import weakref
 from collections.abc import Sequence
@@ -150,7 +151,7 @@ class Bins:
         """The file, or a pattern that stands for all of them."""
         self.sidecar = first.sidecar
         if len(self.shards) > 1:
-            self.path = first.path.with_name(f"{first.path.stem.split('-')[0]}-*.bin")
+            self.path = first.path.with_name(f"{re.split('[-.]', first.path.stem)[0]}-*.bin")
             sides = [shard.sidecar for shard in self.shards]
             self.sidecar = replace(
                 first.sidecar,

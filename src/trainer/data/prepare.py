@@ -2,11 +2,12 @@
 
     cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json  prepared.json
 
-Large corpora have train-00000.bin, train-00001.bin, ...; several sources validation-NAME.bin each. The folder's name is
-a hash of everything that the contents depend on: the sources' fingerprints and the settings. A changed source therefore
-has another name, and a run that still reads the old bins keeps them. The folder is built under another name, shard by
-shard (`packing`), and renamed when complete, so that one killed halfway is never taken for a whole one; the next
-process keeps the complete shards and continues. A file lock lets one process build while others wait for it.
+Large corpora have train-00000.bin, train-00001.bin, ... and validation.00000.bin, ...; several sources
+validation-NAME.bin each. The folder's name is a hash of everything that the contents depend on: the sources'
+fingerprints and the settings. A changed source therefore has another name, and a run that still reads the old bins
+keeps them. The folder is built under another name, shard by shard (`packing`), and renamed when complete, so that one
+killed halfway is never taken for a whole one; the next process keeps the complete shards and continues. A file lock
+lets one process build while others wait for it.
 
 What is damaged (files that cannot be read, documents that are not text) is an error that names it, unless
 `data.skip_damaged=true`, which leaves it out. What is left out is decided once, here, and recorded in prepared.json:
@@ -211,7 +212,7 @@ def _build(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when they are still"
                 )
-        finish(packing, done, log, readers, key, revisions)
+        finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE)
     tidy(partial)
     os.rename(partial, folder)
 

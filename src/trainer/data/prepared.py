@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
+from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, Shard
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
@@ -19,6 +22,8 @@ KEYS = ("format", "key", "train", "validation", "documents", "revisions", "skipp
 """Of prepared.json."""
 SIDECARS = "sidecars"
 """Its key for the digests of the sidecars, by their names."""
+BIGRAM = "bigram_loss"
+"""Its key for the loss of the bigram model. Without it (prepared before there was one, or edited): `add_bigram`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Prepared:
     """Of each source: how many documents the training bins have, and their bytes."""
     skipped: tuple[Skipped, ...] = ()
     """What of the sources is not here, and why."""
+    bigram_loss: float | None = None
+    """Of a bigram model of these tokens (`bigram`), nats a token; of several folders the mean over their held-out
+    tokens, each with the model of its own text. None where a prepared.json has none."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -58,25 +66,45 @@ def read_summary(folder: Path) -> dict:
     return read_signed(folder / SUMMARY, KEYS, fix)
 
 
-def sidecar_digests(folder: Path, facts: dict) -> dict[str, str]:
-    """SHA-256 of each sidecar of the shards that prepared.json names, by its name."""
-    names = [Path(name).with_suffix(".json").name for name in (*facts["train"], *facts["validation"].values())]
+def sidecar_digests(folder: Path, files: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of the sidecar of each of these shards, by its name."""
+    names = [Path(file).with_suffix(".json").name for file in files]
     return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _held_out(facts: dict) -> dict[str, list[str]]:
+    """Validation files of each source, by prepared.json, which has a name where there is one."""
+    return {name: [files] if isinstance(files, str) else files for name, files in facts["validation"].items()}
+
+
+def _shards(facts: dict) -> list[str]:
+    return [*facts["train"], *(file for files in _held_out(facts).values() for file in files)]
 
 
 def accept_prepared(folder: Path) -> None:
     """Sign prepared.json and the sidecars as they are now. UserError if it is not what `prepare` writes."""
     try:
         content = json.loads((folder / SUMMARY).read_text())
-        sidecars = sidecar_digests(folder, content)
+        sidecars = sidecar_digests(folder, _shards(content))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
-    accept(folder / SUMMARY, **{SIDECARS: sidecars})
+    accept(folder / SUMMARY, **{SIDECARS: sidecars, BIGRAM: None})
+
+
+def add_bigram(folder: Path) -> float:
+    """The loss of the bigram model, written into prepared.json, which lacks it. UserError if that cannot be written."""
+    prepared = open_prepared(folder)
+    loss = bigram_loss(prepared.train, prepared.validation)
+    try:
+        accept(folder / SUMMARY, **{BIGRAM: loss})
+    except OSError as error:
+        raise UserError(f"{folder / SUMMARY}: cannot be written ({error.strerror}): make the folder writable") from None
+    return loss
 
 
 def _check_sidecars(folder: Path, facts: dict) -> None:
     """UserError, naming the file, for a sidecar that is not the one which was written with this listing."""
-    found = sidecar_digests(folder, facts)
+    found = sidecar_digests(folder, _shards(facts))
     for name, digest in facts.get(SIDECARS, {}).items():
         if found.get(name, digest) != digest:  # a missing one is reported by `Bins.open`
             raise UserError(
@@ -94,7 +122,9 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
     tokenizer_hash = file_hash(tokenizer_path)
     facts = read_summary(folder)
     _check_sidecars(folder, facts)
-    held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
+    held_out = tuple(
+        (name, Bins.open([folder / file for file in files], tokenizer_hash)) for name, files in _held_out(facts).items()
+    )
     return Prepared(
         folder=folder,
         train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
@@ -105,6 +135,7 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
         validations=held_out,
         documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
         skipped=tuple(Skipped(**each) for each in facts["skipped"]),
+        bigram_loss=facts.get(BIGRAM),
     )
 
 
@@ -139,6 +170,8 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         for part, each in both
         for name, counts in each.documents.items()
     }
+    losses = [each.bigram_loss for each in found if each.bigram_loss is not None]
+    weights = [each.validation.num_tokens for each in found]
     return Prepared(
         folder=found[0].folder,
         train=Bins.join([each.train for each in found]),
@@ -149,4 +182,5 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         validations=tuple(held_out),
         documents=documents,
         skipped=tuple(skipped for each in found for skipped in each.skipped),
+        bigram_loss=float(np.average(losses, weights=weights)) if len(losses) == len(found) else None,
     )

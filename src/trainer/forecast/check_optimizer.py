@@ -1,4 +1,4 @@
-"""Settings of the optimizer that cannot be trained with."""
+"""Checks of the optimizer's settings."""
 
 import math
 
@@ -8,12 +8,13 @@ from trainer.config import Config, Moments, OptimizerName
 from trainer.optim.orthogonalise import FEWEST
 
 SLOWEST = 0.98
-"""Largest decay of a moment in BF16. A change of less than 2^-9 is rounded away, and with a decay near 1 most are: a
-second moment then stays above what it should be by 5 % at 0.99, and never falls at 0.999."""
+"""Largest decay of a moment in BF16. Changes below 2^-9 are rounded away, and with a decay near 1 most changes are: a
+second moment then stays 5 % too high at 0.99, and never falls at 0.999."""
 
 
 def check_optimizer(config: Config) -> None:
-    """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
+    """Raise UserError, naming key, value and fix, if `optim` and the precision table hold invalid optimizer
+    settings."""
     _check_moments(config)
     _check_loss_scale(config.precision.loss_scale)
     tau, muon = config.optim.qk_clip, config.optim.muon

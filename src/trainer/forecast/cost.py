@@ -1,10 +1,10 @@
-"""What a step costs with given degrees: bytes that cross the links, seconds for them, and for the arithmetic.
+"""The cost of a step with given degrees: bytes that cross the links, seconds for them, and for the arithmetic.
 
-One rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
+For one rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
 
-    gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for what computes in FP8), times
-               (n - 1) / n of n ranks; twice a microbatch if blocks free their
-               weights after the forward pass, once a step if memory allows them to stay
+    gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for FP8 weights), times (n - 1) / n
+               of n ranks; twice a microbatch if blocks free their weights after the forward pass, once a step if memory
+               allows them to stay
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
@@ -14,24 +14,23 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back, for each
                stage of a rank
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
-               rotated key once), forward and backward, and forward again where attention is computed again
-    tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
-               gradients of latents in FP32. o's are waited for, the others run beside GEMMs
+               rotated key once), forward and backward, and forward again where attention is recomputed
+    tensor     latents (or x) in BF16, and the sums of o in return, of a token and block to each of t - 1 ranks;
+               backward the gradients of latents in FP32. Ranks wait for o; the rest overlaps with GEMMs
 
-Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
-Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
-are, and rows are picked and added up. Both as measured on two and four H200s (docs/benchmarks.md). A group that fits
-into a node uses its links, any other one the network of its node, of which each GPU has its share. In an expert group
-on several nodes, tokens to ranks of the same node take its links meanwhile; what is waited for beyond the bytes costs
-what it does in a node.
+Gathering and reducing overlap with the arithmetic and slow it down: they also need memory, multiprocessors and power.
+Ranks wait for tokens on their way to experts, and longer than the bytes take: the host first reads their number, and
+rows are picked and added up. Both factors were measured on two and four H200s (docs/benchmarks.md). A group that fits
+into a node uses the node's links. Any other group uses the node's network, shared by its GPUs. In an expert group on
+several nodes, tokens to ranks of the same node use its links meanwhile; the wait beyond the bytes costs the same as in
+a node.
 
-With p stages a rank has 1 / p of the arithmetic and of the waiting, on average; what its stage gathers and reduces are
-those of the stage that has most of it. Messages between stages are waited for. On top comes the time in which it waits
-for other stages, whose share of the step is `stages.idle_share`.
+With p stages a rank has 1 / p of the arithmetic and of the waiting, on average. It gathers and reduces as much as the
+stage that has most. Ranks wait for messages between stages, and for other stages (`stages.idle_share` of the step).
 
-The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Muon's iteration at the same rate; where
-ranks share a model, no less than the host needs to launch a block's kernels for each microbatch. A first
-answer, to be replaced by a measurement: rates and bandwidths are given, see `scripts/bench/`.
+The arithmetic takes FLOPs / rate, plus recomputation, plus Muon's iteration once a step at the same rate. If ranks
+share a model, it takes at least the host's time to launch a block's kernels for each microbatch. Rates and bandwidths
+are given. The result is a first estimate, to be replaced by a measurement (`scripts/bench/`).
 """
 
 import math
@@ -49,24 +48,28 @@ from trainer.forecast.stages import check_stages, goes_round, idle_share, microb
 from trainer.forecast.tensor import check_tensor, tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 
-SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
-DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
-NEAR = 0.9  # of the fastest layout's speed: what cannot come so near is not looked at further
-TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
-HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
-AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
+SPARE = 0.9  # usable share of a GPU's memory: the rest is for the allocator, libraries and temporaries of ops
+DRAG = 0.5  # share of the shorter time that is added where messages and arithmetic overlap
+NEAR = 0.9  # of the fastest layout's speed: layouts that cannot reach it are not examined further
+TRAVEL = 2.5  # time for tokens to experts over the time for their bytes
+HOST = 0.0185  # seconds of Python a block and microbatch, both passes: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
+AGAIN = {
+    Recompute.none: 0.0,
+    Recompute.selective: 0.04,
+    Recompute.full: 1 / 3,
+}  # recomputed share of the blocks' arithmetic
 
 
 NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
-"""Bytes a second of one H200 in either direction, within a node and between nodes; GPUs of a node."""
+"""Bytes a second of one H200 in each direction within a node and between nodes; GPUs of a node."""
 RATES = {False: 469.0, True: 611.0}
 """TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: in all; per_node: in a node; memory: bytes of one GPU; flops: a second, in a training step, of one GPU;
-    node_link, network: bytes a second of one GPU in either direction, within a node and between nodes."""
+    """gpus: total number; per_node: in a node; memory: bytes of one GPU; flops: per second and GPU in a training step;
+    node_link, network: bytes a second of one GPU in each direction, within a node and between nodes."""
 
     gpus: int
     per_node: int
@@ -76,12 +79,12 @@ class Machine:
     network: float
 
     def seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
-        """Time to send so many bytes in a group of `ranks` ranks that are `stride` apart."""
+        """Return the time to send `sent` bytes in a group of `ranks` ranks that are `stride` apart."""
         inside = min(self.gpus, self.per_node) % (ranks * stride) == 0  # else some groups have ranks on two nodes
         return sent / (self.node_link if inside else self.network)
 
     def dispatch_seconds(self, sent: float, ranks: int) -> float:
-        """Time that an expert group waits, where each rank sends so many bytes to each other one of the group."""
+        """Return the time that an expert group waits if each rank sends `sent` bytes to each other rank of it."""
         near = math.gcd(ranks, min(self.gpus, self.per_node))  # ranks of a group that are in one node
         within, between = (near - 1) * sent / self.node_link, (ranks - near) * sent / self.network
         return max(within, between) + (TRAVEL - 1) * (ranks - 1) * sent / self.node_link
@@ -98,28 +101,28 @@ class Cost:
     memory: float
     compute: float
     hidden: float
-    """Gathering and reducing, which run beside the arithmetic."""
+    """Gathering and reducing, which overlap with the arithmetic."""
     waiting: float
-    """Tokens on their way to experts, heads between the ranks of a context group, and streams between stages."""
+    """Waiting for tokens on their way to experts, heads of a context group, and streams between stages."""
     tokens: float
-    """A GPU's share of the step's."""
+    """Tokens of a step per GPU."""
     bubble: float
-    """Waiting for other stages, as a share of what a rank does in a step and this."""
+    """Waiting for other stages, as a share of a rank's total time."""
     stages_per_rank: int = 1
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Duration of the step in seconds."""
         return self.compute + self.waiting + self.idle + self._beyond
 
     @property
     def idle(self) -> float:
-        """Seconds of it in which ranks wait for other stages."""
+        """Seconds of the step in which ranks wait for other stages."""
         return (self.compute + self.waiting) * self.bubble / (1 - self.bubble)
 
     @property
     def exposed(self) -> float:
-        """Share of a step that messages take beyond the arithmetic."""
+        """Share of the step's time that is communication beyond the arithmetic."""
         return (self._beyond + self.waiting) / self.step
 
     @property
@@ -128,12 +131,12 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.step
 
 
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
-    """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
+    """Return the cost of a config's step with these degrees, from its `trainer`, `recompute` and `parallel`."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
@@ -177,7 +180,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
 
 
 def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
-    """Seconds for which a rank of a stage gathers and reduces what others have parts of. config, plan: the stage's."""
+    """Return the seconds in which a rank of a stage gathers and reduces sharded weights. config, plan: of the stage."""
     others, experts = parameters(plan, config=config.model)
     experts /= d.expert
     gathers = 1 if policy.keep_gathered else 2 * microbatches
@@ -200,7 +203,7 @@ def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: Fs
 
 @once
 def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
-    """Parameters that travel in FP8: outside the routed experts, and in those of a rank."""
+    """Return the number of parameters gathered in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
     for row in plan.gemms.values():
         if travels_in_fp8(choice, row, d):
@@ -212,9 +215,9 @@ def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
 def layouts(
     config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
 ) -> Iterator[Cost]:
-    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes (and stages a rank) that are
-    `given`; tensor groups only so. Of a context group's microbatches those that no smaller group computes the same
-    pieces of, with fewer messages. Several stages a rank where that may come near the fastest so far."""
+    """Yield layouts of `sequences` sequences per GPU and step that fit. `given` fixes sizes of axes and stages a rank;
+    only it brings tensor groups. Microbatches of a context group are skipped if a smaller group computes the same
+    pieces with fewer messages. Several stages a rank are tried if they may come near the fastest layout so far."""
     t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
     per_rank, fastest = given.pop("stages_per_rank", None), 0.0
     for degrees in _degrees(machine.gpus, config, given.pop("tensor", 1)):
@@ -241,7 +244,7 @@ def layouts(
 
 
 def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine, given: int | None) -> Iterator[Cost]:
-    """A layout with 1, 2 and 4 stages a rank, or as many as `given`, as long as it fits."""
+    """Yield a layout with 1, 2 and 4 stages a rank, or `given` stages, as long as it fits."""
     p, m = degrees.pipeline, microbatches_of(config, degrees)
     for v in (given,) if given else (1, 2, 4):
         if v > 1 and (p == 1 or p * v > config.model.num_layers + 1 or not goes_round(m, p)):
@@ -253,13 +256,14 @@ def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine,
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
-    """Bytes that no stage can do without: masters, gradients and one moment in BF16."""
+    """Return the bytes that every stage needs at least: masters, gradients and one moment in BF16."""
     sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
     return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
 
 
 def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """GPUs, the machine's doubled as often as it takes, that a layout fits into; None if it takes too many to count."""
+    """Return the number of GPUs (the machine's, doubled repeatedly) that a layout fits into; None if 2^11 times are too
+    few."""
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
@@ -272,8 +276,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
 
 
 def ranked(found: Iterable[Cost]) -> list[Cost]:
-    """The fastest first; of equals the simplest, then that of the fewest microbatches, which the host has less work
-    with."""
+    """Sort the fastest first; ties by simplicity, then by the fewest microbatches, which load the host least."""
     return sorted(found, key=_rank)
 
 
@@ -284,8 +287,8 @@ def _rank(c: Cost) -> tuple[float, ...]:
 
 
 def _degrees(gpus: int, config: Config, tensor: int = 1) -> Iterator[Degrees]:
-    """Every product with so large tensor groups that this config can be trained by: stages where nothing refuses them,
-    context groups where both heads and positions go round."""
+    """Yield every combination with tensor groups of this size that can train this config: stages if nothing refuses
+    them, context groups that divide both heads and positions."""
     for pipeline in _divisors(gpus):
         stage = gpus // pipeline
         if stage % tensor:
@@ -304,7 +307,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _trains(config: Config, degrees: Degrees) -> bool:
-    """Whether nothing but the size of the batch stands against these degrees."""
+    """Return whether the config can train with these degrees, apart from its batch size."""
     if degrees.context > 1 and config.optim.name is OptimizerName.muon:
         return False
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)

@@ -1,4 +1,4 @@
-"""What changes along a run, in lines: its phases with their steps, for dry runs and the header; and their checks."""
+"""The phases of a run, as lines for dry runs and the header, and the checks of them."""
 
 import math
 from itertools import pairwise
@@ -11,7 +11,7 @@ from trainer.forecast.words import short
 
 
 def check_phases(config: Config) -> None:
-    """UserError, naming the key, for phases that say what cannot be, or what the rest of the config does not heed."""
+    """Raise UserError, naming the key, for impossible phases, or phases that the rest of the config would ignore."""
     o, timeline = config.optim, Timeline(config.trainer)
     moved = [phase for phase in config.trainer.phases if phase.lr is not None]
     if moved and o.schedule is not Schedule.phases:
@@ -46,8 +46,8 @@ def check_phases(config: Config) -> None:
 
 
 def course(config: Config) -> list[tuple[str, str]]:
-    """A label and a line for each phase, and what the config's spans come to in steps. Empty for a run in which nothing
-    changes and whose length is in steps."""
+    """Return a label and a line for each phase and for the config's spans converted to steps. Empty if nothing changes
+    along the run and its length is in steps."""
     timeline, t = Timeline(config.trainer), config.trainer
     if timeline.epochs is not None:
         return [("length", f"{t.max_tokens}: steps and the lengths of phases follow from the text")]

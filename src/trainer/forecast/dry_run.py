@@ -1,4 +1,4 @@
-"""What `dry_run=true` prints: plan, parameters, FLOPs, a forecast of memory and time, and whether the run fits."""
+"""The output of `dry_run=true`: plan, parameters, FLOPs, a forecast of memory and time, and whether the run fits."""
 
 import math
 
@@ -21,10 +21,11 @@ from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 
 
 def report(config: Config, plan: Plan, processes: int = 1) -> str:
-    """What a run would compute in, how large it is and what each rank takes: several lines of text.
+    """Return the precision, the size and each rank's memory of a run, as several lines of text.
 
-    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
-    or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
+    If all degrees are given, they hold whatever the number of `processes`. A degree of -1 takes the remaining
+    processes; with one process, as few as the other degrees allow. Raises UserError if degrees do not fit each other or
+    the batch.
     """
     degrees = _imagined(config.parallel, processes)
     run = fitted(config, degrees)
@@ -64,7 +65,7 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
 
 
 def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
-    """Whether a run fits: a line. None for ranks on a CPU, which may be on several hosts."""
+    """Return a line on whether the run fits; none for several ranks on CPUs, which may be on several hosts."""
     if machine.gpu is None and degrees.world > 1:
         return []
     problem = does_not_fit(config, plan, degrees, machine, 1)

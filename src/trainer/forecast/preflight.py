@@ -1,7 +1,7 @@
 """Checks before a run that the schema cannot express.
 
-`check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
-and the model say what they refuse before memory is taken or a file is written.
+`check()` compares keys that depend on each other and builds the model on the meta device, so that the precision plan
+and the model raise their errors before memory is allocated or a file is written.
 """
 
 import math
@@ -38,8 +38,8 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
-    """The resolved plan of a config that can be trained, by `world_size` processes if given. UserError, naming key,
-    value and fix, for one that cannot."""
+    """Return the resolved plan of a config that can be trained, by `world_size` processes if given. Raises UserError,
+    naming key, value and fix, otherwise."""
     _check_run(config.run)
     check_sizes(config)
     check_phases(config)
@@ -86,7 +86,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
 
 @contextmanager
 def in_phase(config: Config, stretch: Stretch) -> Iterator[None]:
-    """What is refused of a shape that a phase brings says so."""
+    """Name the phase in errors about a shape that it brings."""
     try:
         yield
     except UserError as error:
@@ -107,14 +107,14 @@ def _check_gpu(config: Config) -> None:
 
 def _check_run(run: RunConfig) -> None:
     for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
-        if path == "":  # a variable of the shell that is not set, and to Path the folder where we are
+        if path == "":  # an unset shell variable; Path reads it as the current folder
             refuse(f"run.{key}", "''", "no folder", fix)
     if run.dir.partition("/")[0] == "~":
         refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
 
 
 def check_sizes(config: Config) -> None:
-    """UserError for numbers that no run can have, and sequences that the model cannot."""
+    """Raise UserError for impossible numbers, and for sequences that the model cannot take."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": 1 if t.max_steps is None else t.max_steps,
@@ -170,8 +170,8 @@ def _check_batch(config: Config) -> None:
 
 
 def fitted(config: Config, degrees: Degrees) -> Config:
-    """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
-    more of them, to read as many windows."""
+    """Return the config with a microbatch no larger than a rank's share of the batch. Evaluations then take more
+    microbatches for the same windows."""
     t, e = config.trainer, config.eval
     share, rest = divmod(t.global_batch_size, degrees.data)
     if rest or t.microbatch_size <= share:
@@ -191,7 +191,7 @@ def cut_line(given: Config, config: Config) -> str | None:
 
 
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
-    """UserError if this config cannot be trained by the ranks of `degrees`."""
+    """Raise UserError if the ranks of `degrees` cannot train this config."""
     if degrees.world == 1:
         return
     t = config.trainer
@@ -261,8 +261,8 @@ def _check_recovery(r: RecoveryConfig) -> None:
 
 
 def without_effect(config: Config, world_size: int) -> list[str]:
-    """Settings that change nothing beside the others, in a run of so many processes: a line each, for the user to see.
-    What would be wrong is refused by `check`."""
+    """Return a line for each setting without effect beside the others in a run of `world_size` processes. `check`
+    refuses what would be wrong."""
     lines, p, w = data_without_effect(config.data), config.parallel, config.recovery.rewind
 
     def idle(key: str, value: object, why: str, fix: str) -> None:

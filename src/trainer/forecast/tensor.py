@@ -1,5 +1,5 @@
-"""Ranks that share sequences, ahead of a run: what does not go with context and tensor parallelism, and what the latter
-cuts, keeps and sends."""
+"""Context and tensor parallelism before a run: what they do not support, and what tensor parallelism cuts, keeps and
+sends."""
 
 import math
 
@@ -11,36 +11,38 @@ from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
 CUT = (*READ, "attn.o", "lm_head")
-WIDTH = 16  # numbers: what a GEMM in FP8 reads at a time
+WIDTH = 16  # elements that an FP8 GEMM reads at a time
 
 
 def parts(row: GemmRow, degrees: Degrees) -> int:
-    """Ranks that a weight's columns or rows are cut over by `parallel.tensor`."""
+    """Return the number of ranks that `parallel.tensor` cuts a weight's columns or rows over."""
     return degrees.tensor if row.op in CUT else 1
 
 
 def cut_parameters(plan: Plan) -> float:
-    """Parameters that `parallel.tensor` cuts, without the embedding."""
+    """Return the number of parameters that `parallel.tensor` cuts, without the embedding."""
     return float(sum(row.in_features * row.out_features for row in plan.gemms.values() if row.op in CUT))
 
 
 def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Activations that a rank of a tensor group keeps besides those of its own positions, a token of its own: what its
-    heads read of the others'. A block's, where they are computed again."""
+    """Return the bytes of activations, per token of its own, that a rank of a tensor group keeps for other ranks'
+    positions: the inputs of its heads. With recomputation, of one block."""
     rows = [row for row in plan.gemms.values() if row.op in READ]
     blocks = 1 if config.recompute is Recompute.none else config.model.num_layers + config.model.num_mtp_layers
     return (degrees.tensor - 1.0) * sum(row.in_features * row.recipe.input.bytes for row in rows) / blocks
 
 
 def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
-    """The largest message of a tensor group a token of its own, and its gradient in FP32: what q or the head reads."""
+    """Return the bytes, per own token, of the largest message of a tensor group and its FP32 gradient: the input of q
+    or of the head."""
     width = max(hidden_size, *(row.in_features for row in plan.gemms.values() if row.op in READ))
     return degrees.tensor * width * (plan.tensors["residual"].format.bytes + 4.0)
 
 
 def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, float]:
-    """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass: beside
-    GEMMs (what queries, keys and values read, and its gradient), and what is waited for (around o)."""
+    """Return the bytes that a rank of a tensor group sends per own token in `forwards` forward passes and a backward
+    pass: those that overlap with GEMMs (inputs of queries, keys and values, and their gradient), and those waited for
+    (around o)."""
     reads = sum(row.in_features for row in plan.gemms.values() if row.op in ("attn.q", "attn.q_b"))
     reads += sum(row.out_features for row in plan.gemms.values() if row.op == "attn.kv_a")
     made = sum(row.out_features for row in plan.gemms.values() if row.op == "attn.o")
@@ -49,7 +51,7 @@ def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, fl
 
 
 def check_context(config: Config, degrees: Degrees) -> None:
-    """UserError, naming key, value and fix, for what does not go with `degrees.context` ranks."""
+    """Raise UserError, naming key, value and fix, if the config does not support `degrees.context` ranks."""
     lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": config.trainer.sequence_length}
     for key, value in lengths.items():
         if value % degrees.context:
@@ -62,7 +64,7 @@ def check_context(config: Config, degrees: Degrees) -> None:
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
-    """UserError, naming key, value and fix, for what does not go with `degrees.tensor` ranks."""
+    """Raise UserError, naming key, value and fix, if the config does not support `degrees.tensor` ranks."""
     t, m = degrees.tensor, config.model
     if t == 1:
         return

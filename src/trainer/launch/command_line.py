@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
 FROM_RUN = "--from-run"
+LONGEST_MESSAGE = 4000
 HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
 
 
@@ -397,4 +398,9 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """What may quote anything that a file has: without what moves a terminal's cursor, and of bounded length."""
+    line = " ".join(text.split())
+    line = (
+        line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    )
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

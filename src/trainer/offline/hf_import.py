@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -53,6 +55,8 @@ from trainer.offline.row_reader import TILE, HfFolder, row_steps
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
 SCALE_FORMATS = ("F32", "F8_E8M0")
+COUNTS = "num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers", "n_routed_experts"
+"""Keys of config.json, none of which can be more than there are tensors: names are made by them."""
 CONFIG_NAME = "imported"
 DERIVED = "rotary_emb.inv_freq"
 """Tensors of old files that follow from config.json."""
@@ -86,7 +90,8 @@ def _override(key: str, value: str) -> str:
     """KEY=VALUE, in quotes of Hydra's and of the shell's where they are needed."""
     if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
         return f"{key}={value}"
-    text = f"{key}='" + value.replace("'", "\\'") + "'"
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)
+    text = f"{key}='{escaped}'"
     return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
@@ -114,23 +119,34 @@ def import_hf(source: Path, out: Path) -> Imported:
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     """The model's config; without multi-token prediction if the files have none, even if config.json has it."""
-    most = len(folder.names())
-    for key in ("num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"):
-        given = folder.config.get(key) or 0
-        if type(given) is not int or given > most:
-            what = f"{key}={given!r}, and the files have {most:,} tensors"
-            raise UserError(f"{folder.folder / 'config.json'}: {what}; the two do not belong together")
+    most, given = len(folder.names()), {key: folder.config.get(key) or 0 for key in COUNTS}
+    for key, count in given.items():
+        if type(count) is not int or not 0 <= count <= most:
+            raise _too_many(folder, f"{key}={count!r}")
+    layers, dense, mtp, experts = given.values()
+    if (max(layers - dense, 0) + mtp) * experts > most:
+        raise _too_many(folder, f"{experts} experts in each of {max(layers - dense, 0) + mtp} layers")
+    path = folder.folder / "config.json"
     try:
         config = from_hf_config(folder.config)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+        read_back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain_model(config)))
     except UserError as error:
         raise UserError(f"{folder.folder}: {error}") from None
+    except (TypeError, KeyError, AttributeError, OmegaConfBaseException) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{path}: cannot be read ({why}); is it DeepSeek's?") from None
+    if read_back != config:  # a text, say, that a run would take for a number
+        raise UserError(f"{path}: has a value of another type than DeepSeek's; correct it")
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")
         return replace(config, num_mtp_layers=0)
     return config
+
+
+def _too_many(folder: HfFolder, what: str) -> UserError:
+    where = f"{folder.folder / 'config.json'}: {what}, and the files have {len(folder.names()):,} tensors"
+    return UserError(f"{where}; the two do not belong together")
 
 
 def _check_fp8(folder: HfFolder) -> None:

@@ -6,6 +6,7 @@ holds the file.)
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ TILE = 128
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
+LONGEST_JSON = 1 << 28
+"""Bytes; DeepSeek-V3's index has 9 MB, its tokenizer 8."""
 
 
 def row_steps(rows: int, columns: int) -> Iterator[slice]:
@@ -95,8 +98,11 @@ class HfFolder:
         self.config = self.json("config.json")
         self._file = self._files()
         self._entry: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name in sorted(set(self._file.values())):
-            self._scan(name)
+        wanted: dict[str, list[str]] = defaultdict(list)
+        for tensor, name in self._file.items():
+            wanted[name].append(tensor)
+        for name in sorted(wanted):
+            self._scan(name, wanted[name])
 
     def names(self) -> set[str]:
         return set(self._file)
@@ -120,13 +126,13 @@ class HfFolder:
         """A JSON file of the folder."""
         path = self.folder / name
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text()) if path.stat().st_size <= LONGEST_JSON else None
         except FileNotFoundError:
             raise UserError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not JSON ({error}); fetch the file again") from None
         if not isinstance(content, dict):
-            raise UserError(f"{path}: not a JSON object; fetch the file again")
+            raise UserError(f"{path}: not a JSON object of up to {LONGEST_JSON >> 20} MiB; fetch the file again")
         return content
 
     def _files(self) -> dict[str, str]:
@@ -153,9 +159,8 @@ class HfFolder:
         except Exception as error:  # the library raises no narrower class
             raise UserError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
 
-    def _scan(self, name: str) -> None:
+    def _scan(self, name: str, wanted: list[str]) -> None:
         here = set(self._open(name))
-        wanted = [tensor for tensor, file in self._file.items() if file == name]
         if lacking := sorted(set(wanted) - here):
             raise UserError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
         with safe_open(self.folder / name, framework="pt") as file:

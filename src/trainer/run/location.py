@@ -3,6 +3,7 @@
 Every refusal is a UserError in one line.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, list_checkpoints
+from trainer.files import refuse_link
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+OWN_FOLDERS = LOGS, "profile", "tensorboard", "wandb"
+"""Of a run, beside its checkpoints."""
 
 
 def check_place(run: "RunConfig") -> Path | None:
@@ -76,6 +81,24 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
             "or start a new run from its weights with run.init_from"
         )
     return path, checkpoint
+
+
+def check_links(path: Path) -> None:
+    """UserError for links in the run folder `path` through which a run would write what is not its own.
+
+    Its files and folders are no links. `checkpoints` and the checkpoints in it may be, since people move them elsewhere
+    when a disk is full: unless another user planted the link (as Linux has it for /tmp, by `fs.protected_symlinks`: its
+    owner is neither the reader nor the folder's owner), or it leads into the checkpoints of another run.
+    """
+    for own in (*path.glob("*.jsonl"), *path.glob(f"{LOGS}/*.log"), *(path / name for name in OWN_FOLDERS)):
+        refuse_link(own)
+    checkpoints = path / CHECKPOINTS
+    for link in (checkpoints, *list_checkpoints(checkpoints)):
+        if link.is_symlink() and (maker := link.lstat().st_uid) not in (os.geteuid(), link.parent.stat().st_uid):
+            raise UserError(f"{link}: is a link that another user (uid {maker}) made; remove it, or make it yourself")
+    run = checkpoints.resolve().parent
+    if run != path.resolve() and state_of(run) == "run":
+        raise UserError(f"{checkpoints}: is a link into the run {run}, which has its own checkpoints; remove it")
 
 
 def state_of(path: Path) -> str:

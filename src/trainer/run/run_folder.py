@@ -49,9 +49,9 @@ from trainer.checkpoint import (
 from trainer.config.paths import NO_PATHS, kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed, stamped
-from trainer.files import FULL, delete_temporary, refuse_link, replace_file, trim
+from trainer.files import FULL, delete_temporary, replace_file, trim
 from trainer.run.environment import environment
-from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
+from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, check_links, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class RunFolder:
         self.resumed_from: Path | None = None
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
-        for path in (*self.path.glob("*.jsonl"), *self.path.glob("logs/*.log")):
-            refuse_link(path)  # before anything is written
+        check_links(self.path)
         with ExitStack() as on_error:
             with as_user_error(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
