@@ -9,6 +9,7 @@ stores; what is about one start (`debug`, `profile`, `dry_run`, `gpu`, `force_me
 and `run.resume`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, st
         if resume not in (None, "auto") or run.get("name") is None:
             return None, None
         folder = Path(str(run["dir"])) / str(run["name"])
-    return (folder if (folder / CONFIG).is_file() else None), resume
+    return (folder if os.path.isfile(folder / CONFIG) else None), resume  # no error of a name that is too long
 
 
 def _read(folder: Path, setting: str) -> OwnSettings:

@@ -23,6 +23,7 @@ path. After a restart by torchrun the processes before may still be ending: rank
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -105,7 +106,7 @@ class RunFolder:
         checkpoints.
         """
         self.notes: list[Note] = []
-        self._is_made = resume in NO_PATHS and not (name is not None and (parent / name).exists())
+        self._is_made = resume in NO_PATHS and not (name is not None and os.path.exists(parent / name))
         with as_user_error(parent):
             self.path, checkpoint = locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
