@@ -102,7 +102,7 @@ class Run:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

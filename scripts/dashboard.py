@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

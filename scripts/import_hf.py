@@ -13,7 +13,7 @@ from trainer.launch.command_line import Parser, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -35,7 +35,7 @@ Series = dict[int, float]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -25,7 +25,7 @@ from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0

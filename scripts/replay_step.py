@@ -38,7 +38,7 @@ TEXT = 400  # characters of a sequence
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

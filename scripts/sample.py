@@ -26,7 +26,7 @@ PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

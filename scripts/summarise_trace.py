@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

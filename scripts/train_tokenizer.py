@@ -17,7 +17,7 @@ from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0

@@ -42,7 +42,7 @@ Shape = tuple[int, int, int]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

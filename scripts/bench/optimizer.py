@@ -36,7 +36,7 @@ NORM_CUTS = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 8)]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -41,7 +41,7 @@ GIB = 2**30
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if os.environ.get("SCALING_RESULT"):
         rank_group = RankGroup()
         return guarded(lambda: rank(rank_group), rank_group)

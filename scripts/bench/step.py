@@ -49,7 +49,7 @@ GOAL = 50_000  # tokens a second and GPU
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

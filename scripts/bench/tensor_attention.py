@@ -46,7 +46,7 @@ ALLOWED = 1e-5
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -1,4 +1,4 @@
-"""The last step of preparing data: join the packed shards, write prepared.json, remove what was temporary."""
+"""The last step of preparing data: join the packed shards, write prepared.json, remove temporary files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def finish(
     revisions: dict[str, str],
     most: int,
 ) -> None:
-    """Validation files of about `most` bytes for each source, and prepared.json. UserError if there is nothing to train
-    or validate on."""
+    """Write validation files of about `most` bytes for each source, and prepared.json. Raises UserError if there is
+    nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
         before = skipped.found.get((each.path, each.why))
@@ -69,7 +69,7 @@ def finish(
                 source_fingerprint=facts.source_fingerprint,
             )
             for path in group:
-                writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
+                writer.append(Shard.open(path, tokenizer_hash))  # open one at a time: there may be thousands
             writer.close()
             stamps |= writer.stamps()
     train = [shard.train for shard in done if shard.train is not None]
@@ -93,7 +93,7 @@ def finish(
 
 
 def _groups(paths: Iterable[Path], most: int) -> list[list[Path]]:
-    """Consecutive files of about `most` bytes together."""
+    """Group consecutive files to about `most` bytes."""
     groups, size = list[list[Path]](), most
     for path in paths:
         if size >= most:
@@ -105,7 +105,7 @@ def _groups(paths: Iterable[Path], most: int) -> list[list[Path]]:
 
 
 def _sidecars(partial: Path, train: list[str], held_out: list[str]) -> dict[str, str]:
-    """Digests of the sidecars by the names that `tidy` gives them."""
+    """Return digests of the sidecars by the names that `tidy` gives them."""
     found = sidecar_digests(partial, [*train, *held_out])
     only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
     return {"train.json" if name == only else name: digest for name, digest in found.items()}

@@ -1,14 +1,14 @@
 """The command line: composing the config with Hydra, and errors in one line.
 
-Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
-composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+Hydra only composes. Its task function collects the composed configs, so that all runs of a sweep are composed, loaded
+and checked before the first one starts, and a training run does not run inside Hydra.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
 errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
-and keeps its traceback. Of many processes one prints it.
+and keeps its traceback. With several processes, one prints it.
 
-This module imports no torch before something has gone wrong, and Hydra where it composes: `--help` is quick, and
-Ctrl-C meets `guarded`.
+This module imports torch only after an error, and Hydra only to compose: `--help` is quick, and Ctrl-C reaches
+`guarded`.
 """
 
 import argparse
@@ -58,8 +58,7 @@ Own = Callable[[Mapping[str, Any], bool, str | None], Settings | None]
 
 @dataclass
 class Job:
-    """One run to be: its composed config, the overrides that the user gave for it, and what they change, if that is
-    not configs/."""
+    """A run to start: its composed config, the user's overrides for it, and the settings of a run that they change."""
 
     tree: "DictConfig"
     overrides: list[str]
@@ -67,18 +66,18 @@ class Job:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with its help as it was written, and errors that are a UserError: one line, as all others."""
+    """An ArgumentParser that shows its help as written, and raises UserError: one line, as for all other errors."""
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """UserError: what argparse found."""
+        """Raise argparse's error as UserError."""
         raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
 def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", own: Own | None = None) -> list[Job]:
-    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
+    """Return the runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
 
     launch: of the processes that do the same. own: settings of a run that exists, for what starts runs.
     """
@@ -173,7 +172,8 @@ def _composed(configs: Path, name: str, arguments: list[str], base: Settings | N
 
 
 def _compose_one(configs: Path, name: str, arguments: list[str], base: Settings | None = None) -> Job:
-    """What hydra.main composes for one run. It does so twice, at first only to read `hydra.mode`: 0.2 s more."""
+    """Return what hydra.main composes for one run. hydra.main itself composes twice, first only to read `hydra.mode`:
+    0.2 s more."""
     import hydra
 
     primary, words = name, arguments
@@ -186,8 +186,8 @@ def _compose_one(configs: Path, name: str, arguments: list[str], base: Settings 
 
 
 def _read_by_hydra(task: Callable[[], None]) -> None:
-    """Run what reads sys.argv. UserError for options that do not exist, where Hydra prints its usage, and for what it
-    stumbles over itself."""
+    """Run a task that reads sys.argv. Raises UserError for options that do not exist, for which Hydra prints its usage,
+    and for Hydra's own failures."""
     from omegaconf.errors import OmegaConfBaseException
 
     said = io.StringIO()
@@ -199,7 +199,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
             sys.stderr.write(said.getvalue())
             raise
         raise user_error(_explain_option(said.getvalue())) from None
-    except OmegaConfBaseException:  # some of them are ValueErrors, too
+    except OmegaConfBaseException:  # some are ValueErrors, too
         raise
     except ValueError as error:
         raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
@@ -207,7 +207,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
 
 
 def _explain_option(usage: str) -> str:
-    """What is wrong with an option, from what argparse printed: `usage: ... error: unrecognized arguments: --x 3`."""
+    """Return the error in argparse's output: `usage: ... error: unrecognized arguments: --x 3`."""
     problem = usage.rpartition(" error: ")[2].strip()
     _, unknown, words = problem.partition("unrecognized arguments: ")
     if not unknown:
@@ -223,7 +223,7 @@ def _explain_option(usage: str) -> str:
 
 
 def _replace_length(job: Job) -> None:
-    """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    """Keep one length of a run: of steps and tokens, the one on the command line replaces the other."""
     trainer = job.tree.get("trainer") or {}
     given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
     for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
@@ -233,7 +233,7 @@ def _replace_length(job: Job) -> None:
 
 
 def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
-    """A run that torchrun starts again resumes by itself: from its newest checkpoint, whatever it once started from."""
+    """Let a run that torchrun restarts resume from its newest checkpoint, whatever it started from."""
     if launch.max_restarts and tree.run.name is None:
         raise user_error(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
@@ -243,9 +243,9 @@ def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
 
 
 def _name_runs(jobs: list[Job]) -> None:
-    """Where a sweep was given one run.name, each run gets its own: that name, a number, and what sets the run apart.
+    """Give each run of a sweep with one run.name its own: that name, a number, and the run's overrides.
 
-    Without a name, each run is called by its time and recipe anyway.
+    Without a name, a run is named by its time and recipe anyway.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs))
     for number, job in enumerate(jobs):
@@ -257,7 +257,7 @@ def _name_runs(jobs: list[Job]) -> None:
 
 
 def _check_resumed(jobs: list[Job]) -> None:
-    """UserError where runs of a sweep would continue in one folder, one after the other."""
+    """Raise UserError if runs of a sweep would resume in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
@@ -270,12 +270,12 @@ def _check_resumed(jobs: list[Job]) -> None:
 
 
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
-    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
+    """Run main() and return its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
     handlers = {}
-    if rank_group is None:  # a script: train.py's listens when it has read the environment
+    if rank_group is None:  # a script; train.py's listens after it has read the environment
         rank_group = RankGroup()
         handlers = rank_group.listen()
 
@@ -308,7 +308,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
                 error.add_note(f"on rank {rank_group.launch.rank}")
             raise
         if end.message is not None and first:
-            with contextlib.suppress(OSError):  # its terminal may have gone
+            with contextlib.suppress(OSError):  # its terminal may be closed
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
         rank_group.leave()
         return rank_group.exit(end.code)
@@ -320,7 +320,8 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
 @contextlib.contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
-    """Warnings of ours are about what the user gave: without the place in the code, which Python puts before them."""
+    """Print our warnings without the place in the code that Python puts before them: they are about the user's
+    input."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
@@ -335,9 +336,9 @@ def _own_warnings_in_one_line() -> Iterator[None]:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
+    """Return whether a stream's reader is gone. If so, its buffer is discarded instead of raising at exit."""
     state = select.poll()
-    state.register(stream.fileno(), 0)  # reports errors alone
+    state.register(stream.fileno(), 0)  # report errors only
     if not state.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -348,8 +349,8 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 @dataclass
 class _End:
-    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: a signal
-    ended this process."""
+    """How main ended. message: None for a bug. orderly: all processes end like this, each on its own. by_signal: a
+    signal ended this process."""
 
     message: str | None
     code: int
@@ -358,7 +359,7 @@ class _End:
 
 
 def _judge(error: BaseException, stop_signal: int) -> _End:
-    """stop_signal: number of the signal that asked main to end; 0: none."""
+    """Classify the error that ended main. stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     import yaml
@@ -375,10 +376,10 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, UserError | RunError | OSError):
         code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
-        word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
+        word = "error: " if code < 128 else ""  # a run stopped by a signal has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
-    if stop_signal:  # an interrupt within an import of torch, say, may come out as anything
+    if stop_signal:  # an interrupt during an import of torch, say, may surface as any error
         return _by_signal(stop_signal)
     return _End(None, FAILED)
 
@@ -390,7 +391,7 @@ def _by_signal(number: int) -> _End:
 
 
 def _of_a_file(error: OSError) -> str:
-    """The system's own errors name the path last, and not what to do."""
+    """Format a file error: the system's own message names the path last, and no fix."""
     if error.filename is None:
         return str(error)
     fix = "free space" if error.errno in FULL else "correct the path or its permissions"
@@ -398,7 +399,8 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What may quote anything that a file has: without what moves a terminal's cursor, and of bounded length."""
+    """Return a message that may quote file contents without cursor control characters, on one line of bounded
+    length."""
     line = " ".join(text.split())
     line = (
         line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"

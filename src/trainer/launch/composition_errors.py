@@ -7,7 +7,7 @@ from trainer.launch.saved_base import AS_SAVED
 
 
 def explain(error: BaseException, arguments: list[str]) -> str:
-    """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
+    """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     from trainer.config.schema import ELSEWHERE, nearest
@@ -18,7 +18,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
             return f"{error.override}: nothing expands ~ after a =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
-        if value[:1] in ("{", "["):  # of a section or list the quotes stand outside, or it is text
+        if value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
             fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -50,7 +50,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
 
 def _given(key: str, arguments: list[str]) -> str:
-    """The value that the command line gives a key, for display, secrets hidden."""
+    """Return the value that the command line gives a key, for display, secrets hidden."""
     for argument in reversed(arguments):
         name, _, value = argument.partition("=")
         if name.lstrip("+~").partition("@")[0] == key:
@@ -59,7 +59,7 @@ def _given(key: str, arguments: list[str]) -> str:
 
 
 def _not_in_config(key: str, value: str) -> str:
-    """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
+    """Explain a key that Hydra refuses because the chosen YAML lacks it; the schema may know it."""
     from trainer.config import Config, unknown_key
     from trainer.config.schema import keys_of
 
