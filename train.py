@@ -1,6 +1,6 @@
 """Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (more: --help).
 
-Compose the config with Hydra, load it strictly, train: in one process, or in each of those that torchrun starts.
+Composes the config with Hydra, loads it strictly, and trains: in one process, or in each process of torchrun.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(rank_group: "RankGroup") -> None:
-    """Everything the command line asks for. All of it is checked before the first run starts."""
+    """Run everything that the command line asks for, after checking all of it."""
     from trainer.launch.command_line import compose
 
     launch = rank_group.board(os.environ)
@@ -42,7 +42,7 @@ def run(rank_group: "RankGroup") -> None:
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:
             check_memory(config, plan, resolve(config.parallel, launch.size), target(config), launch.local_size)
-    if not launch.under_torchrun:  # there, a rank would look while the first one has made its folder already
+    if not launch.under_torchrun:  # there, the first rank may already have created the folder
         for config in configs:
             if not config.dry_run:
                 check_place(config.run)
@@ -88,7 +88,7 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
 
 
 def main() -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
+    """Return the exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends without a traceback
     from trainer.launch.command_line import guarded
     from trainer.launch.liveness.rank_group import RankGroup
@@ -102,4 +102,4 @@ if __name__ == "__main__":
         sys.exit(main())
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # one that comes during the exit ends it without a traceback
+            signal.signal(number, signal.SIG_DFL)  # a signal during the exit ends it without a traceback

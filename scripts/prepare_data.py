@@ -5,9 +5,9 @@
     python scripts/prepare_data.py data=files data.path=FOLDER --out OUT    and then: train.py data=bins data.path=OUT
     python scripts/prepare_data.py +recipe=fp8_jit ...                   any arguments of train.py
 
-train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to. Killed
-and started again, it continues. --out FOLDER: there, instead of in the cache. A folder that lacks the loss of bigrams
-(older ones do) gets it.
+train.py does the same when it starts; this script does it once, ahead, and prints the size of a corpus. If killed and
+started again, it continues. --out FOLDER: write there instead of into the cache. The loss of bigrams is added to an
+older folder that lacks it.
 """
 
 import sys
@@ -54,7 +54,7 @@ def run() -> None:
 
 
 def summary(prepared: "Prepared", seconds: float) -> str:
-    """What was prepared, one line a fact."""
+    """Return a summary of the prepared data, one line a fact."""
     sides = [("train", prepared.train)]
     several = len(prepared.validations) > 1
     sides += [(f"validation of {name}" if several else "validation", bins) for name, bins in prepared.validations]

@@ -175,8 +175,7 @@ class Run:
 
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
-    """Build everything a run needs, in order. Raises UserError for errors that the user can correct, before anything is
-    written."""
+    """Build everything a run needs, in order. Raises UserError for the user's errors before anything is written."""
     saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     notes: list[Note] = []
     data, about_data = None, []
@@ -300,8 +299,7 @@ def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
 
 
 def _left_out(data: Prepared, step: int) -> list[Note]:
-    """Return notes on what the bins leave out of the sources: files, and documents of others; the first of them in the
-    message."""
+    """Return notes on what the bins leave out: files, and documents of others; the message has the first of them."""
     notes = []
     documents = [each for each in data.skipped if each.count]
     for found, what in ((data.left_out, "damaged file{s} of the data left out"), (documents, "document{s} left out")):

@@ -1,5 +1,4 @@
-"""The text to train on. Dataclasses are the schema of the `data` section; `check_data` checks what they cannot
-express."""
+"""The text to train on. Dataclasses are the schema of the `data` section; `check_data` checks the rest."""
 
 from __future__ import annotations
 
@@ -184,7 +183,7 @@ class SourceConfig:
 
     @property
     def held_out(self) -> SourceConfig | None:
-        """Return the source that `validation_path` and `validation_split` name; None if a share of this source is held
+        """Return the source that `validation_path` and `validation_split` name; None if a share of this one is held
         out."""
         split = self.validation_split if self.source is Source.hf else None
         path = self.validation_path if self.source in HAVE_PATHS else None

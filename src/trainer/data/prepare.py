@@ -144,8 +144,7 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
 
 
 def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
-    """Return the acquired lock of `folder`. setting: for messages. The system releases the lock when its process
-    dies."""
+    """Return the acquired lock of `folder`, which the system releases if this process dies. setting: for messages."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

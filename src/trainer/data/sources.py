@@ -62,8 +62,7 @@ class Reader(Protocol):
     """Approximate size of its text; 0 if unknown."""
 
     def pin(self, commit: str | None) -> str | None:
-        """Read only state `commit` from now on. Return the state, if the source names it. Call it before anything is
-        read."""
+        """Read only state `commit` from now on. Return the state, if the source names it. Call it before reading."""
         ...
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:

@@ -125,7 +125,7 @@ class Health:
         return seen
 
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
-        """Return the metrics of a step, on the device. load: [blocks with experts, E]. ok: whether the step counted. A
+        """Return a step's metrics, on the device. load: [blocks with experts, E]. ok: whether it counted. A
         collective."""
         if self._looked:
             self._seen |= self._inside()

@@ -172,8 +172,7 @@ def _composed(configs: Path, name: str, arguments: list[str], base: Settings | N
 
 
 def _compose_one(configs: Path, name: str, arguments: list[str], base: Settings | None = None) -> Job:
-    """Return what hydra.main composes for one run. hydra.main itself composes twice, first only to read `hydra.mode`:
-    0.2 s more."""
+    """Return what hydra.main composes for one run. hydra.main composes twice, first for `hydra.mode`: 0.2 s more."""
     import hydra
 
     primary, words = name, arguments
@@ -320,8 +319,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
 @contextlib.contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
-    """Print our warnings without the place in the code that Python puts before them: they are about the user's
-    input."""
+    """Print our warnings, which are about the user's input, without the place in the code that Python adds."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
@@ -399,8 +397,7 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a message that may quote file contents without cursor control characters, on one line of bounded
-    length."""
+    """Return a message, which may quote files, without cursor control, on one line of bounded length."""
     line = " ".join(text.split())
     line = (
         line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"

@@ -69,7 +69,7 @@ class StopSignals:
             )
 
     def heard(self) -> str | None:
-        """Return the name of a signal recorded on this rank since the last call, for code that must report that it
+        """Return the name of a signal recorded on this rank since the last call, to report that the process
         continues."""
         before, self._heard = self._heard, self._noted
         return signal.Signals(self._noted).name if self._noted != before else None

@@ -76,8 +76,7 @@ class Run(NamedTuple):
 
 
 def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS) -> Layout:
-    """Return the layout of a weight [R, K], cut by rows, or of a stack of experts [E, N, K], spread and cut by
-    experts."""
+    """Return the layout of a weight [R, K], cut by rows, or of a stack [E, N, K], spread and cut by experts."""
     d = degrees
     if len(shape) == 2:
         ranks = [tuple(r * d.shard + s for r in range(d.replicate)) for s in range(d.shard)]
@@ -100,7 +99,7 @@ def _cut(begin: int, end: int, rows: int, ranks: list[tuple[int, ...]]) -> Itera
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
-    """Return the runs of all ranks, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
+    """Return all ranks' runs, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
     iteration."""
     found = [
         (flops(box.rows, box.columns, steps), Run(name, index, *where, box, -1))

@@ -278,8 +278,7 @@ class RunFolder:
 
 
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
-    """Return the backends chosen when the run in this folder began; None for a new run, or one that did not record
-    them."""
+    """Return the backends chosen when the run in this folder began; None if it is new or did not record them."""
     path = None if folder is None else folder / BACKENDS
     if path is None or not path.is_file():
         return None

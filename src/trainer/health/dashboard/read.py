@@ -89,8 +89,7 @@ class Lines:
         return entries
 
     def _left_out(self, line: bytes) -> bool:
-        """Return whether to skip a line. If sampled steps are rare (`health.every`), their lines are counted
-        separately."""
+        """Return whether to skip a line. If sampled steps are rare (`health.every`), they are counted separately."""
         look = any(word in line for word in LOOK)
         self._numbers[look] += 1
         rare = look and RARE * self._numbers[True] <= self._numbers[False]
