@@ -63,7 +63,6 @@ def without_effect(data: DataConfig) -> list[str]:
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Return whether the user has set it."""
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped

@@ -187,7 +187,6 @@ def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Return whether the path matches the glob, both split at slashes."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

@@ -180,7 +180,6 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
 
 
 def _partial(folder: Path) -> Path:
-    """Return the temporary folder in which `folder` is built."""
     return folder.with_name(folder.name + ".partial")
 
 
@@ -292,5 +291,4 @@ def _pack(
 
 
 def _cores() -> int:
-    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

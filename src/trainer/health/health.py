@@ -183,7 +183,6 @@ def load_statistics(load: Tensor) -> dict[str, Tensor]:
 
 
 def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
-    """Return the summaries of the vectors for metrics.jsonl."""
     summaries: dict[str, float] = {}
 
     def note(key: str, vector: str, of: Callable[[list[float]], float]) -> None:

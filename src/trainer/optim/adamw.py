@@ -94,7 +94,6 @@ class LearningRate:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether `precision.kernels.adamw` runs here."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None and OPTIMIZER not in refused
 
 

@@ -217,7 +217,6 @@ class Run:
         self._again = True
 
     def _read_about(self) -> None:
-        """Read config.yaml and its neighbours again if they have changed."""
         try:
             changed = (self.path / CONFIG).stat().st_mtime
             if changed == self._read_config:
