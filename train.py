@@ -6,11 +6,13 @@ Composes the config with Hydra, loads it strictly, and trains: in one process, o
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.launch.liveness.rank_group import RankGroup
+    from trainer.run.own_settings import OwnSettings
 
 
 def run(rank_group: "RankGroup") -> None:
@@ -18,20 +20,24 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.launch.command_line import compose
 
     launch = rank_group.board(os.environ)
-    jobs = compose(Path(__file__).resolve().parent / "configs", launch)
+    jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)
     from trainer.config import load
+    from trainer.config.paths import kept_tree
 
     configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
     from trainer.forecast.dry_run import report
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, fitted
+    from trainer.forecast.preflight import check, cut_line, fitted
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin
 
-    for i, config in enumerate(configs):
+    remarks = []
+    for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
+        lines = job.settings and job.settings.line(kept_tree(configs[i])), cut_line(config, configs[i])
+        remarks.append("\n".join(filter(None, lines)))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:
@@ -45,6 +51,8 @@ def run(rank_group: "RankGroup") -> None:
         if config.dry_run:
             if launch.is_first:
                 check_origin(config)
+                if remarks[number - 1]:
+                    print(f"{remarks[number - 1]}\n")
                 print(report(config, plan, launch.size))
             continue
         from trainer.launch.agreement import agree
@@ -57,17 +65,26 @@ def run(rank_group: "RankGroup") -> None:
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
             say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
+        if remarks[number - 1] and launch.is_first and config.logging.console.enabled:
+            say(remarks[number - 1])
         trainer = Trainer(config, job.overrides, world)
         summary = trainer.train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            say(ending(summary, trainer.run, job.overrides, launch))
+            say(ending(summary, trainer.run, launch))
         del trainer  # the next run of a sweep needs its memory
     if len(done) > 1:
         from trainer.offline.ending import say, sweep_table
 
         say(f"\n{sweep_table(done)}")
     rank_group.leave()
+
+
+def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> "OwnSettings | None":
+    """`trainer.run.own_settings`, which imports torch: not before a command line names a run."""
+    from trainer.run.own_settings import own_settings
+
+    return own_settings(run, restarted, from_run)
 
 
 def main() -> int:

@@ -25,7 +25,10 @@ READ_BY = {
     "validation_split": {Source.hf},
 }
 PREPARING = ("validation_fraction", "tokenizer_sample_mb", "skip_damaged", "shard_mb")
-GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
+GLOBS = (
+    *("**/*.py", "**/*.txt", "**/*"),
+    "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.csv | **/*.tsv | **/*.parquet | **/*.txt",
+)
 """Defaults of the groups in configs/data."""
 
 
