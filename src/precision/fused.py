@@ -20,8 +20,8 @@ from precision.operand import Feed, Operand, stand_in
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in dtype, as a new tensor. A forward method must return neither a tensor that `to` passed through
-    unchanged nor the result of an in-place op: torch 2.11 silently drops the gradient when it traces it."""
+    """Return x in dtype, or x itself if it has that dtype. torch 2.11 silently drops the gradient of a traced forward
+    method that returns the result of a no-op `to` or of an in-place op."""
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SEEN = 30.0
-"""Seconds after which rank 0 must see what other ranks have written; network file systems are late."""
+"""Seconds within which other ranks' files must become visible to rank 0; network file systems lag."""
 
 # DCP warns even with no_dist=True.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -42,7 +42,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """The parts that this rank writes."""
+        """Return a plan of the parts that this rank writes."""
         parts: dict[str, ShardView] = self.state_dict
         self.plan = SavePlan(
             [
@@ -58,7 +58,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written for `index`."""
+        """Return the tensor to write for `index`."""
         return self.state_dict[index.fqn].data
 
 
@@ -76,12 +76,12 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is filled for `index`."""
+        """Return the tensor to fill for `index`."""
         return self.state_dict[index.fqn].data
 
 
 class CheckpointWriter(SafetensorsWriter):
-    """The storage of one checkpoint: `temporary` until rank 0 has seen that it is whole, `path` from then on.
+    """The storage of one checkpoint: `temporary` until rank 0 has seen all files complete, `path` from then on.
 
     DCP raises an error of any rank on all ranks.
     """
@@ -91,14 +91,14 @@ class CheckpointWriter(SafetensorsWriter):
         self._path, self._text = path, text
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """Rank 0 makes the folder, before the others may write."""
+        """On rank 0, create the folder before the others may write."""
         super().set_up_storage_writer(is_coordinator, rank=rank)
         if is_coordinator:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written their files: make it a checkpoint."""
+        """On rank 0, when all ranks have written their files: make the folder a checkpoint."""
         super().finish(metadata, results)
         self.files[STATE] = write_file(self.folder / STATE, self._text)
         for name, digest in self.files.items():
@@ -109,7 +109,7 @@ class CheckpointWriter(SafetensorsWriter):
 
 
 def _see(path: Path, digest: FileDigest) -> None:
-    """OSError unless the file is there in its full size, from this rank's point of view."""
+    """Raise OSError unless this rank sees the file in its full size."""
     deadline = time.monotonic() + SEEN
     while not path.is_file() or path.stat().st_size != digest.bytes:
         if time.monotonic() > deadline:
@@ -123,8 +123,8 @@ def save_parts(
 ) -> dict[str, FileDigest]:
     """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
 
-    group: of all ranks that save; None: this one alone. Raises what went wrong, on all ranks: OSError names the rank;
-    other errors are those of their rank, and a DistError on the others.
+    group: of all ranks that save; None: this one alone. Raises errors on all ranks: OSError names the rank; other
+    errors are raised as they are on their rank, and as DistError on the others.
     """
     try:
         dcp_save(
@@ -160,5 +160,5 @@ def load_parts(reader: SafetensorsReader, parts: dict[str, ShardView]) -> None:
 
 
 def _cause(failure: CheckpointException) -> BaseException:
-    """DCP wraps the error of each rank; the first one's."""
+    """Return the first rank's error, which DCP wraps."""
     return failure.failures[min(failure.failures)][0]

@@ -1,8 +1,8 @@
-"""Reading a checkpoint, whichever ranks wrote it, into the state of the ranks that resume.
+"""Reads a checkpoint, whichever ranks wrote it, into the state of the ranks that resume.
 
-A run that resumes has its tensors already, perhaps sharded over other ranks than those that saved. They are filled in
-place, each rank's part from the boxes that overlap it: a rank reads only what it holds, and holds nothing twice.
-State without a tensor to fill is returned as new tensors on the CPU.
+A resuming run has its tensors already, perhaps sharded over other ranks than those that saved. They are filled in
+place, each rank's part from the boxes that overlap it: a rank reads only what it holds, and holds nothing twice. State
+without a tensor to fill is returned as new tensors on the CPU.
 """
 
 import json
@@ -21,17 +21,17 @@ from trainer.checkpoint.state_tree import join, split
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` that the checkpoint `path` was saved with. Does not verify: `read` and `newest_checkpoint` do."""
+    """Return the `meta` of the checkpoint `path`. Does not verify: `read` and `newest_checkpoint` do."""
     return json.loads((path / STATE).read_text())["meta"]
 
 
 def read_values(path: Path, branch: str) -> Any:
-    """A branch without tensors of the state that the checkpoint `path` holds. Does not verify, as `read_meta`."""
+    """Return a branch without tensors of the state in the checkpoint `path`. Does not verify, as `read_meta`."""
     return join(json.loads((path / STATE).read_text())["state"][branch], {})
 
 
 def saved_shapes(path: Path) -> dict[str, torch.Size]:
-    """Shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
+    """Return the shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
     from trainer.checkpoint.dcp import SafetensorsReader, saved_tensors
 
     return {name: tensor.size for name, tensor in saved_tensors(SafetensorsReader(path)).items()}
@@ -40,14 +40,14 @@ def saved_shapes(path: Path) -> dict[str, torch.Size]:
 def read(
     path: Path, into: Mapping[str, Any] | None = None, *, rest: bool = True, verified: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as they were saved.
+    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as saved.
 
-    into: branches of the state, by name, whose tensors and `ShardView`s are filled in place; they are left out of
-    what is returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
+    into: branches of the state, by name, whose tensors and `ShardView`s are filled in place; they are left out of the
+    result. rest: whether to return the other branches. verified: the caller has verified the folder.
 
-    Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file, and
-    UserError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
-    collective: each rank reads for itself.
+    Verifies before it uses anything, and unpickles nothing. Raises DamagedCheckpoint, naming the file, and UserError if
+    the branches in `into` have other tensors than those that were saved; then nothing was filled. No collective: each
+    rank reads for itself.
     """
     from trainer.checkpoint.dcp import SafetensorsReader, load_parts, saved_tensors
 

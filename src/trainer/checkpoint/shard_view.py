@@ -1,8 +1,8 @@
 """A rank's part of a tensor, described without a mesh: a box of the whole.
 
-Ranks may share a tensor in any way (rows of it, whole experts of it, copies of it): what a checkpoint needs to know of
-it is the whole's shape, where this rank's box begins, and which of the ranks that hold the same box writes it. So what
-is on the disk depends on no layout, and any other number of ranks finds what it needs.
+Ranks may share a tensor in any way (rows, whole experts, copies). A checkpoint only needs the shape of the whole, the
+offsets of this rank's box, and which of the ranks with the same box writes it. Files therefore depend on no layout, and
+any other number of ranks finds what it needs.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ShardView:
     """This rank's part of a tensor.
 
-    data: the part. shape: of the whole. offsets: where the part begins in it, one number a dimension. writes: whether
-    this rank saves it; of those that hold the same part, one does.
+    data: the part. shape: of the whole. offsets: where the part begins in it, per dimension. writes: whether this rank
+    saves it; exactly one rank with the same part does.
     """
 
     data: Tensor
@@ -31,24 +31,24 @@ class ShardView:
 
     @classmethod
     def whole(cls, tensor: Tensor, writes: bool = True) -> Self:
-        """A tensor that is not shared, as a part."""
+        """Return a tensor that is not shared, as a part."""
         return cls(tensor, tensor.shape, (0,) * tensor.dim(), writes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing of a tensor that has something."""
+        """Whether this rank has no element of a non-empty tensor."""
         return self.data.numel() == 0 and prod(self.shape) > 0
 
     @property
     def box(self) -> "ChunkStorageMetadata":
         """Offsets and sizes, in DCP's type."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # two seconds, which no start waits for
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes two seconds: not at start-up
 
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
     def size(self) -> torch.Size:
-        """Shape of the whole; DCP asks."""
+        """Shape of the whole, for DCP."""
         return self.shape
 
-    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":  # DCP asks
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":  # for DCP
         return [self.box]

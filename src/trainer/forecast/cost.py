@@ -262,8 +262,8 @@ def _states(config: Config, plan: Plan, d: Degrees) -> float:
 
 
 def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """Return the number of GPUs (the machine's, doubled repeatedly) that a layout fits into; None if 2^11 times are too
-    few."""
+    """Return the number of GPUs, the machine's doubled repeatedly, that a layout fits into; None if 2^11 times do not
+    do."""
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)

@@ -154,7 +154,7 @@ def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | 
 
 
 def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
-    """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None: a
+    """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None:
     CPU."""
     policy = pick_fsdp_policy(config, plan, degrees, total)
     graphs = total is not None and records_graphs(config, plan, degrees, total)

@@ -1,14 +1,14 @@
 """The command line: composing the config with Hydra, and errors in one line.
 
-Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
-composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+Hydra only composes. Its task function collects the composed configs, so that all runs of a sweep are composed, loaded
+and checked before the first one starts, and a training run does not run inside Hydra.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
 errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
-and keeps its traceback. Of many processes one prints it.
+and keeps its traceback. With several processes, one prints it.
 
-This module imports no torch before something has gone wrong, and Hydra where it composes: `--help` is quick, and
-Ctrl-C meets `guarded`.
+This module imports torch only after an error, and Hydra only to compose: `--help` is quick, and Ctrl-C reaches
+`guarded`.
 """
 
 import argparse
@@ -21,49 +21,68 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
-from trainer.config_diff import is_secret, printable
+from trainer.config_diff import is_secret
 from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch, user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
+from trainer.launch.saved_base import forced, register, run_section
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
+FROM_RUN = "--from-run"
+LONGEST_MESSAGE = 4000
 HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
+
+
+class Settings(Protocol):
+    """The config of a run that the command line changes: `trainer.run.own_settings.OwnSettings`."""
+
+    @property
+    def tree(self) -> dict[str, Any]: ...
+    @property
+    def source(self) -> str: ...
+    def line(self, config: Mapping[str, Any]) -> str: ...
+
+
+Own = Callable[[Mapping[str, Any], bool, str | None], Settings | None]
+"""`trainer.run.own_settings.own_settings`, which knows run folders."""
 
 
 @dataclass
 class Job:
-    """One run to be: its composed config, and the overrides that the user gave for it."""
+    """A run to start: its composed config, the user's overrides for it, and the settings of a run that they change."""
 
     tree: "DictConfig"
     overrides: list[str]
+    settings: Settings | None = None
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with its help as it was written, and errors that are a UserError: one line, as all others."""
+    """An ArgumentParser that shows its help as written, and raises UserError: one line, as for all other errors."""
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """UserError: what argparse found."""
+        """Raise argparse's error as UserError."""
         raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
-def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") -> list[Job]:
-    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
+def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", own: Own | None = None) -> list[Job]:
+    """Return the runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
 
-    launch: of the processes that do the same.
+    launch: of the processes that do the same. own: settings of a run that exists, for what starts runs.
     """
-    for argument in sys.argv[1:]:
+    arguments, from_run = _from_run(sys.argv[1:]) if own else (sys.argv[1:], None)
+    for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
             raise user_error(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
@@ -73,52 +92,101 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
                 f"{argument}: Hydra makes folders of its own with it, and Octet's are below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+
+    def settings(overrides: list[str], **more: Any) -> Settings | None:
+        run = run_section(configs, name, overrides) | more
+        is_of_a_run = own is not None and (from_run or run.get("name") is not None or run.get("resume") is not None)
+        return own(run, launch.attempt > 0, from_run) if is_of_a_run and own is not None else None
+
+    base = settings(arguments)
+    jobs, is_sweep = _composed(configs, name, arguments, base)
+    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
+        raise SystemExit(OK)
+    if is_sweep:
+        if launch.under_torchrun:
+            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+        _name_runs(jobs)
+        _check_resumed(jobs)
+    for number, job in enumerate(jobs):
+        run_name = _run_name(job.tree)
+        found = settings(job.overrides, **({} if run_name is None else {"name": run_name}))
+        if found is not None and (base is None or found.source != base.source):  # a run's name is known only now
+            jobs[number] = job = _compose_one(configs, name, job.overrides, found)
+            job.tree.run.name = run_name
+        if from_run is not None:
+            job.overrides.insert(0, f"--from-run={from_run}")
+        _replace_length(job)
+        _fit_restarts(job.tree, launch)
+    return jobs
+
+
+def _run_name(tree: "DictConfig") -> str | None:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return (tree.get("run") or {}).get("name")
+    except OmegaConfBaseException:  # an interpolation of nothing: load() reports it
+        return None
+
+
+def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without `--from-run RUN`, and RUN."""
+    rest, run, words = [], None, iter(arguments)
+    for word in words:
+        option, _, value = word.partition("=")
+        if option != FROM_RUN:
+            rest.append(word)
+        elif not (run := value or next(words, "")):
+            raise user_error(f"{FROM_RUN}: of which run? Give its folder, as {FROM_RUN} runs/NAME")
+    return rest, run
+
+
+def _composed(configs: Path, name: str, arguments: list[str], base: Settings | None) -> tuple[list[Job], bool]:
+    """What Hydra composes, and whether it is a sweep, whose config Hydra writes: into a folder that disappears."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+    if not any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in arguments):
+        return [_compose_one(configs, name, arguments, base)], False
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
     def collect(tree: "DictConfig") -> None:
         settings = HydraConfig.get()
         sweeps.append(settings.mode is RunMode.MULTIRUN)
-        jobs.append(Job(tree, [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]))
+        overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]
+        jobs.append(Job(tree, overrides, base))
 
-    if not any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in sys.argv[1:]):
-        _read_by_hydra(lambda: jobs.append(_compose_one(configs, name)))
-    else:
-        # Hydra writes a sweep's config into its folder (configs/train.yaml): nothing of use, so it goes where it
-        # disappears
+    primary = name if base is None else register(configs, name, base.tree)
+    typed, sys.argv[1:] = sys.argv[1:], arguments if base is None else forced(configs, arguments)
+    try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-            _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect))
-    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
-        raise SystemExit(OK)
-    if any(sweeps):
-        if launch.under_torchrun:
-            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
-        _name_runs(jobs)
-        _check_resumed(jobs)
-    for job in jobs:
-        _replace_length(job)
-        _fit_restarts(job.tree, launch)
-    return jobs
+            _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=primary)(collect))
+    finally:
+        sys.argv[1:] = typed
+    return jobs, any(sweeps)
 
 
-def _compose_one(configs: Path, name: str) -> Job:
-    """What hydra.main composes for one run. It does so twice, at first only to read `hydra.mode`: 0.2 s more."""
+def _compose_one(configs: Path, name: str, arguments: list[str], base: Settings | None = None) -> Job:
+    """Return what hydra.main composes for one run. hydra.main composes twice, first for `hydra.mode`: 0.2 s more."""
     import hydra
 
+    primary, words = name, arguments
+    if base is not None:
+        primary, words = register(configs, name, base.tree), forced(configs, arguments)
+    trees: list[DictConfig] = []
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
-        return Job(hydra.compose(name, sys.argv[1:]), sys.argv[1:])
+        _read_by_hydra(lambda: trees.append(hydra.compose(primary, words)))
+    return Job(trees[0], list(arguments), base)
 
 
 def _read_by_hydra(task: Callable[[], None]) -> None:
-    """Run what reads sys.argv. UserError for options that do not exist, where Hydra prints its usage, and for what it
-    stumbles over itself."""
+    """Run a task that reads sys.argv. Raises UserError for options that do not exist, for which Hydra prints its usage,
+    and for Hydra's own failures."""
     from omegaconf.errors import OmegaConfBaseException
 
     said = io.StringIO()
@@ -130,7 +198,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
             sys.stderr.write(said.getvalue())
             raise
         raise user_error(_explain_option(said.getvalue())) from None
-    except OmegaConfBaseException:  # some of them are ValueErrors, too
+    except OmegaConfBaseException:  # some are ValueErrors, too
         raise
     except ValueError as error:
         raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
@@ -138,7 +206,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
 
 
 def _explain_option(usage: str) -> str:
-    """What is wrong with an option, from what argparse printed: `usage: ... error: unrecognized arguments: --x 3`."""
+    """Return the error in argparse's output: `usage: ... error: unrecognized arguments: --x 3`."""
     problem = usage.rpartition(" error: ")[2].strip()
     _, unknown, words = problem.partition("unrecognized arguments: ")
     if not unknown:
@@ -154,7 +222,7 @@ def _explain_option(usage: str) -> str:
 
 
 def _replace_length(job: Job) -> None:
-    """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    """Keep one length of a run: of steps and tokens, the one on the command line replaces the other."""
     trainer = job.tree.get("trainer") or {}
     given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
     for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
@@ -164,7 +232,7 @@ def _replace_length(job: Job) -> None:
 
 
 def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
-    """A run that torchrun starts again resumes by itself: from its newest checkpoint, whatever it once started from."""
+    """Let a run that torchrun restarts resume from its newest checkpoint, whatever it started from."""
     if launch.max_restarts and tree.run.name is None:
         raise user_error(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
@@ -174,9 +242,9 @@ def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
 
 
 def _name_runs(jobs: list[Job]) -> None:
-    """Where a sweep was given one run.name, each run gets its own: that name, a number, and what sets the run apart.
+    """Give each run of a sweep with one run.name its own: that name, a number, and the run's overrides.
 
-    Without a name, each run is called by its time and recipe anyway.
+    Without a name, a run is named by its time and recipe anyway.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs))
     for number, job in enumerate(jobs):
@@ -188,7 +256,7 @@ def _name_runs(jobs: list[Job]) -> None:
 
 
 def _check_resumed(jobs: list[Job]) -> None:
-    """UserError where runs of a sweep would continue in one folder, one after the other."""
+    """Raise UserError if runs of a sweep would resume in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
@@ -201,12 +269,12 @@ def _check_resumed(jobs: list[Job]) -> None:
 
 
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
-    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
+    """Run main() and return its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
     handlers = {}
-    if rank_group is None:  # a script: train.py's listens when it has read the environment
+    if rank_group is None:  # a script; train.py's listens after it has read the environment
         rank_group = RankGroup()
         handlers = rank_group.listen()
 
@@ -239,7 +307,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
                 error.add_note(f"on rank {rank_group.launch.rank}")
             raise
         if end.message is not None and first:
-            with contextlib.suppress(OSError):  # its terminal may have gone
+            with contextlib.suppress(OSError):  # its terminal may be closed
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
         rank_group.leave()
         return rank_group.exit(end.code)
@@ -251,7 +319,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
 @contextlib.contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
-    """Warnings of ours are about what the user gave: without the place in the code, which Python puts before them."""
+    """Print our warnings, which are about the user's input, without the place in the code that Python adds."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
@@ -266,9 +334,9 @@ def _own_warnings_in_one_line() -> Iterator[None]:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
+    """Return whether a stream's reader is gone. If so, its buffer is discarded instead of raising at exit."""
     state = select.poll()
-    state.register(stream.fileno(), 0)  # reports errors alone
+    state.register(stream.fileno(), 0)  # report errors only
     if not state.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -279,8 +347,8 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 @dataclass
 class _End:
-    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: a signal
-    ended this process."""
+    """How main ended. message: None for a bug. orderly: all processes end like this, each on its own. by_signal: a
+    signal ended this process."""
 
     message: str | None
     code: int
@@ -289,12 +357,14 @@ class _End:
 
 
 def _judge(error: BaseException, stop_signal: int) -> _End:
-    """stop_signal: number of the signal that asked main to end; 0: none."""
+    """Classify the error that ended main. stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     import yaml
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+
+    from trainer.launch.composition_errors import explain
 
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
@@ -304,10 +374,10 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, UserError | RunError | OSError):
         code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
-        word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
+        word = "error: " if code < 128 else ""  # a run stopped by a signal has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
-    if stop_signal:  # an interrupt within an import of torch, say, may come out as anything
+    if stop_signal:  # an interrupt during an import of torch, say, may surface as any error
         return _by_signal(stop_signal)
     return _End(None, FAILED)
 
@@ -319,7 +389,7 @@ def _by_signal(number: int) -> _End:
 
 
 def _of_a_file(error: OSError) -> str:
-    """The system's own errors name the path last, and not what to do."""
+    """Format a file error: the system's own message names the path last, and no fix."""
     if error.filename is None:
         return str(error)
     fix = "free space" if error.errno in FULL else "correct the path or its permissions"
@@ -327,67 +397,9 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def explain(error: BaseException, arguments: list[str]) -> str:
-    """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
-    from hydra.errors import MissingConfigException, OverrideParseException
-
-    from trainer.config.schema import ELSEWHERE, nearest
-
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        if "=~" in str(error.override):
-            return f"{error.override}: nothing expands ~ after a =; write $HOME"
-        fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
-        key, equals, value = str(error.override).partition("=")
-        if value[:1] in ("{", "["):  # of a section or list the quotes stand outside, or it is text
-            fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
-        return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        meant = nearest(choice, error.options, ELSEWHERE)
-        hint = f"did you mean {meant}?" if meant else "choose one"
-        return f"{group}={choice}: there is no such {group}; {hint} ({', '.join(error.options)})"
-    if found := re.match(r"Could not override '([^']+)'", text):
-        key = found[1]
-        if appended := re.search(r"To append to your default list use (\+\S+)", text):
-            return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
-        return _not_in_config(key, _given(key, arguments))
-    if found := re.match(r"Could not delete from config. '([^']+)'", text):
-        return f"~{found[1]}: there is no such key to take away"
-    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
-        return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
-    if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
-        return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
-    if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]}: a value, a list or a section where another of these stands; --cfg job shows what does"
-    if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
-        group = found[1] or found[2]
-        once = "+recipe=NAME once, or +recipe=[A,B]" if group == "recipe" else f"{group}=NAME, once"
-        return f"{group}={_given(group, arguments)}: {group} is chosen twice; write {once}"
-    if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
-        return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
-    return text.split("\nConfig search path")[0].split("\nSet the environment")[0]
-
-
-def _given(key: str, arguments: list[str]) -> str:
-    """The value that the command line gives a key, for display, secrets hidden."""
-    for argument in reversed(arguments):
-        name, _, value = argument.partition("=")
-        if name.lstrip("+~").partition("@")[0] == key:
-            return printable(key, value)
-    return ""
-
-
-def _not_in_config(key: str, value: str) -> str:
-    """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
-    from trainer.config import Config, unknown_key
-    from trainer.config.schema import keys_of
-
-    if key.startswith("hydra."):
-        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help names them"
-    if key in keys_of(Config):
-        return f"{key}={value}: the chosen configs do not use this key; to set it all the same write ++{key}={value}"
-    return unknown_key(key, value)
+    """Return a message, which may quote files, without cursor control, on one line of bounded length."""
+    line = " ".join(text.split())
+    line = (
+        line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    )
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

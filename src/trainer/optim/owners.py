@@ -1,12 +1,12 @@
 """Owners: each matrix is orthogonalised by one rank, with FLOPs spread evenly over ranks.
 
-Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Of the logical matrices (`models.matrices`) some
-lie within one rank's rows: experts always, since a stack is cut between experts, and heads where a part's rows are a
-multiple of a head's. Their owner is who holds them. With replicas, which hold the same, it is one of these. A matrix
-that is cut belongs to one of the ranks that hold a part of it.
+Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Some logical matrices (`models.matrices`) lie
+within one rank's rows: always experts, since a stack is cut between experts, and heads if a part's rows are a multiple
+of a head's. Their holder owns them; with replicas, one of the holders. A matrix that is cut belongs to one of the ranks
+that hold a part of it.
 
-Owners are chosen longest first: the matrix that costs most goes to the rank that has least to do. All of it follows
-from shapes and degrees, so that ranks agree without a message, and the forecast counts what a step does.
+Owners are assigned longest first: the costliest matrix goes to the least loaded rank. Everything follows from shapes
+and degrees, so ranks agree without a message, and the forecast matches the step.
 """
 
 from bisect import bisect_right
@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the logical matrices of a weight lie. columns: of the weight; parts: its rows, in order, those of a stack
-    [E, N, K] counted through as [E N, K]."""
+    """Positions of a weight's logical matrices. columns: of the weight. parts: its rows, in order; a stack [E, N, K]
+    counts as [E N, K]."""
 
     columns: int
     division: Division
@@ -47,7 +47,7 @@ class Layout:
 
 class Run(NamedTuple):
     """Matrices of one owner: number `index` of the groups [begin:end] of a weight, which lie in its parts [first:last].
-    More than one only if they lie in one part."""
+    Several matrices must lie in one part."""
 
     name: str
     index: int
@@ -65,18 +65,18 @@ class Run(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in them."""
+        """Number of elements."""
         return self.count * self.box.rows * self.box.columns
 
     def cut(self, most: int) -> Iterator["Run"]:
-        """Runs of at most `most` numbers, or of one matrix."""
+        """Yield runs of at most `most` elements, or of one matrix."""
         step = max(most * self.count // self.numel, 1)
         for begin in range(self.begin, self.end, step):
             yield self._replace(begin=begin, end=min(begin + step, self.end))
 
 
 def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS) -> Layout:
-    """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts."""
+    """Return the layout of a weight [R, K], cut by rows, or of a stack [E, N, K], spread and cut by experts."""
     d = degrees
     if len(shape) == 2:
         ranks = [tuple(r * d.shard + s for r in range(d.replicate)) for s in range(d.shard)]
@@ -92,14 +92,14 @@ def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PR
 
 
 def _cut(begin: int, end: int, rows: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
-    """As torch.chunk does: all but the last are as long as each other, and some ranks may have none."""
+    """Yield parts as torch.chunk cuts them: all but the last have equal length, and some ranks may have none."""
     length = -(-(end - begin) // len(ranks))
     for start, holders in zip(range(begin, end, length), ranks, strict=False):
         yield Part(start * rows, min(start + length, end) * rows, holders)
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
-    """The runs of all ranks, those of the costliest matrices first, and FLOPs by rank [ranks] of `steps` steps of the
+    """Return all ranks' runs, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
     iteration."""
     found = [
         (flops(box.rows, box.columns, steps), Run(name, index, *where, box, -1))
@@ -130,7 +130,7 @@ def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[
 
 @cache
 def _places(of: Layout, box: Box) -> list[tuple[int, int, int, int]]:
-    """Groups [begin:end] of which the matrix lies in the parts [first:last]."""
+    """Return groups [begin:end] whose matrix lies in the parts [first:last]."""
     period, found = of.division.period, []
     starts = [part.begin for part in of.parts]
     for i, part in enumerate(of.parts):

@@ -15,6 +15,7 @@ that it runs.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -87,12 +88,14 @@ class Profiler:
         recorded.stop()
         self._folder.mkdir(exist_ok=True)
         window = f"step{self._first}-{self._last}{self._whose}"
-        paths = [self._folder / f"trace_{window}.json.gz"]
-        recorded.export_chrome_trace(str(paths[0]))
-        if self._cuda and self._memory:
-            paths.append(self._folder / f"memory_{window}.pickle")
-            torch.cuda.memory._dump_snapshot(str(paths[1]))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        names = [f"trace_{window}.json.gz"]
+        with TemporaryDirectory(dir=self._folder) as new:  # torch would write through a link of that name
+            recorded.export_chrome_trace(f"{new}/{names[0]}")
+            if self._cuda and self._memory:
+                names.append(f"memory_{window}.pickle")
+                torch.cuda.memory._dump_snapshot(f"{new}/{names[1]}")
+                torch.cuda.memory._record_memory_history(enabled=None)
+            paths = [Path(new, name).rename(self._folder / name) for name in names]
         message = f"steps {self._first} to {self._last} recorded: {', '.join(path.name for path in paths)}"
         if self._memory and not self._cuda:
             message += "; no memory snapshot, which there is of a GPU only"
