@@ -149,7 +149,8 @@ def brief(words: list[str]) -> list[str]:
 
 def planned(words: list[str]) -> list[str]:
     """A command of docs/parallelism.md: what is searched is searched for a small model, on the first two machines."""
-    if not words[0].endswith("plan_parallelism.py") or any(word.startswith("parallel.") for word in words):
+    kept = any(word.startswith(("parallel.pipeline", "parallel.expert")) for word in words)  # a small model has no room
+    if not words[0].endswith("plan_parallelism.py") or kept:
         return on_text(words)
     several = "--gpus", "--node-link", "--network"
     words = [

@@ -35,23 +35,21 @@ answer, to be replaced by a measurement: rates and bandwidths are given, see `sc
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.flops import arriving, flops_per_token
 from precision import Plan
-from precision.errors import UserError
-from trainer.config import Config, OptimizerName, Recompute, Switch
-from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
+from trainer.config import Config, Recompute, Switch
+from trainer.forecast.memory import forecast, parameters, travels_in_fp8
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
-from trainer.forecast.stages import check_stages, goes_round, idle_share, microbatches_of, stage_models
-from trainer.forecast.tensor import check_tensor, tensor_bytes
-from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
+from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
+from trainer.forecast.tensor import tensor_bytes
+from trainer.parallel.mesh import Degrees, FsdpPolicy
 
 SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
 DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
-NEAR = 0.9  # of the fastest layout's speed: what cannot come so near is not looked at further
 TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
 HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
@@ -134,6 +132,14 @@ class Cost:
 
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
     """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
+    held, policy = forecast(config, plan, degrees, machine.memory)
+    return timed(config, plan, degrees, machine, policy, sum(held.values()))
+
+
+def timed(
+    config: Config, plan: Plan, degrees: Degrees, machine: Machine, policy: FsdpPolicy, memory: float = 0.0
+) -> Cost:
+    """`cost` with what FSDP does, and the memory of that."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
@@ -145,8 +151,9 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         compute = max(compute, HOST * microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline)
     compute += muon_size(config, plan, d).flops / machine.flops
 
-    held, policy = forecast(config, plan, d, machine.memory)
-    hidden = max(_shared(own, rows, d, machine, policy, microbatches) for own, rows, _ in stage_models(config, plan, d))
+    counts = tuple(blocks_of_stages(config, plan, d.pipeline))
+    stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)
+    hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
     waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * m.num_moe_blocks, d.expert)
@@ -166,7 +173,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         config.recompute,
         t.microbatch_size,
         microbatches,
-        sum(held.values()),
+        memory,
         compute,
         hidden,
         waiting,
@@ -176,13 +183,21 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     )
 
 
-def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
-    """Seconds for which a rank of a stage gathers and reduces what others have parts of. config, plan: the stage's."""
-    others, experts = parameters(plan, config=config.model)
-    experts /= d.expert
+class _Shared(NamedTuple):
+    """Parameters of a rank's stages, and those of them that travel in FP8: outside the routed experts, and in those of
+    a rank."""
+
+    others: float
+    experts: float
+    halved: float
+    halved_experts: float
+
+
+def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
+    """Seconds for which a rank of a stage gathers and reduces what others have parts of."""
+    others, experts, halved, halved_experts = numbers
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
-    halved, halved_experts = _in_fp8(plan, d, config.parallel.fp8_all_gather)
     seconds = 0.0
     for number, in_fp8, ranks, stride in (
         (others, halved, d.cut, 1),
@@ -199,118 +214,20 @@ def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: Fs
 
 
 @once
+def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], config: Config) -> list[_Shared]:
+    """Of ranks with different stages. counts: blocks of each stage."""
+    found = []
+    for own, rows, _ in stage_models(config, plan, d):
+        others, experts = parameters(rows, config=own.model)
+        found.append(_Shared(others, experts / d.expert, *_in_fp8(rows, d, choice)))
+    return found
+
+
 def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
-    """Parameters that travel in FP8: outside the routed experts, and in those of a rank."""
+    """As `_Shared` has them last."""
     sizes = [0.0, 0.0]
-    for row in plan.gemms.values():
+    for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
         if travels_in_fp8(choice, row, d):
             kept = d.expert if row.op == "moe.experts" else 1
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]
-
-
-def layouts(
-    config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
-) -> Iterator[Cost]:
-    """Layouts of `sequences` sequences a GPU and step that fit, with the sizes of axes (and stages a rank) that are
-    `given`; tensor groups only so. Of a context group's microbatches those that no smaller group computes the same
-    pieces of, with fewer messages. Several stages a rank where that may come near the fastest so far."""
-    t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
-    per_rank, fastest = given.pop("stages_per_rank", None), 0.0
-    for degrees in _degrees(machine.gpus, config, given.pop("tensor", 1)):
-        if any(getattr(degrees, axis) != size for axis, size in given.items()):
-            continue
-        share = t.global_batch_size // degrees.data  # of a context group
-        if _states(config, plan, degrees) > SPARE * machine.memory:
-            continue
-        sizes = [n for n in range(1, share // degrees.pipeline + 1) if share % n == 0]
-        for recompute in Recompute:
-            for size in sizes:
-                if math.gcd(size, degrees.context) > 1:
-                    continue
-                run = replace(config, trainer=replace(t, microbatch_size=size), recompute=recompute)
-                found = _with_stages(run, plan, degrees, machine, per_rank)
-                one = next(found, None)
-                if one is None and degrees.pipeline > 1:
-                    break  # larger ones need more
-                while one is not None:
-                    yield one
-                    fastest = max(fastest, one.tokens_per_second)
-                    near = one.tokens / (one.step - one.idle) >= NEAR * fastest
-                    one = next(found, None) if near else None
-
-
-def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine, given: int | None) -> Iterator[Cost]:
-    """A layout with 1, 2 and 4 stages a rank, or as many as `given`, as long as it fits."""
-    p, m = degrees.pipeline, microbatches_of(config, degrees)
-    for v in (given,) if given else (1, 2, 4):
-        if v > 1 and (p == 1 or p * v > config.model.num_layers + 1 or not goes_round(m, p)):
-            return
-        one = cost(replace(config, parallel=replace(config.parallel, stages_per_rank=v)), plan, degrees, machine)
-        if one.memory > SPARE * machine.memory:
-            return
-        yield one
-
-
-def _states(config: Config, plan: Plan, d: Degrees) -> float:
-    """Bytes that no stage can do without: masters, gradients and one moment in BF16."""
-    sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
-    return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
-
-
-def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """GPUs, the machine's doubled as often as it takes, that a layout fits into; None if it takes too many to count."""
-    config = replace(config, recompute=Recompute.full)
-    for gpus in (machine.gpus << n for n in range(1, 12)):
-        trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(gpus, config):
-            if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
-                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
-                if sum(memory.values()) <= SPARE * machine.memory:
-                    return gpus
-    return None
-
-
-def ranked(found: Iterable[Cost]) -> list[Cost]:
-    """The fastest first; of equals the simplest, then that of the fewest microbatches, which the host has less work
-    with."""
-    return sorted(found, key=_rank)
-
-
-def _rank(c: Cost) -> tuple[float, ...]:
-    d, order = c.degrees, list(Recompute)
-    layout = d.pipeline, d.context, d.tensor, d.expert, d.replicate, c.stages_per_rank
-    return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
-
-
-def _degrees(gpus: int, config: Config, tensor: int = 1) -> Iterator[Degrees]:
-    """Every product with so large tensor groups that this config can be trained by: stages where nothing refuses them,
-    context groups where both heads and positions go round."""
-    for pipeline in _divisors(gpus):
-        stage = gpus // pipeline
-        if stage % tensor:
-            continue
-        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, stage // tensor)):
-            for replicate in _divisors(stage // (context * tensor)):
-                cut = stage // (replicate * tensor)
-                for expert in _divisors(math.gcd(stage, config.model.num_experts)):
-                    degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
-                    if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
-                        yield degrees
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _trains(config: Config, degrees: Degrees) -> bool:
-    """Whether nothing but the size of the batch stands against these degrees."""
-    if degrees.context > 1 and config.optim.name is OptimizerName.muon:
-        return False
-    enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
-    try:
-        check_tensor(config, degrees)
-        check_stages(replace(config, trainer=enough), degrees)
-    except UserError:
-        return False
-    return True

@@ -24,6 +24,7 @@ Not in it: what an op needs while it runs, the allocator's own losses, the libra
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import torch
@@ -44,18 +45,29 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 GIB = 2**30
 ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
 
+Held = Callable[[FsdpPolicy], dict[str, float]]
+"""What a rank holds, by category, as FSDP frees and reduces."""
+
 
 def pick_fsdp_policy(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> FsdpPolicy:
     """`parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`; auto: the fewest messages that `total`
     bytes of GPU memory have room for. total: None on a CPU; then once a step, and freed."""
+    return _pick(config, list(_ranks_differing(config, plan, degrees)), total)
+
+
+def _pick(config: Config, ranks: list[Held], total: float | None) -> FsdpPolicy:
+    ways = _ways(config)
+    if total is None:
+        return FsdpPolicy(ways[0].reduce_each_microbatch, ways[-1].keep_gathered)
+    return next((way for way in ways if sum(_most(ranks, way).values()) <= ROOM * total), ways[-1])
+
+
+def _ways(config: Config) -> list[FsdpPolicy]:
+    """That are left open, the fewest messages first, and the least memory last."""
     reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
     each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
     keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
-    if total is None:
-        return FsdpPolicy(each[0], keeps[-1])
-    ways = [FsdpPolicy(e, k) for e in each for k in keeps]
-    fits = (way for way in ways if sum(forecast_memory(config, plan, degrees, way).values()) <= ROOM * total)
-    return next(fits, ways[-1])
+    return [FsdpPolicy(e, k) for e in each for k in keeps]
 
 
 def total_memory(device: torch.device) -> float | None:
@@ -73,16 +85,27 @@ def forecast_memory(
     recorded.
     """
     policy = policy or pick_fsdp_policy(config, plan, degrees, None)
-    if degrees.pipeline == 1:
-        return _of_a_rank(config, plan, degrees, policy, graphs)
-    stages = stage_models(config, plan, degrees)
-    found = (_of_a_rank(own, rows, degrees, policy, False, kept) for own, rows, kept in stages)
-    return max(found, key=lambda memory: sum(memory.values()))
+    return _most(_ranks_differing(config, plan, degrees, graphs), policy)
 
 
-def _of_a_rank(
-    config: Config, plan: Plan, degrees: Degrees, policy: FsdpPolicy, graphs: bool, microbatches: float = 1
-) -> dict[str, float]:
+def exceeds(config: Config, plan: Plan, degrees: Degrees, room: float) -> bool:
+    """Whether a rank is forecast to hold more bytes whatever FSDP does; less work than to forecast all."""
+    way = _ways(config)[-1]
+    return any(sum(held(way).values()) > room for held in _ranks_differing(config, plan, degrees))
+
+
+def _most(ranks: Iterable[Held], policy: FsdpPolicy) -> dict[str, float]:
+    """Of the rank that holds most."""
+    return max((held(policy) for held in ranks), key=lambda memory: sum(memory.values()))
+
+
+def _ranks_differing(config: Config, plan: Plan, degrees: Degrees, graphs: bool = False) -> Iterator[Held]:
+    """Of ranks with different stages."""
+    for own, rows, kept in stage_models(config, plan, degrees):
+        yield _of_a_rank(own, rows, degrees, graphs and degrees.pipeline == 1, kept)
+
+
+def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, microbatches: float) -> Held:
     """microbatches: whose activations it keeps."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.sequence
@@ -101,36 +124,46 @@ def _of_a_rank(
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
-    if config.health.shadow_every:
-        memory["BF16 shadow"] = _shadow(plan, degrees, policy.keep_gathered)
-    if degrees.world == 1:
-        return memory
-    wholes = _wholes(plan, degrees, config=config.model)  # bytes in FP32 of what a rank gathers, by part
-    largest = max(size for name, size in wholes.items() if name)
-    memory["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
-    if not policy.reduce_each_microbatch and not one_microbatch:
-        memory["gradients"] += sum(wholes.values())
-    else:
-        memory["gradients"] += largest
+    wholes, largest, communication = {}, 0.0, 0.0  # bytes in FP32 of what a rank gathers, by part
+    if degrees.world > 1:
+        wholes = _wholes(plan, degrees, config=config.model)
+        largest = max(size for name, size in wholes.items() if name)
+        communication = _communication(config, plan, degrees, tokens) + largest
+
+    def held(policy: FsdpPolicy) -> dict[str, float]:
+        found = dict(memory)
+        if config.health.shadow_every:
+            found["BF16 shadow"] = _shadow(plan, degrees, policy.keep_gathered)
+        if degrees.world > 1:
+            found["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
+            once = not policy.reduce_each_microbatch and not one_microbatch
+            found["gradients"] += sum(wholes.values()) if once else largest
+            found["communication"] = communication
+        return found
+
+    return held
+
+
+def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) -> float:
+    """Buffers of messages, but for the gradients of a block. tokens: of a rank and microbatch."""
+    model = config.model
     # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
-    memory["communication"] = (
-        2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0) + largest
-    )
+    size = 2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0)
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
     if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
         width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
         if (capacity := _capacity(config)) is None:
-            memory["communication"] += 2 * tokens * arriving(model, degrees.expert) * width
+            size += 2 * tokens * arriving(model, degrees.expert) * width
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
             slots, _ = room(capacity, tokens, K, degrees.expert, each)
             inbox = config.parallel.dispatch is not Dispatch.slots  # besides what leaves and what has come
-            memory["communication"] += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
+            size += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
     if degrees.context > 1:
-        memory["communication"] += 2 * tokens * _exchanged(plan)
+        size += 2 * tokens * _exchanged(plan)
     if degrees.tensor > 1:  # gathered, and its gradient in FP32
-        memory["communication"] += tokens * gathered_bytes(plan, degrees, model.hidden_size)
-    return memory
+        size += tokens * gathered_bytes(plan, degrees, model.hidden_size)
+    return size
 
 
 def _exchanged(plan: Plan) -> float:
@@ -158,9 +191,11 @@ def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | 
 def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
     """`forecast_memory` as the run will decide what it leaves open, and what FSDP does. total: bytes of a GPU; None: a
     CPU."""
-    policy = pick_fsdp_policy(config, plan, degrees, total)
-    graphs = total is not None and records_graphs(config, plan, degrees, total)
-    return forecast_memory(config, plan, degrees, policy, graphs), policy
+    ranks = list(_ranks_differing(config, plan, degrees))
+    policy = _pick(config, ranks, total)
+    if total is not None and records_graphs(config, plan, degrees, total):
+        ranks = list(_ranks_differing(config, plan, degrees, graphs=True))
+    return _most(ranks, policy), policy
 
 
 def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:

@@ -2,12 +2,13 @@
 cuts, keeps and sends."""
 
 import math
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from precision import Plan
 from precision.errors import UserError
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName, Recompute
+from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
@@ -22,15 +23,14 @@ def parts(row: GemmRow, degrees: Degrees) -> int:
 
 def cut_parameters(plan: Plan) -> float:
     """Parameters that `parallel.tensor` cuts, without the embedding."""
-    return float(sum(row.in_features * row.out_features for row in plan.gemms.values() if row.op in CUT))
+    return _widths(plan).cut
 
 
 def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Activations that a rank of a tensor group keeps besides those of its own positions, a token of its own: what its
     heads read of the others'. A block's, where they are computed again."""
-    rows = [row for row in plan.gemms.values() if row.op in READ]
     blocks = 1 if config.recompute is Recompute.none else config.model.num_layers + config.model.num_mtp_layers
-    return (degrees.tensor - 1.0) * sum(row.in_features * row.recipe.input.bytes for row in rows) / blocks
+    return (degrees.tensor - 1.0) * _widths(plan).kept / blocks
 
 
 def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
@@ -42,11 +42,30 @@ def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
 def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, float]:
     """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass: beside
     GEMMs (what queries, keys and values read, and its gradient), and what is waited for (around o)."""
-    reads = sum(row.in_features for row in plan.gemms.values() if row.op in ("attn.q", "attn.q_b"))
-    reads += sum(row.out_features for row in plan.gemms.values() if row.op == "attn.kv_a")
-    made = sum(row.out_features for row in plan.gemms.values() if row.op == "attn.o")
-    others = degrees.tensor - 1.0
-    return others * (forwards * 2 + 4) * reads, others * (forwards * 2 + 2) * made
+    of, others = _widths(plan), degrees.tensor - 1.0
+    return others * (forwards * 2 + 4) * of.reads, others * (forwards * 2 + 2) * of.made
+
+
+class _Widths(NamedTuple):
+    """Over all blocks: parameters that are cut, bytes of a token that READ keeps, numbers of a token that queries, keys
+    and values read, and that o makes."""
+
+    cut: float
+    kept: float
+    reads: int
+    made: int
+
+
+@once
+def _widths(plan: Plan) -> _Widths:
+    rows = list(plan.gemms.values())
+    return _Widths(
+        cut=float(sum(row.in_features * row.out_features for row in rows if row.op in CUT)),
+        kept=sum(row.in_features * row.recipe.input.bytes for row in rows if row.op in READ),
+        reads=sum(row.in_features for row in rows if row.op in ("attn.q", "attn.q_b"))
+        + sum(row.out_features for row in rows if row.op == "attn.kv_a"),
+        made=sum(row.out_features for row in rows if row.op == "attn.o"),
+    )
 
 
 def check_context(config: Config, degrees: Degrees) -> None:
