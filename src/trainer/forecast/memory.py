@@ -11,7 +11,8 @@
                       block, with selective all but attention's inside, and that of one block
     head              gradients of the head's weight, one a use, that wait for the backward pass
     communication     buffers that weights and gradients pass through, tokens on their way to experts, and keys and
-                      values between the heads of a context group; latents, and what o makes, of a tensor group
+                      values between the heads of a context group; latents, and what o makes, of a tensor group;
+                      what stages send each other
     BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
                       as it runs
 
@@ -102,11 +103,12 @@ def _most(ranks: Iterable[Held], policy: FsdpPolicy) -> dict[str, float]:
 def _ranks_differing(config: Config, plan: Plan, degrees: Degrees, graphs: bool = False) -> Iterator[Held]:
     """Of ranks with different stages."""
     for own, rows, kept in stage_models(config, plan, degrees):
-        yield _of_a_rank(own, rows, degrees, graphs and degrees.pipeline == 1, kept)
+        between = _between_stages(config, plan, kept) if degrees.pipeline > 1 else 0.0
+        yield _of_a_rank(own, rows, degrees, graphs and degrees.pipeline == 1, kept, between)
 
 
-def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, microbatches: float) -> Held:
-    """microbatches: whose activations it keeps."""
+def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, microbatches: float, between: float) -> Held:
+    """microbatches: whose activations it keeps. between: bytes of a token that stages send each other."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.sequence
     shared, experts = parameters(plan, config=config.model)
@@ -128,7 +130,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
     if degrees.world > 1:
         wholes = _wholes(plan, degrees, config=config.model)
         largest = max(size for name, size in wholes.items() if name)
-        communication = _communication(config, plan, degrees, tokens) + largest
+        communication = _communication(config, plan, degrees, tokens) + largest + tokens * between
 
     def held(policy: FsdpPolicy) -> dict[str, float]:
         found = dict(memory)
@@ -164,6 +166,13 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
     if degrees.tensor > 1:  # gathered, and its gradient in FP32
         size += tokens * gathered_bytes(plan, degrees, model.hidden_size)
     return size
+
+
+def _between_stages(config: Config, plan: Plan, microbatches: float) -> float:
+    """Bytes of a token's numbers that stages send each other: of each microbatch that is kept what a stage has made,
+    and with MTP the embedded tokens; and two messages on their way."""
+    streams, stages = 2 if config.model.num_mtp_layers else 1, config.parallel.stages_per_rank
+    return streams * (microbatches * stages + 2) * config.model.hidden_size * plan.tensors["residual"].format.bytes
 
 
 def _exchanged(plan: Plan) -> float:

@@ -134,6 +134,11 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
     found = {"lines": lines, "validation": held_out, "gradients": first}
     if engine.pipelined is not None:
         found["idle"] = [share for (share,) in world.gather_numbers([engine.pipelined.clock.idle_share])]
+        schedule: Any = engine.pipelined._schedule
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            received = [info for chunks in (stage.args_recv_info, stage.grad_recv_info) for info in chunks.values()]
+            buffers = [getattr(info, "buffer", None) for infos in received for info in infos]
+            assert all(buffer is None or buffer.is_meta for buffer in buffers), "between steps there are none"
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
     return found
 
