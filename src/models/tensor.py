@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+CUT = {"attn.q": 0, "attn.q_b": 0, "attn.kv_b": 0, "attn.o": 1, "lm_head": 0}
+"""The dimension of a weight [N, K] that ranks have parts of, by op of the precision plan."""
+
+
 class TensorSplit(ContextSplit):
     """This process's place in a tensor group: `rank` of `size`. Its methods that send are collectives of the group."""
 

@@ -42,7 +42,7 @@ from models.flops import arriving, flops_per_token
 from precision import Plan
 from trainer.config import Config, Recompute, Switch
 from trainer.forecast.memory import forecast, parameters, travels_in_fp8
-from trainer.forecast.muon import muon_size
+from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.once import once
 from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
 from trainer.forecast.tensor import tensor_bytes
@@ -133,13 +133,19 @@ class Cost:
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
     """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
     held, policy = forecast(config, plan, degrees, machine.memory)
-    return timed(config, plan, degrees, machine, policy, sum(held.values()))
+    return timed(config, plan, degrees, machine, policy, sum(held.values()), busiest(config, plan, degrees))
 
 
 def timed(
-    config: Config, plan: Plan, degrees: Degrees, machine: Machine, policy: FsdpPolicy, memory: float = 0.0
+    config: Config,
+    plan: Plan,
+    degrees: Degrees,
+    machine: Machine,
+    policy: FsdpPolicy,
+    memory: float = 0.0,
+    busiest: float = 1.0,
 ) -> Cost:
-    """`cost` with what FSDP does, and the memory of that."""
+    """`cost` with what FSDP does, the memory of that, and the load of Muon's busiest rank over the mean."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
@@ -149,7 +155,7 @@ def timed(
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
     if d.world > 1:
         compute = max(compute, HOST * microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline)
-    compute += muon_size(config, plan, d).flops / machine.flops
+    compute += muon_size(config, plan, d).flops * busiest / machine.flops
 
     counts = tuple(blocks_of_stages(config, plan, d.pipeline))
     stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)

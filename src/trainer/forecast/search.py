@@ -16,9 +16,10 @@ from itertools import count, groupby
 
 from precision import Plan
 from precision.errors import UserError
-from trainer.config import Config, OptimizerName, Recompute
+from trainer.config import Config, Recompute
 from trainer.forecast.cost import SPARE, Cost, Machine, timed
 from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
+from trainer.forecast.muon import busiest
 from trainer.forecast.stages import check_stages, goes_round, stage_models
 from trainer.forecast.tensor import check_tensor
 from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
@@ -46,7 +47,7 @@ class Search:
     def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None):
         self._config, self._plan, self._given = config, plan, dict(given or {})
         self._per_rank = self._given.pop("stages_per_rank", None)
-        self._held: dict[tuple[float, _Candidate], tuple[float, FsdpPolicy] | None] = {}
+        self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float, float] | None] = {}
 
     def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
         """Of each choice of degrees the fastest layout that fits, of so many sequences a GPU and step. Of equals the
@@ -72,13 +73,13 @@ class Search:
                 if (share := n * machine.gpus // degrees.data) >= degrees.pipeline:
                     size = _divisors(share, share // degrees.pipeline)[-1]
                     one = _Candidate(n, degrees, Recompute.none, size, self._per_rank or 1)
-                    bound = self._timed(one, machine, 0.0, FEWEST)
+                    bound = self._timed(one, machine)
                     push(bound.tokens / (bound.step - bound.idle), (degrees, n))
         while queue:
             _, _, one = heappop(queue)
             if isinstance(one, tuple):
                 for each in self._candidates(machine, *one) if one[0] not in done else ():
-                    push(self._timed(each, machine, 0.0, FEWEST).tokens_per_second, each)
+                    push(self._timed(each, machine).tokens_per_second, each)
                 continue
             if one.degrees in done:
                 continue
@@ -87,7 +88,7 @@ class Search:
                 continue
             for recompute in AGAIN[one.recompute]:
                 slower = replace(one, recompute=recompute)
-                push(self._timed(slower, machine, 0.0, FEWEST).tokens_per_second, slower)
+                push(self._timed(slower, machine).tokens_per_second, slower)
             kind = replace(one, size=0)
             several = one.size * one.degrees.data < one.sequences * machine.gpus
             if several and one.size > too_large.get(kind, one.size):
@@ -125,18 +126,25 @@ class Search:
         parallel = replace(self._config.parallel, stages_per_rank=one.per_rank)
         return replace(self._config, trainer=trainer, recompute=one.recompute, parallel=parallel)
 
-    def _timed(self, one: _Candidate, machine: Machine, memory: float, policy: FsdpPolicy) -> Cost:
-        return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory)
+    def _timed(
+        self,
+        one: _Candidate,
+        machine: Machine,
+        policy: FsdpPolicy = FEWEST,
+        memory: float = 0.0,
+        most: float = 1.0,
+    ) -> Cost:
+        return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
 
-    def _memory(self, one: _Candidate, machine: Machine) -> tuple[float, FsdpPolicy] | None:
-        """Bytes, and what FSDP does; None where it does not fit."""
+    def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float, float] | None:
+        """What FSDP does, bytes, and the load of Muon's busiest rank; None where it does not fit."""
         key = machine.memory, one
         if key not in self._held:
             self._held[key] = None
             run, room = self._run(one, machine), SPARE * machine.memory
             if not exceeds(run, self._plan, one.degrees, room):
                 held, policy = forecast(run, self._plan, one.degrees, machine.memory)
-                self._held[key] = sum(held.values()), policy
+                self._held[key] = policy, sum(held.values()), busiest(run, self._plan, one.degrees)
         return self._held[key]
 
 
@@ -200,8 +208,6 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 
 def _trains(config: Config, degrees: Degrees) -> bool:
     """Whether nothing but the size of the batch stands against these degrees."""
-    if degrees.context > 1 and config.optim.name is OptimizerName.muon:
-        return False
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
         check_tensor(config, degrees)

@@ -4,15 +4,15 @@ cuts, keeps and sends."""
 import math
 from typing import NamedTuple, NoReturn
 
+from models.tensor import CUT
 from precision import Plan
 from precision.errors import UserError
 from precision.rows import GemmRow
-from trainer.config import Config, OptimizerName, Recompute
+from trainer.config import Config, Recompute
 from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
-CUT = (*READ, "attn.o", "lm_head")
 WIDTH = 16  # numbers: what a GEMM in FP8 reads at a time
 
 
@@ -76,9 +76,6 @@ def check_context(config: Config, degrees: Degrees) -> None:
             fits = math.gcd(*lengths.values())
             fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
             _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
-    if config.optim.name is OptimizerName.muon and degrees.context > 1:
-        why = "optim.name=muon does not know ranks that share sequences"
-        _refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
@@ -106,9 +103,6 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
         if heads * width % WIDTH:
             why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
             _refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
-    if config.optim.name is OptimizerName.muon:
-        why = "optim.name=muon updates whole matrices"
-        _refuse("parallel.tensor", t, why, f"{off}, or optim=adamw_wsd")
     if config.health.shadow_every:
         why = f"its passes know no parallel.tensor={t}"
         _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

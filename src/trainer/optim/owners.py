@@ -1,6 +1,7 @@
 """Owners: each matrix is orthogonalised by one rank, with FLOPs spread evenly over ranks.
 
-Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Of the logical matrices (`models.matrices`) some
+Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows, and the ranks of a tensor group rows of heads,
+columns of heads (attn.o), or the same rows (`models.tensor`). Of the logical matrices (`models.matrices`) some
 lie within one rank's rows: experts always, since a stack is cut between experts, and heads where a part's rows are a
 multiple of a head's. Their owner is who holds them. With replicas, which hold the same, it is one of these. A matrix
 that is cut belongs to one of the ranks that hold a part of it.
@@ -9,6 +10,7 @@ Owners are chosen longest first: the matrix that costs most goes to the rank tha
 from shapes and degrees, so that ranks agree without a message, and the forecast counts what a step does.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,21 +25,25 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
 class Part(NamedTuple):
-    """Rows [begin:end] of a weight, and the ranks that hold them: one in each replica."""
+    """Rows [begin:end] of a weight, `columns` of them from column `left`, and the ranks that hold this: one in each
+    replica."""
 
     begin: int
     end: int
     ranks: tuple[int, ...]
+    left: int
+    columns: int
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where the logical matrices of a weight lie. columns: of the weight; parts: its rows, in order, those of a stack
-    [E, N, K] counted through as [E N, K]."""
+    [E, N, K] counted through as [E N, K]. beside: parts that have the same rows between them, one behind the other."""
 
     columns: int
     division: Division
     parts: tuple[Part, ...]
+    beside: int = 1
 
     @property
     def boxes(self) -> list[Box]:
@@ -75,27 +81,43 @@ class Run(NamedTuple):
             yield self._replace(begin=begin, end=min(begin + step, self.end))
 
 
-def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS) -> Layout:
-    """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts."""
-    d = degrees
-    if len(shape) == 2:
-        ranks = [tuple(r * d.shard + s for r in range(d.replicate)) for s in range(d.shard)]
-        return Layout(shape[1], division, tuple(_cut(0, shape[0], 1, ranks)))
-    own, parts = shape[0] // d.expert, []
-    for e in range(d.expert):
-        ranks = [
-            tuple((r * d.expert_shard + s) * d.expert + e for r in range(d.expert_replicate))
-            for s in range(d.expert_shard)
-        ]
-        parts += _cut(e * own, (e + 1) * own, shape[1], ranks)
-    return Layout(shape[2], division, tuple(parts))
+def layout(
+    shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS, cut: int | None = None
+) -> Layout:
+    """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts. cut: the dimension
+    that a tensor group cuts first; None: its ranks have the same."""
+    d, (*outer, K) = degrees, shape
+
+    def ranks(shard: int, *tensor: int) -> tuple[int, ...]:
+        """Of each replica those with these parts."""
+        return tuple((r * d.cut + shard) * d.tensor + t for r in range(d.replicate) for t in tensor)
+
+    parts: list[Part] = []
+    if len(outer) == 2 and d.expert > 1:
+        own = outer[0] // d.expert
+        for e in range(d.expert):
+            holders = [
+                tuple((r * d.expert_shard + s) * d.expert + e for r in range(d.expert_replicate))
+                for s in range(d.expert_shard)
+            ]
+            parts += _cut(e * own, (e + 1) * own, outer[1], K, holders)
+    elif cut == 0:
+        own = outer[0] // d.tensor
+        for t in range(d.tensor):
+            parts += _cut(t * own, (t + 1) * own, 1, K, [ranks(s, t) for s in range(d.cut)])
+    elif cut == 1:
+        for s, part in enumerate(_cut(0, outer[0], 1, K // d.tensor, [()] * d.cut)):
+            parts += [part._replace(ranks=ranks(s, t), left=t * part.columns) for t in range(d.tensor)]
+    else:
+        parts += _cut(0, outer[0], math.prod(outer[1:]), K, [ranks(s, *range(d.tensor)) for s in range(d.cut)])
+    return Layout(K, division, tuple(parts), d.tensor if cut == 1 else 1)
 
 
-def _cut(begin: int, end: int, rows: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
+def _cut(begin: int, end: int, rows: int, columns: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
     """As torch.chunk does: all but the last are as long as each other, and some ranks may have none."""
     length = -(-(end - begin) // len(ranks))
     for start, holders in zip(range(begin, end, length), ranks, strict=False):
-        yield Part(start * rows, min(start + length, end) * rows, holders)
+        yield Part(start * rows, min(start + length, end) * rows, holders, 0, columns)
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
@@ -131,16 +153,17 @@ def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[
 @cache
 def _places(of: Layout, box: Box) -> list[tuple[int, int, int, int]]:
     """Groups [begin:end] of which the matrix lies in the parts [first:last]."""
-    period, found = of.division.period, []
-    starts = [part.begin for part in of.parts]
-    for i, part in enumerate(of.parts):
+    period, found, n = of.division.period, [], of.beside
+    rows = of.parts[::n]
+    starts = [part.begin for part in rows]
+    for i, part in enumerate(rows):
         begin = -(-(part.begin - box.row) // period)
         end = (part.end - box.row - box.rows) // period + 1
         if begin < end:
-            found.append((begin, end, i, i + 1))
+            found.append((begin, end, i * n, (i + 1) * n))
         group = (part.end - box.row) // period
         top = group * period + box.row
         first = bisect_right(starts, top) - 1
         if top < part.end < top + box.rows and first == i:
-            found.append((group, group + 1, first, bisect_right(starts, top + box.rows - 1)))
+            found.append((group, group + 1, first * n, bisect_right(starts, top + box.rows - 1) * n))
     return found
