@@ -3,8 +3,6 @@
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import composed
 import numpy as np
 import pytest
 import torch
+from ranks import run_cases
 from torch import Tensor
 
 from models.matrices import Division
@@ -121,21 +120,6 @@ def train(name: str, keys: tuple[str, ...], world: World) -> dict[str, Any]:
     return result | {"weights": {key: value.tolist() for key, value in after.items()}}
 
 
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    if size > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-    results = {name: train(name, keys, world) for name, keys in CASES[size].items()}
-    if rank == 0:
-        out.write_text(json.dumps(results))
-    if size > 1:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def results(ask_ranks: Callable[..., Any]) -> dict[int, dict[str, Any]]:
     """What each world size computed."""
@@ -239,4 +223,4 @@ def test_the_forecast_knows_the_bytes_that_are_sent(results: dict[int, dict[str,
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(CASES, train, Path(sys.argv[1]))
