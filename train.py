@@ -22,9 +22,10 @@ def run(rank_group: "RankGroup") -> None:
     from trainer.config import load
 
     configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
+    from trainer.forecast.dry_run import report
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, fitted, report
+    from trainer.forecast.preflight import check, fitted
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin

@@ -18,12 +18,12 @@ NAMES = "recovery.json, backends.json or prepared.json"
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
 def run() -> None:
-    """Read the command line, sign."""
+    """Read the command line and sign."""
     parser = Parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=NAMES)
     files = parser.parse_args().files

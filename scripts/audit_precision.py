@@ -1,10 +1,10 @@
 """Check every row of the precision plan against a real step:  python scripts/audit_precision.py +recipe=fp8_delayed
 [--device cuda] [KEY=VALUE ...]
 
-Takes the same config as train.py, trains two short steps on random tokens (two sequences), records what really happened
-at each row of the plan, and prints both side by side; then how the GEMMs of a GPU add up, and what could not be seen.
-Exit code 1 if a row differs. It audits `reference` on a CPU, and with --device cuda the backends that train on a GPU:
-choose a model that fits into one (model.num_layers=5).
+Takes the same config as train.py, trains two short steps on random tokens (two sequences), records what happens at each
+row of the plan, and prints both side by side; then how the GEMMs of a GPU add up, and what could not be observed. Exit
+code 1 if a row differs. It audits `reference` on a CPU, and with --device cuda the backends that train on a GPU: choose
+a model that fits into one (model.num_layers=5).
 """
 
 import sys
@@ -18,7 +18,7 @@ LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 

@@ -3,18 +3,18 @@
     python scripts/compare_runs.py runs/bf16 runs/fp8_delayed runs/fp8_jit            against the first
     python scripts/compare_runs.py runs/bf16 runs/bf16_seed2 runs/fp8_block --markdown --out compare
 
-Runs may be finished or still running. They must have the same model and see the same data in the same order, or the
-differences would mean something else. One kind of difference is welcome: a run that differs from another in its seed
-alone shows how much of a gap is chance, and is called noise. Below the table it lists the runs that began with weights
-of others, and which continued with other settings half way.
+Runs may be finished or still running. They must have the same model and the same data in the same order, or their
+differences would be meaningless. One exception is useful: a run that differs from another only in its seed shows how
+much of a gap is chance, and is called noise. Below the table it lists the runs that started from weights of others, and
+those that resumed with other settings.
 
-In the table: validation loss as last evaluated, in nats per token; its difference to the first run; mean training loss
-over the last steps; median tokens per second; peak memory; dropped steps. Where power was metered (gpu/ keys) also the
-medians of watts, tokens per joule and joules per token, and the difference of the latter to the first run: all GPUs of
-the job, nothing else of the machines.
+In the table: the last validation loss, in nats per token; its difference to the first run; mean training loss over the
+last steps; median tokens per second; peak memory; skipped steps. If power was metered (gpu/ keys), also the medians of
+watts, tokens per joule and joules per token, and the difference of the latter to the first run: of all the job's GPUs,
+without the rest of the machines.
 
 `--out` gets `loss.png` (moving means of the training loss, and validation loss as marks) and `difference.png` (the same
-against the first run, in percent; for another seed the validation loss alone, and the gap between two seeds at the end
+against the first run, in percent; for another seed only the validation loss, and the gap between two seeds at the end
 is shaded).
 """
 
@@ -34,26 +34,17 @@ from trainer.config_diff import changes, configs_before, flat, read_yaml
 from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
 
-CONFIG, METRICS = (
-    "config.yaml",
-    "metrics.jsonl",
-)  # as in trainer.run.run_folder, which imports torch: this is quick without it
+# as in trainer.run.run_folder, which imports torch: this starts quickly without it
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 # sections that change no number of a run
 NO_MATTER = {"run", "logging", "dry_run", "gpu", "force_memory", "checkpoint", "health"}
 PLACES = {"data.path", "data.tokenizer", "data.mix"}  # absolute paths, as a run keeps them
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 WATTS, JOULES = "gpu/power_watts", "gpu/joules_per_token"
 SLOWED = ("gpu/throttled_thermal", "gpu/throttled_hardware")
-COLOURS = (
-    "#000000",
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # Okabe and Ito: for colour-blind readers
-DASHES = ("-", "--", ":", "-.")  # by readers who see no colours, too
+# of Okabe and Ito: for colour-blind readers
+COLOURS = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+DASHES = ("-", "--", ":", "-.")  # for readers who see no colours
 MARKERS = "os^Dv"
 
 
@@ -61,8 +52,8 @@ MARKERS = "os^Dv"
 class Run:
     """A run folder as read. series: step -> value, by metric; config: flat, by dotted key, as the run last resumed.
 
-    origin: the run whose weights it began with, None if it drew its own. changed: step -> keys that were changed when
-    it resumed from there, with both values.
+    origin: the run whose weights it started from, None for random ones. changed: step -> keys that changed when it
+    resumed from there, with both values.
     """
 
     path: Path
@@ -82,7 +73,7 @@ class Run:
 
     @property
     def tokenizer(self) -> bytes:
-        """What its tokens mean, and mostly learned from its text."""
+        """Its tokenizer file, which usually identifies its text, too."""
         path = self.path / "tokenizer.json"
         return path.read_bytes() if path.is_file() else b""
 
@@ -97,12 +88,12 @@ class Run:
         return values[max(values)] if values else None
 
     def last(self, key: str) -> float | None:
-        """The last value of a metric."""
+        """Return the last value of a metric."""
         values = self.series.get(key, {})
         return values[max(values)] if values else None
 
     def differs_in(self, other: "Run") -> set[str]:
-        """Keys of the config that matter and are not the same."""
+        """Return the keys of the config that matter and differ."""
         keys = {key for key in self.config | other.config if key.partition(".")[0] not in NO_MATTER}
         different = {key for key in keys if self.config.get(key) != other.config.get(key)}
         if self.tokenizer == other.tokenizer:  # runs of two machines have the same data in two places
@@ -111,7 +102,7 @@ class Run:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -153,7 +144,7 @@ def run() -> None:
 
 
 def read_run(path: Path) -> Run:
-    """A run folder; a line that is still being written, or was cut off, is passed over."""
+    """Read a run folder. Incomplete lines are skipped."""
     if not (path / METRICS).is_file() or not (path / CONFIG).is_file():
         lacks = f"no {METRICS if (path / CONFIG).is_file() else CONFIG} in it" if path.is_dir() else "no such folder"
         raise UserError(f"{path}: {lacks}; give the folder of a run that has begun, as runs/NAME")
@@ -175,14 +166,14 @@ def read_run(path: Path) -> Run:
 
 
 def names(place: Any) -> Any:
-    """What a path, or each of a mix, is called, wherever it is."""
+    """Return the name of a path, or of each path of a mix, without its place."""
     if isinstance(place, list):
         return [{**entry, "path": names(entry.get("path"))} for entry in place]
     return Path(place).name if isinstance(place, str) else place
 
 
 def check_comparable(runs: list[Run]) -> None:
-    """UserError where a run has another model than the first, or another data order without being a seed twin."""
+    """Raise UserError if a run has another model than the first, or another data order without being a seed twin."""
     first = runs[0]
     for other in runs[1:]:
         different = other.differs_in(first) - {"data.cache_dir"}
@@ -197,28 +188,28 @@ def check_comparable(runs: list[Run]) -> None:
 
 
 def refuse(other: Run, key: str, first: Run, what: str) -> None:
-    """Say why two runs cannot be compared."""
+    """Raise UserError with the reason why two runs cannot be compared."""
     theirs, ours = first.config.get(key), other.config.get(key)
     raise UserError(f"{other.path}: {key}={ours}, but {first.path} has {theirs}: {what}; compare runs that share it")
 
 
 def is_twin(a: Run, b: Run) -> bool:
-    """Whether two runs differ in the seed alone."""
+    """Return whether two runs differ only in the seed."""
     return a.differs_in(b) - {"data.cache_dir"} == {"trainer.seed"}
 
 
 def twins(runs: list[Run]) -> list[tuple[Run, Run]]:
-    """Pairs of runs that differ in the seed alone."""
+    """Return pairs of runs that differ only in the seed."""
     return [(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :] if is_twin(a, b)]
 
 
 def is_noise(run: Run, runs: list[Run]) -> bool:
-    """Whether a run is there to show what chance does: its seed is not the first run's."""
+    """Return whether a run only shows the effect of chance: its seed is not the first run's."""
     return run.seed != runs[0].seed
 
 
 def name_runs(runs: list[Run]) -> None:
-    """Labels: the recipe, with the seed where it is another, with the folder where that is not enough."""
+    """Set labels: the recipe, plus the seed if it differs, plus the folder if that is not enough."""
     for run in runs:
         run.label = run.recipe + (f", seed {run.seed}" if is_noise(run, runs) else "")
     labels = [run.label for run in runs]
@@ -228,7 +219,7 @@ def name_runs(runs: list[Run]) -> None:
 
 
 def table(runs: list[Run], last: int, markdown: bool) -> str:
-    """One row a run."""
+    """Return the table, one row a run."""
     head = ("run", "steps", "validation loss", "difference", f"training loss, last {last} steps", "tokens/s",
             "peak GiB", "skipped steps")  # fmt: skip
     metered = any(run.series.get(JOULES) for run in runs)
@@ -275,23 +266,23 @@ def table(runs: list[Run], last: int, markdown: bool) -> str:
 
 
 def typical(run: Run, key: str) -> float | None:
-    """Median over the logged lines but the first, which holds compilation."""
+    """Return the median over the logged lines except the first, which includes compilation."""
     values = list(run.series.get(key, {}).values())
     return statistics.median(values[1:] or values) if values else None
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
-    """A cell; empty where there is nothing to say."""
+    """Return a cell; empty without a value."""
     return "" if value is None else f"{value:{form}}{unit}"
 
 
 def percent(value: float | None, base: float | None) -> float | None:
-    """How far `value` lies above `base`, in percent."""
+    """Return how far `value` lies above `base`, in percent."""
     return None if value is None or base is None else 100 * (value / base - 1)
 
 
 def remarks(runs: list[Run]) -> list[str]:
-    """What one has to know to read the table."""
+    """Return remarks needed to read the table."""
     lines = []
     if len({run.origin for run in runs}) > 1:
         began = ", ".join(f"{run.label} with {f'those of {run.origin}' if run.origin else 'its own'}" for run in runs)
@@ -320,7 +311,7 @@ def remarks(runs: list[Run]) -> list[str]:
 
 
 def moving_mean(values: dict[int, float], steps: int) -> dict[int, float]:
-    """Mean over the logged values of the last `steps` steps, at each."""
+    """Return the mean over the logged values of the last `steps` steps, at each."""
     out: dict[int, float] = {}
     window: list[tuple[int, float]] = []
     for step in sorted(values):
@@ -331,7 +322,8 @@ def moving_mean(values: dict[int, float], steps: int) -> dict[int, float]:
 
 
 def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]:
-    """How far a metric lies above the first run's, in percent, at the steps that both have; means over `smooth`."""
+    """Return how far a metric lies above the first run's, in percent, at the steps that both have; means over
+    `smooth`."""
     ours, theirs = run.series.get(key, {}), first.series.get(key, {})
     common = sorted(ours.keys() & theirs.keys())
     a = moving_mean({step: ours[step] for step in common}, smooth)
@@ -340,7 +332,7 @@ def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]
 
 
 def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
-    """Write the two figures; their paths."""
+    """Write the two figures and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "loss.png", out / "difference.png"]
     figure, axes = canvas("loss, nats per token", f"Training loss (mean over {smooth} steps), validation loss (marks)")
@@ -348,7 +340,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
         plot(axes, run, i, runs, moving_mean(run.series[TRAIN], smooth), run.series.get(VALIDATION, {}))
     losses = [loss for run in runs for loss in run.series[TRAIN].values()]
     end = [loss for run in runs for step, loss in run.series[TRAIN].items() if step > run.last_step / 20]
-    axes.set_ylim(min(losses) * 0.97, max(end) * 1.03)  # the first steps' fall would flatten all that matters
+    axes.set_ylim(min(losses) * 0.97, max(end) * 1.03)  # the fall in the first steps would flatten the rest
     axes.legend(frameon=False)
     figure.savefig(paths[0])
 
@@ -361,7 +353,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
     late: list[float] = []
     for i, run in enumerate(runs[1:], 1):
         validation = differences(run, runs[0], VALIDATION, 1)
-        # in another data order the training losses of a step are of other tokens: their difference is meaningless
+        # with another data order a step has other tokens: the difference of training losses is meaningless
         line = validation if is_noise(run, runs) else differences(run, runs[0], TRAIN, smooth)
         plot(axes, run, i, runs, line, validation)
         late += [abs(value) for step, value in (line | validation).items() if step > run.last_step / 20]
@@ -374,7 +366,7 @@ def draw(runs: list[Run], smooth: int, out: Path) -> list[Path]:
 
 
 def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
-    """A figure with a light grid and no box."""
+    """Return a figure with a light grid and no box."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -391,7 +383,7 @@ def canvas(ylabel: str, title: str) -> tuple[Any, Any]:
 
 
 def plot(axes: Any, run: Run, number: int, runs: list[Run], line: dict[int, float], dots: dict[int, float]) -> None:
-    """One run's line and dots. A run of another seed is grey: it is there for its distance."""
+    """Plot one run's line and dots. A run of another seed is grey: only its distance matters."""
     noise = is_noise(run, runs)
     colour = "0.55" if noise else COLOURS[number % len(COLOURS)]
     dashes = "-" if noise else DASHES[number // len(COLOURS) % len(DASHES)]

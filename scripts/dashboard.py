@@ -4,8 +4,8 @@
     python scripts/dashboard.py runs/bf16 runs/fp8_delayed --out both.html     several, and the gap to the first
     python scripts/dashboard.py runs/mine --serve                          live, at http://127.0.0.1:8765, until Ctrl-C
 
-The file needs no network and no other file: it can be mailed, or opened on a phone. With --serve, a run may be there
-only later, and may still be training; to look from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
+The file needs no network and no other file: it can be mailed, or opened on a phone. With --serve, a run may still be
+training, or start later; to view it from another machine: `ssh -L 8765:127.0.0.1:8765 HOST`.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -56,7 +56,7 @@ def run() -> None:
 
 
 def read(path: Path) -> "Run":
-    """A run with something to show. UserError where there is none."""
+    """Return a run with data. Raises UserError without any."""
     from trainer.health.dashboard.read import METRICS, Run
 
     if not (path / METRICS).is_file():
@@ -70,7 +70,7 @@ def read(path: Path) -> "Run":
 
 
 def serve(paths: list[Path], port: int) -> None:
-    """Until Ctrl-C. A folder may appear later, if the one around it is there."""
+    """Serve until Ctrl-C. A folder may appear later, if its parent exists."""
     from trainer.health.dashboard.read import METRICS
     from trainer.health.dashboard.serve import Server
 

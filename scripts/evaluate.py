@@ -4,9 +4,9 @@
     python scripts/evaluate.py runs/mine --step 200 --batches 16   16 microbatches, spread over it, as `eval.batches`
     python scripts/evaluate.py runs/mine --lm-eval hellaswag,piqa  also the tasks of lm-eval, on the BF16 export
 
-RUN is a run folder, or one of its checkpoints; it is only read. Same model, same weights: the gap is what the casts to
-FP8 cost. KEY=VALUE changes keys of the run's config. --lm-eval needs `pip install "lm-eval[hf]"`, which is no part of
-this project. More: docs/export.md.
+RUN is a run folder, or one of its checkpoints; it is only read. Model and weights are the same: the gap is the cost of
+the casts to FP8. KEY=VALUE changes keys of the run's config. --lm-eval needs `pip install "lm-eval[hf]"`, which is not
+part of this project. More: docs/export.md.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -49,7 +49,7 @@ def run() -> None:
 
     saved = open_run(given.run, given.step, given.overrides)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "model.vocab_size=")  # the run has said it, of its own text
+        warnings.filterwarnings("ignore", "model.vocab_size=")  # the run has warned of it, about its own text
         data = prepare(saved.config.data, saved.config.model.vocab_size)
     for remark in saved.remarks:
         print(remark)
@@ -65,7 +65,7 @@ def run() -> None:
 
 
 def table(scores: "list[Scores]", recipe: str) -> list[str]:
-    """A row a source."""
+    """Return a row a source."""
     from trainer.offline.evaluate import perplexity
 
     both = any(score.bf16 is not None for score in scores)
@@ -86,7 +86,7 @@ def table(scores: "list[Scores]", recipe: str) -> list[str]:
 
 
 def logged_loss(saved: "Saved") -> float | None:
-    """What the run itself logged at the checkpoint's step."""
+    """Return the loss that the run itself logged at the checkpoint's step."""
     from trainer.files import parse_lines
     from trainer.run.run_folder import METRICS
 
@@ -99,7 +99,7 @@ def logged_loss(saved: "Saved") -> float | None:
 
 
 def run_lm_eval(saved: "Saved", tasks: str) -> None:
-    """lm-eval's own program on the export, which is deleted afterwards; what it prints goes to the terminal."""
+    """Run lm-eval's own program on the export, which is deleted afterwards. Its output goes to the terminal."""
     from trainer.offline.export import export_run
     from trainer.offline.hf_export import Numbers
 

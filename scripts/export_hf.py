@@ -1,10 +1,10 @@
 """Export a run to a folder in Hugging Face's layout, which transformers loads. No GPU, little memory.
 
     python scripts/export_hf.py runs/mine mine-hf                     BF16, from the newest checkpoint
-    python scripts/export_hf.py runs/mine mine-fp8 --dtype fp8        what was trained in FP8 is served in FP8
+    python scripts/export_hf.py runs/mine mine-fp8 --dtype fp8        layers trained in FP8 are served in FP8
     python scripts/export_hf.py runs/mine mine-fp32 --dtype fp32 --mtp --step 200
 
-RUN is a run folder, one of its checkpoints, or what scripts/import_hf.py made. More: docs/export.md.
+RUN is a run folder, one of its checkpoints, or the output of scripts/import_hf.py. More: docs/export.md.
 """
 
 import re
@@ -18,7 +18,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -55,7 +55,7 @@ def run() -> None:
 
 
 def size_of(text: str) -> int:
-    """Bytes that `5GB`, `512MiB` or `1000000` mean."""
+    """Return the bytes that `5GB`, `512MiB` or `1000000` mean."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
     size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if not size:

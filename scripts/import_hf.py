@@ -1,9 +1,9 @@
 """Import a model from a folder in Hugging Face's layout, as a checkpoint that a run starts from. No GPU, little memory.
 
     python scripts/import_hf.py FOLDER mine        DeepseekV3ForCausalLM or V2, in BF16, FP32 or FP8 (128 x 128 blocks)
-    python train.py --config-dir mine/configs model=imported run.init_from=mine ...      as it prints at the end
+    python train.py --config-dir mine/configs model=imported run.init_from=mine ...      printed at the end
 
-OUT also goes into scripts/export_hf.py: what came in FP8 leaves as the same FP8. More: docs/export.md.
+scripts/export_hf.py also takes OUT: weights that came in FP8 leave as the same FP8. More: docs/export.md.
 """
 
 import sys
@@ -13,12 +13,12 @@ from trainer.launch.command_line import Parser, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
 def run() -> None:
-    """Read the command line, import, say how to continue."""
+    """Read the command line, import, print how to continue."""
     parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="with config.json and *.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")

@@ -1,14 +1,14 @@
-"""How many steps of warning kurtosis gave before a run diverged, against its twin in BF16.
+"""Measures how many steps before divergence kurtosis warned, against the run's twin in BF16.
 
     python scripts/kurtosis_lead.py runs/fp8 --twin runs/bf16
 
-The twin is the same run in BF16: same model, data, seed and learning rate. Read are metrics.jsonl of both and
-events.jsonl. Printed: the step of each sign, and how many steps before the divergence it came.
+The twin is the same run in BF16: same model, data, seed and learning rate. It reads metrics.jsonl of both and
+events.jsonl, and prints the step of each sign, and its lead over the divergence in steps.
 
     divergence       the first step of a loss (loss/lm) that is 0.5 nats above its lowest over 100 steps and not back
-                     within 500, or of 10 dropped steps in a row, as far as logged lines show
+                     within 500, or of 10 skipped steps in a row, as far as logged lines show
     gradient norm    the first line whose norm is 4 times the median of the 20 lines before
-    kurtosis_power   the alert of the run, if it came: growth faster than linear (docs/health.md)
+    kurtosis_power   the alert of the run, if any: growth faster than linear (docs/health.md)
     twin             FOG's criterion (arXiv 2505.20524): kurtosis leaves the trend of BF16, here --ratio times the
                      twin's at equal steps in --looks lines in a row; by place, and by both definitions
 
@@ -35,12 +35,12 @@ Series = dict[int, float]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
 def run() -> None:
-    """Read the command line and both runs, print what came when."""
+    """Read the command line and both runs, print the step of each sign."""
     parser = Parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--twin", type=Path, required=True, metavar="RUN", help="the same run in BF16")
@@ -68,7 +68,7 @@ def run() -> None:
 
 
 def verdict(step: int | str | None, end: int | None) -> str:
-    """What a sign was worth."""
+    """Return the lead of a sign in words."""
     if isinstance(step, str):
         return step
     if step is None:
@@ -79,7 +79,7 @@ def verdict(step: int | str | None, end: int | None) -> str:
 
 
 def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Lines of a file of a run; UserError if there is none."""
+    """Yield the lines of a file of a run. Raises UserError without one."""
     path = folder / name
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the folder of a run, as runs/NAME")
@@ -87,11 +87,11 @@ def entries(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def series(folder: Path) -> dict[str, Series]:
-    """step -> value of each metric of a run."""
+    """Return step -> value of each metric of a run."""
     found: dict[str, Series] = {}
     for entry in entries(folder, METRICS):
         for key, value in entry.items():
-            if key == "loss/lm" and value is None:  # NaN, as metrics.jsonl writes it
+            if key == "loss/lm" and value is None:  # NaN in metrics.jsonl
                 value = math.inf
             if isinstance(value, int | float):
                 found.setdefault(key, {})[entry["step"]] = float(value)
@@ -99,12 +99,12 @@ def series(folder: Path) -> dict[str, Series]:
 
 
 def divergence(run: dict[str, Series]) -> int | None:
-    """See the module docstring."""
+    """Return the step of divergence; see the module docstring."""
     loss = sorted(run.get("loss/lm", {}).items())
     for i, (step, value) in enumerate(loss):
         lowest = min((v for s, v in loss[: i + 1] if s > step - OVER), default=value)
         later = [v for s, v in loss[i:] if s <= step + BACK]
-        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it is known
+        known = value == math.inf or loss[-1][0] >= step + BACK  # else the run ends before it is certain
         if known and value > lowest + RISE and min(later) > lowest + RISE:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())
@@ -115,7 +115,7 @@ def divergence(run: dict[str, Series]) -> int | None:
 
 
 def norm_spike(norms: Series) -> int | None:
-    """The first line whose gradient norm is far above those before."""
+    """Return the first line whose gradient norm is far above those before."""
     past: list[float] = []
     for step, value in sorted(norms.items()):
         if len(past) >= LINES and value > NORM * statistics.median(past[-LINES:]):
@@ -125,7 +125,7 @@ def norm_spike(norms: Series) -> int | None:
 
 
 def departure(ours: Series, twin: Series, ratio: float, looks: int) -> int | None:
-    """The step at which kurtosis is `ratio` times the twin's for the `looks`-th time in a row."""
+    """Return the step at which kurtosis is `ratio` times the twin's for the `looks`-th time in a row."""
     row = 0
     for step in sorted(ours.keys() & twin.keys()):
         row = row + 1 if ours[step] > ratio * twin[step] else 0

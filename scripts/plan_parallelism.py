@@ -5,13 +5,13 @@
     python scripts/plan_parallelism.py --gpus 4 --sequences 4,6,8,10,12 model=moonlight_16b trainer.sequence_length=4096
     python scripts/plan_parallelism.py --gpus 64,256 --network 45,12.5 model=deepseek_v2_lite parallel.pipeline=1
 
-Several --gpus, --node-link or --network: the fastest layout for each machine, a line each. Degrees that are given
-(parallel.expert=8) are kept, and the others worked out.
+Several --gpus, --node-link or --network: the fastest layout for each machine, a line each. Given degrees
+(parallel.expert=8) are fixed, and the others are computed.
 
 Arguments after the options are train.py's; a sequence has 4,096 tokens if no argument sets its length. gpu=h100 (a100,
-rtx4090) with --tflops plans for such GPUs, else for the H200. The arithmetic is that of docs/parallelism.md, and as
-good as the rates it is given: --tflops what one GPU does in a step (scripts/bench/step.py), --node-link and --network
-what it sends (scripts/bench/allreduce.py).
+rtx4090) with --tflops plans for such GPUs; the default is the H200. docs/parallelism.md has the arithmetic. Its
+accuracy depends on the given rates: --tflops of one GPU in a step (scripts/bench/step.py), --node-link and --network of
+its messages (scripts/bench/allreduce.py).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -63,7 +63,7 @@ def run() -> None:
 
 
 def _counts(text: str) -> list[int]:
-    """8, or 6,8,10 -> the numbers. ArgumentTypeError if one is not above 0."""
+    """Parse 8, or 6,8,10. Raises ArgumentTypeError if a number is not above 0."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: want a number above 0, or several: 6,8,10")
@@ -71,7 +71,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _rates(text: str) -> list[float]:
-    """45, or 12.5,45 -> the numbers. ArgumentTypeError if one is not above 0."""
+    """Parse 45, or 12.5,45. Raises ArgumentTypeError if a number is not above 0."""
     with suppress(ValueError):
         numbers = [float(part) for part in text.split(",")]
         if all(0 < number < inf for number in numbers):

@@ -5,8 +5,9 @@
     python scripts/prepare_data.py data=files data.path=FOLDER --out OUT    and then: train.py data=bins data.path=OUT
     python scripts/prepare_data.py +recipe=fp8_jit ...                   any arguments of train.py
 
-train.py does the same when it starts; this is for doing it once, ahead, and for seeing what a corpus amounts to. Killed
-and started again, it continues. --out FOLDER: there, instead of in the cache.
+train.py does the same when it starts; this script does it once, ahead, and prints the size of a corpus. If killed and
+started again, it continues. --out FOLDER: write there instead of into the cache. The loss of bigrams is added to an
+older folder that lacks it.
 """
 
 import sys
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0
@@ -36,6 +37,7 @@ def run() -> None:
     own, sys.argv[1:] = parser.parse_known_args()
     from trainer.config import load
     from trainer.config.unused_data_keys import without_effect
+    from trainer.data.prepared import SUMMARY, add_bigram
     from trainer.data.progress_bars import prepare_with_bars
 
     configs = [load(job.tree) for job in compose(Path(__file__).resolve().parents[1] / "configs")]
@@ -46,10 +48,13 @@ def run() -> None:
         start = time.monotonic()
         prepared = prepare_with_bars(config.data, config.model.vocab_size, own.out)
         print(summary(prepared, time.monotonic() - start))
+        if prepared.bigram_loss is None:
+            for folder in {shard.path.parent for shard in prepared.shards}:
+                print(f"bigrams: {add_bigram(folder):.4f} nats per token, added to {folder / SUMMARY}")
 
 
 def summary(prepared: "Prepared", seconds: float) -> str:
-    """What was prepared, one line a fact."""
+    """Return a summary of the prepared data, one line a fact."""
     sides = [("train", prepared.train)]
     several = len(prepared.validations) > 1
     sides += [(f"validation of {name}" if several else "validation", bins) for name, bins in prepared.validations]
@@ -68,6 +73,8 @@ def summary(prepared: "Prepared", seconds: float) -> str:
     lines += [f"left out: {skipped}" for skipped in prepared.skipped[:20]]
     if len(prepared.skipped) > 20:
         lines.append(f"left out: the same or else in {len(prepared.skipped) - 20:,} more places, see prepared.json")
+    if prepared.bigram_loss is not None:
+        lines.append(f"bigrams: {prepared.bigram_loss:.4f} nats per token of the held-out text")
     lines.append(f"tokenizer: {prepared.train.sidecar.vocab_size:,} entries, {prepared.tokenizer_path}")
     return "\n".join(lines)
 

@@ -4,13 +4,13 @@
     python scripts/replay_step.py runs/NAME 1234 --against fp32
     python scripts/replay_step.py runs/NAME 1234 precision.scaling.margin=1 trainer.device=cpu
 
-It begins with the nearest checkpoint before the step and trains the steps between again, on one process however many
-the run had (see `trainer.offline.replay`). Then the step's tokens go through two models with the same weights.
-Printed: loss and gradient norm of the step in both; where it went bad first, and the text that it happened with; and
-of one microbatch a table of all tensors in the order of the forward and then the backward pass:
+It begins with the nearest checkpoint before the step and trains the steps in between again, on one process whatever the
+run had (see `trainer.offline.replay`). Then the step's tokens go through two models with the same weights. It prints
+loss and gradient norm of the step in both, the place that went bad first with its text, and for one microbatch a table
+of all tensors in the order of the forward and then the backward pass:
 
     amax          largest absolute value in the run's precision, and in the other
-    of range      amax times scale, in percent of what the FP8 format holds: above 100 it was clipped
+    of range      amax times scale, in percent of the FP8 format's largest number: above 100 it was clipped
     clipped, lost shares of the numbers that were too large for FP8, or not 0 and came out as 0
     not finite    how many numbers are NaN or infinite
     difference    ||x - y|| / ||y||, y in the other precision; not for tensors inside the experts, whose rows depend on
@@ -38,7 +38,7 @@ TEXT = 400  # characters of a sequence
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -63,7 +63,7 @@ def run() -> None:
 
 
 def head(done: "Replay") -> list[str]:
-    """What was done, and the result in both precisions."""
+    """Return a description of the replay, and the result in both precisions."""
     course = done.course
     begin = "the start of the run" if course.checkpoint is None else course.checkpoint.name
     again = course.step - 1 - course.first
@@ -89,7 +89,7 @@ def head(done: "Replay") -> list[str]:
 
 
 def data(done: "Replay") -> list[str]:
-    """Which windows were looked at, and the text of the sequence that went bad, or of the first."""
+    """Return the examined windows, and the text of the sequence that went bad, or of the first."""
     from trainer.recovery.diagnosis import text_of, tokens_of
 
     bad = done.ours.probe.bad_sequences
@@ -108,7 +108,7 @@ def data(done: "Replay") -> list[str]:
 
 
 def table(done: "Replay", only: str | None = None) -> list[str]:
-    """Every tensor, or those whose names match, a row each."""
+    """Return every tensor, or those whose names match, a row each."""
     ours, theirs = done.ours.probe.rows, done.theirs.probe.rows
     names = in_order(list(ours) + [name for name in theirs if name not in ours])
     if only is not None and not (names := fnmatch.filter(names, only)):
@@ -139,7 +139,7 @@ def table(done: "Replay", only: str | None = None) -> list[str]:
 
 
 def in_order(names: list[str]) -> list[str]:
-    """Forward, each weight before what it makes, then backward."""
+    """Sort names forward, each weight before its GEMM, then backward."""
     forward = [name for name in names if not name.endswith((":grad", ":weight", ":weight gradient"))]
     weights = {name.removesuffix(":weight"): name for name in names if name.endswith(":weight")}
     out: list[str] = []
@@ -151,7 +151,7 @@ def in_order(names: list[str]) -> list[str]:
 
 
 def of_range(done: "Replay", row: "TensorReading") -> str:
-    """How much of its format's range a tensor takes, where one scale is known beforehand."""
+    """Return the share of its format's range that a tensor uses, if one scale is known beforehand."""
     arena = done.engine.arena
     if row.saturated is None or row.not_finite or row.name not in arena.names:
         return ""
@@ -160,7 +160,7 @@ def of_range(done: "Replay", row: "TensorReading") -> str:
 
 
 def difference(x: "TensorReading | None", y: "TensorReading | None") -> str:
-    """Relative difference of the tensors, in percent; empty where they cannot be compared."""
+    """Return the relative difference of the tensors, in percent; empty if they cannot be compared."""
     if x is None or y is None or x.kept is None or y.kept is None or x.shape != y.shape:
         return ""
     if x.not_finite or y.not_finite or (".experts." in x.name and not x.name.endswith(":weight gradient")):
@@ -171,12 +171,12 @@ def difference(x: "TensorReading | None", y: "TensorReading | None") -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return "" if value is None else f"{100 * value:.3g} %"
 
 
 def aligned(rows: list[tuple[str, ...]], left: set[int]) -> list[str]:
-    """Columns, those of `left` aligned to the left, the others to the right."""
+    """Return columns, those of `left` aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

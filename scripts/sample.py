@@ -5,9 +5,9 @@
     python scripts/sample.py runs/mine --temperature 0.8 --top-p 0.95 --seed 1  drawn; without a prompt, a new document
 
 RUN is a run folder, or one of its checkpoints; it is only read. The prompt and the text go to stdout, remarks to
-stderr. The text ends at the end-of-text token, after --tokens, or where the model's positions end. It is computed in
-the run's own precision unless --precision names another one; KEY=VALUE changes keys of the run's config.
-More: docs/export.md.
+stderr. The text ends at the end-of-text token, after --tokens, or at the model's last position. It is computed in the
+run's own precision unless --precision names another one; KEY=VALUE changes keys of the run's config. More:
+docs/export.md.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PRECISIONS = Path(__file__).resolve().parents[1] / "configs" / "precision"
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -59,7 +59,7 @@ def run() -> None:
         raise UserError(f"--speculative: {saved.run} has no multi-token prediction to draft with; leave it out")
     tokenizer, end = saved.tokenizer()
     prompt = tokenizer.encode(given.prompt, add_special_tokens=False).ids
-    if not prompt or saved.config.trainer.document_masking:  # in training no token was without that before it
+    if not prompt or saved.config.trainer.document_masking:  # in training it precedes every token
         prompt = [end, *prompt]
     positions, trained = saved.config.model.max_position_embeddings, saved.config.trainer.sequence_length
     if len(prompt) >= positions:
@@ -76,7 +76,7 @@ def run() -> None:
 
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
-        reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+        reconfigure(errors="replace")  # a terminal that cannot show a character shows a substitute
     sampling, tally, stream = (
         Sampling(given.temperature, given.top_p, given.seed),
         Tally(),
@@ -96,7 +96,7 @@ def run() -> None:
 
 
 def check(given: argparse.Namespace) -> None:
-    """UserError for numbers that mean nothing, or nothing together."""
+    """Raise UserError for invalid or incompatible numbers."""
     if given.tokens < 1:
         raise UserError(f"--tokens {given.tokens}: out of range; give 1 or more")
     if not 0 <= given.temperature < float("inf"):
@@ -112,7 +112,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def summary(prompt: int, made: int, before: float, after: float, tally: "Tally") -> list[str]:
-    """How fast it was. before, after: seconds up to the first token, and from there on."""
+    """Return the speed. before, after: seconds up to the first token, and from there on."""
     rate = f", then {(made - 1) / after:,.1f} tokens/s" if made > 1 and after > 0 else ""
     lines = [f"{made:,} tokens after {prompt:,}: the first in {before:.2f} s{rate}"]
     if tally.drafted:
@@ -122,13 +122,13 @@ def summary(prompt: int, made: int, before: float, after: float, tally: "Tally")
 
 
 def show(text: str) -> None:
-    """To stdout, at once."""
+    """Print to stdout at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def log(*lines: str) -> None:
-    """To stderr."""
+    """Print to stderr."""
     for line in lines:
         print(line, file=sys.stderr, flush=True)
 

@@ -1,15 +1,15 @@
-"""The soak test: whatever befalls a run from outside, it ends with the bits of an undisturbed one, or says why not.
+"""The soak test: after any fault from outside, a run ends with the bits of an undisturbed one, or reports why not.
 
     python scripts/soak.py                            50 faults, some minutes; make soak does the same
     python scripts/soak.py --faults 200 --first 400 --seed 3      one part of many, with other faults than the rest
 
-A *course* trains a tiny model on the CPU, undisturbed: the reference. Each fault (`soak_faults.py`) befalls a copy of
-the course's folder as it was after step 6, or a run that starts from nothing; the copy is then resumed to the end.
-Courses differ by recipe, by steps that go bad (one is dropped; or a row of them, so that the run rewinds) and by ranks:
+A *course* trains a tiny model on the CPU, undisturbed: the reference. Each fault (`soak_faults.py`) is applied to a
+copy of the course's folder after step 6, or to a run that starts from nothing; the copy is then resumed to the end.
+Courses differ by recipe, by bad steps (one is skipped; or a streak of them, so that the run rewinds) and by ranks:
 every fourth has two, started without torchrun. The result of a fault is one of
 
     noticed   refused in one line; or reported (event, warning), and the run ends with the reference's bits
-    same      the run ends with the reference's bits: what was damaged decides nothing, or is written again
+    same      the run ends with the reference's bits: the damaged part decides nothing, or is written again
     lost      anything else: other bits, a traceback, a wrong exit code, a file elsewhere overwritten
 
 Bits: weights, moments, scales, counters, data cursor and random numbers at the end, and metrics loss/ optim/ moe/ fp8/
@@ -41,12 +41,12 @@ RECIPES = ("fp8_delayed", "bf16", "fp8_jit", "fp8_block", "fp16")
 
 
 def course(folder: Path, number: int, seed: int, ranks: int) -> Course:
-    """The course of this number. Wrong, if its reference does not end."""
+    """Return the course of this number. Raises Wrong if its reference does not end."""
     chance = random.Random(f"course {seed} {number}")
     value, where = chance.choice(["nan", "inf"]), chance.choice(["loss", "activation", "gradient", "weight"])
     words = [f"+recipe={RECIPES[number % len(RECIPES)]}", f"trainer.seed={chance.randrange(100)}"]
     kind = ["rewinds", "drops a step", "is clean"][number % 3]
-    if kind == "rewinds":  # steps 3 and 4 are bad, and what they read is left out
+    if kind == "rewinds":  # steps 3 and 4 are bad, and their data is left out
         words.append(f"debug.inject={{step: 1, where: {where}, value: {value}, steps: 100, windows: [8, 16]}}")
         words.append("recovery.max_consecutive_skips=1")
     elif kind == "drops a step":
@@ -58,7 +58,7 @@ def course(folder: Path, number: int, seed: int, ranks: int) -> Course:
 
 
 def soak(folder: Path, numbers: range, seed: int, ranks: int) -> dict[str, Counter[str]]:
-    """Try the faults of these numbers. Kind of fault -> result -> how often."""
+    """Try the faults of these numbers. Return kind of fault -> result -> count."""
     tally: dict[str, Counter[str]] = {}
     now = course(folder, numbers.start // COURSE_FAULTS, seed, ranks)
     for number in numbers:
@@ -82,7 +82,7 @@ def soak(folder: Path, numbers: range, seed: int, ranks: int) -> dict[str, Count
 
 
 def table(tally: dict[str, Counter[str]]) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     rows = ["| fault | tried | noticed | same bits | lost |", "| --- | --- | --- | --- | --- |"]
     for kind, found in [*sorted(tally.items()), ("all", sum(tally.values(), Counter()))]:
         rows.append(f"| {kind} | {found.total()} | {found['noticed']} | {found['same']} | {found['lost']} |")

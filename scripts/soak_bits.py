@@ -1,4 +1,4 @@
-"""Whether two runs of the soak test (`soak.py`) are the same, bit for bit. No command of its own."""
+"""Bitwise comparison of two runs of the soak test (`soak.py`). Not a command of its own."""
 
 import json
 from pathlib import Path
@@ -13,17 +13,17 @@ STATE = ("model", "optimizer", "arena", "guard", "loader", "rng")
 
 
 class Wrong(AssertionError):
-    """What the soak test looks for."""
+    """A failure that the soak test looks for."""
 
 
 def state(run: Path, step: int) -> dict[str, Any]:
-    """What a run has trained, as its checkpoint of that step holds it."""
+    """Return a run's trained state from its checkpoint of that step."""
     whole, _ = read(run / "checkpoints" / checkpoint_name(step))
     return {branch: whole[branch] for branch in STATE}
 
 
 def metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """step -> what must not depend on what happened to the process."""
+    """Return step -> metrics that must not depend on the process's history."""
     steps: dict[int, dict[str, Any]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -35,7 +35,7 @@ def metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def differs(ours: Any, theirs: Any, where: str = "") -> str | None:
-    """The first place where two trees differ in a bit."""
+    """Return the first place where two trees differ in a bit."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
         as_bytes = (x.contiguous().reshape(-1).view(torch.uint8) for x in (ours, theirs))

@@ -1,7 +1,7 @@
-"""The faults of the soak test (`soak.py`): what befalls a run's processes, and the files of the run and of its data.
+"""The faults of the soak test (`soak.py`), applied to a run's processes, and to the files of the run and of its data.
 
-Each is a function of (course, place, chance): it does something to the copy in `place`, at random, and returns in
-words what that was. Wrong, if a process ends as it must not.
+Each is a function of (course, place, chance): it changes the copy in `place`, at random, and returns a description.
+Raises Wrong if a process ends as it must not.
 """
 
 import random
@@ -49,7 +49,7 @@ def begin(course: Course, place: Path, chance: random.Random) -> tuple[Job, str]
 
 
 def kill(course: Course, place: Path, chance: random.Random) -> str:
-    """Once or twice in a row."""
+    """Kill the run once or twice in a row."""
     times = chance.choice([1, 1, 1, 2])
     for _ in range(times):
         job, when = begin(course, place, chance)
@@ -58,7 +58,7 @@ def kill(course: Course, place: Path, chance: random.Random) -> str:
         deadline = time.monotonic() + 60
         while not job.over() and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not job.over() and "waiting at" in job.printed():  # for one that was killed before it came: as srun does
+        if not job.over() and "waiting at" in job.printed():  # end those waiting for a killed rank, as srun does
             job.signal(signal.SIGTERM)
         printed = job.end()
         if job.codes[victim] not in (-signal.SIGKILL, 0) or not set(job.codes) <= {-signal.SIGKILL, 0, 1, 143}:
@@ -86,7 +86,7 @@ def stop(course: Course, place: Path, chance: random.Random) -> str:
 
 
 def fill_disk(course: Course, place: Path, chance: random.Random) -> str:
-    """For a while, or until the run ends."""
+    """Fill the disk for a while, or until the run ends."""
     job, when = begin(course, place, chance)
     limit, hard = chance.choice(DISK_LIMITS), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     for process in job.processes:
@@ -105,7 +105,7 @@ def fill_disk(course: Course, place: Path, chance: random.Random) -> str:
 
 
 def spoil(path: Path, chance: random.Random) -> str:
-    """A bit flipped (half of the time), the file cut off, removed or emptied, or a stretch of zeros."""
+    """Flip a bit (half of the time), truncate, remove or empty the file, or write a stretch of zeros."""
     how = chance.choice(["bit", "bit", "bit", "cut", "removed", "zeros"])
     content = bytearray(path.read_bytes())
     if how == "removed" or not content:
@@ -141,14 +141,14 @@ def spoil_checkpoint(course: Course, place: Path, chance: random.Random) -> str:
 
 
 def kill_and_spoil(course: Course, place: Path, chance: random.Random) -> str:
-    """The newest checkpoint that a killed run has left."""
+    """Damage the newest checkpoint of a killed run."""
     what = kill(course, place, chance)
     left = list_checkpoints(place / "runs" / "run" / "checkpoints")
     return f"{what}; {spoil_checkpoint(course, place, chance)}" if len(left) > 1 else what
 
 
 def rename(course: Course, place: Path, chance: random.Random) -> str:
-    """A checkpoint under the name of another step, which it may exchange with that one's."""
+    """Rename a checkpoint to another step's name, perhaps exchanging the two."""
     folder = place / "runs" / "run" / "checkpoints"
     one = chance.choice(list_checkpoints(folder))
     other = folder / chance.choice([name for i in (2, 4, 6, 8) if (name := f"step_{i:08d}") != one.name])
@@ -160,7 +160,7 @@ def rename(course: Course, place: Path, chance: random.Random) -> str:
 
 
 def plant_link(course: Course, place: Path, chance: random.Random) -> str:
-    """Where the run has a file of its own: to a file elsewhere, which must stay as it is."""
+    """Plant a link in place of a file of the run: to a file elsewhere, which must stay unchanged."""
     path, victim = place / "runs" / "run" / (name := chance.choice(LINKED)), course.folder / "elsewhere"
     content = path.read_bytes() if path.is_file() and chance.random() < 0.5 else b"precious\n"
     victim.write_bytes(content)
@@ -177,7 +177,7 @@ def plant_link(course: Course, place: Path, chance: random.Random) -> str:
 
 
 def move_and_link(course: Course, place: Path, chance: random.Random) -> str:
-    """A checkpoint, all of them, or the data moved to another disk and linked back."""
+    """Move a checkpoint, all of them, or the data to another disk and link it back."""
     checkpoints = place / "runs" / "run" / "checkpoints"
     path = chance.choice([*list_checkpoints(checkpoints), checkpoints, place / "data"])
     elsewhere = place / "elsewhere"

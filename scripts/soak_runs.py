@@ -1,4 +1,4 @@
-"""The runs of the soak test (`soak.py`): forked from one process, in copies of a course. No command of its own."""
+"""The runs of the soak test (`soak.py`): forked from one process, in copies of a course. Not a command of its own."""
 
 import gc
 import importlib
@@ -38,7 +38,7 @@ COMMON = [
 
 
 def write_corpus(folder: Path) -> None:
-    """Some text, always the same."""
+    """Write some text, always the same."""
     (folder / "corpus").mkdir()
     for i in range(12):
         text = "".join(f"def f{i * j % 17}(x): return x + {j}\n" for j in range(90))
@@ -59,18 +59,18 @@ def warm_up(folder: Path) -> None:
             importlib.import_module(name)
     environment = run_folder.environment()
     run_folder.environment = lambda: environment
-    gc.freeze()  # or each fork copies what it collects
+    gc.freeze()  # else each fork copies what it collects
 
 
 def composed(words: list[str]) -> command_line.Job:
-    """What these words on the command line ask for."""
+    """Return the job for these words on the command line."""
     sys.argv = [str(ROOT / "train.py"), *words]
     return command_line.compose(ROOT / "configs")[0]
 
 
 @dataclass
 class Job:
-    """The processes of one run, and where they print."""
+    """The processes of one run, and their output files."""
 
     processes: list[int]
     outputs: list[Path]
@@ -78,14 +78,14 @@ class Job:
 
     def signal(self, number: int, rank: int | None = None) -> None:
         for process in self.processes if rank is None else [self.processes[rank]]:
-            os.kill(process, number)  # not yet waited for, so that it is this one still, dead or alive
+            os.kill(process, number)  # not yet waited for, so its number is still valid, dead or alive
 
     def over(self) -> bool:
-        """Whether all have ended; does not wait."""
+        """Return whether all have ended; does not wait."""
         return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) for p in self.processes)
 
     def end(self, seconds: float = 300) -> str:
-        """Wait until all have ended, and fill `codes`. Returns what they printed. Wrong for a traceback."""
+        """Wait until all have ended, and fill `codes`. Returns their output. Raises Wrong for a traceback."""
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
@@ -102,7 +102,7 @@ class Job:
 
 
 class Course:
-    """One training: its reference, undisturbed, and copies of its folder that are disturbed.
+    """One training: its undisturbed reference, and copies of its folder that are disturbed.
 
     place: a copy's folder, with `runs/run` and `data`.
     """
@@ -124,12 +124,12 @@ class Course:
                 shutil.rmtree(checkpoint)
         self.events: set[str] = set()
         place, began = self.copy(), time.monotonic()
-        if self.verdict(place, refusable=False) != "noticed":  # by its new events, which are usual for a resume
+        if self.verdict(place, refusable=False) != "noticed":  # by its new events, which are normal for a resume
             raise Wrong(f"{folder.name}: a resume has no event")
         self.seconds, self.events = time.monotonic() - began, new_events(place, self.base)
 
     def copy(self) -> Path:
-        """A copy of the base, in place of the last one."""
+        """Copy the base, in place of the last copy."""
         place = self.folder / "copy"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(self.base, place, symlinks=True)
@@ -148,7 +148,8 @@ class Course:
         return job
 
     def verdict(self, place: Path, refusable: bool) -> str:
-        """Resume the run in `place` to its end: noticed or same, else Wrong. refusable: whether it may refuse."""
+        """Resume the run in `place` to its end and return noticed or same; raises Wrong otherwise. refusable: whether
+        it may refuse."""
         job = self.start()
         printed = job.end()
         if any(job.codes):
@@ -165,7 +166,7 @@ class Course:
 
 
 def new_events(place: Path, base: Path) -> set[str]:
-    """What the events of a copy say beyond those of the base, without numbers; of damaged lines, nothing."""
+    """Return the events of a copy beyond those of the base, without numbers and damaged lines."""
 
     def messages(path: Path) -> Counter[str]:
         lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -178,7 +179,7 @@ def new_events(place: Path, base: Path) -> set[str]:
 def fork(
     job: command_line.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None
 ) -> int:
-    """python train.py in a process of its own, with a command line that was composed already; its number."""
+    """Run python train.py in its own process, with an already composed command line. Returns the process number."""
     sys.stdout.flush()
     process = os.fork()
     if process:
@@ -195,7 +196,7 @@ def fork(
 
 
 def train(after: Callable[[], None] | None) -> NoReturn:
-    """What `python train.py` does; then `after`."""
+    """Run what `python train.py` runs, then `after`."""
     code: int = 1
     try:
         spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")

@@ -3,11 +3,11 @@
     python scripts/summarise_trace.py runs/NAME                     the newest trace of a run, of rank 0
     python scripts/summarise_trace.py runs/NAME/profile/trace_step10-12.json.gz --rows 40
 
-Milliseconds are those of a step. Of a GPU: how long it was at work, with arithmetic (and copies), with messages to
-other ranks, with messages beside no arithmetic (what they cost, if nothing else waited), and idle: then it waited for
-the host, mostly. A message takes until the last rank is there: where hosts are slow, that is most of it. Then the GPU's
-kernels, the longest first, with their stream; then what the host's threads did, each function without those that it
-called. Recording slows the host down: a step that is short of it looks worse than it is.
+Milliseconds are per step. For a GPU: its time with arithmetic (and copies), with messages to other ranks, with messages
+and no arithmetic (their cost, if nothing else waited), and idle, when it mostly waited for the host. A message lasts
+until the last rank arrives: with slow hosts, that is most of it. Then come the GPU's kernels, the longest first, with
+their stream; then the functions of the host's threads, each without the functions that it called. Recording slows the
+host down: a step that is limited by it looks worse than it is.
 """
 
 import gzip
@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -53,7 +53,7 @@ def run() -> None:
 
 
 def find(path: Path) -> Path:
-    """The trace that `path` means. UserError if there is none."""
+    """Return the trace that `path` means. Raises UserError without one."""
     if path.is_file():
         return path
     found = list((path / "profile").glob("trace_*.json.gz"))
@@ -64,7 +64,7 @@ def find(path: Path) -> Path:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace that take time."""
+    """Return the events of a trace that take time."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [event for event in json.load(file)["traceEvents"] if "dur" in event]
@@ -73,7 +73,7 @@ def read(path: Path) -> list[Event]:
 
 
 def gpu(events: list[Event], steps: int) -> list[str]:
-    """What a GPU did, a line each."""
+    """Return a GPU's activities, a line each."""
     messages = [e for e in events if "nccl" in e["name"].lower()]
     rest = [e for e in events if "nccl" not in e["name"].lower()]
     whole = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
@@ -90,7 +90,7 @@ def gpu(events: list[Event], steps: int) -> list[str]:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Microseconds in which any of them ran."""
+    """Return the microseconds in which any of them ran."""
     total, end = 0.0, float("-inf")
     for begin, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         total += max(stop - max(begin, end), 0.0)
@@ -99,7 +99,7 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def kernels(events: list[Event], steps: int, rows: int) -> list[str]:
-    """The longest kernels."""
+    """Return the longest kernels."""
     found: dict[tuple[str, Any], list[float]] = defaultdict(list)
     for e in events:
         found[e["name"][:NAME], e.get("args", {}).get("stream", "")].append(e["dur"])
@@ -110,7 +110,7 @@ def kernels(events: list[Event], steps: int, rows: int) -> list[str]:
 
 
 def host(events: list[Event], steps: int, rows: int) -> list[str]:
-    """What the host's threads did, each function without those that it called."""
+    """Return the functions of the host's threads, each without the functions that it called."""
     own: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     threads: dict[Any, list[Event]] = defaultdict(list)

@@ -3,8 +3,8 @@
     python scripts/train_tokenizer.py data=files data.path=FOLDER --out tokenizer.json --vocab-size 32768
     python train.py data=files data.path=FOLDER data.tokenizer=tokenizer.json model.vocab_size=32768
 
-It learns from data.tokenizer_sample_mb megabytes of what is not held out for validation. Without a tokenizer, train.py
-and prepare_data.py train one by themselves; one of its own can be used for several corpora.
+It is trained on data.tokenizer_sample_mb megabytes of the text that is not held out. Without a tokenizer, train.py and
+prepare_data.py train one themselves; a separate one can be used for several corpora.
 """
 
 import os
@@ -17,7 +17,7 @@ from trainer.launch.command_line import Parser, compose, guarded
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(str(__doc__).strip())
         return 0
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """Train it and write it."""
+    """Train the tokenizer and write it."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--vocab-size", type=int)

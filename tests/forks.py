@@ -15,6 +15,7 @@ starts with Python, as torchrun does its ranks, is a fork of it in turn.
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -56,6 +57,7 @@ def become(words: list[str], folder: str, environment: dict[str, str]) -> int:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    faulthandler.enable()  # what a signal ends says where
     sys.path[:] = Fresh.path
     for name, level in Fresh.levels.items():
         logging.getLogger(name).setLevel(level)

@@ -3,14 +3,14 @@
     torchrun --nproc_per_node=8 scripts/bench/allreduce.py
     torchrun --nproc_per_node=2 scripts/bench/allreduce.py --sizes 1M 64M --what all_to_all --json links.json
 
-NCCL between GPUs, gloo between CPUs. Size is what the larger of input and output of one rank holds. With n ranks:
+NCCL between GPUs, gloo between CPUs. Size is that of the larger of a rank's input and output. With n ranks:
 
     algorithm GB/s   size / time
     bus GB/s         what a rank sends over its link: size / time times (n - 1) / n, twice that for all-reduce.
                      Comparable between collectives, numbers of ranks, and with a link's data sheet (NCCL's convention)
 
 The largest bus figures are the --node-link (one node) and --network (several) of scripts/plan_parallelism.py. Times are
-medians over --repeat calls, each from a barrier on until the slowest rank has finished.
+medians over --repeat calls, each from a barrier until the slowest rank has finished.
 """
 
 import importlib
@@ -35,7 +35,7 @@ TWICE = {"all_reduce": 2.0}
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -74,7 +74,7 @@ def run() -> None:
 
 
 def in_bytes(text: str) -> int:
-    """64M -> 67108864. UserError for what is no size."""
+    """Parse a size: 64M -> 67108864. Raises UserError for other text."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
     if found is None or int(found[1]) == 0:
         raise UserError(f"--sizes {text}: want a number of bytes, as 64K, 16M or 1G")
@@ -106,7 +106,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 
 def bandwidths(name: str, sizes: list[int], device: torch.device, repeat: int) -> list[dict]:
-    """One collective at all sizes: seconds of the slowest rank, and bytes a second. A collective."""
+    """Measure one collective at all sizes: seconds of the slowest rank, and bytes a second. A collective."""
     n, out = dist.get_world_size(), []
     for size in sizes:
         elements = max(size // 2 // n, 1) * n
@@ -120,7 +120,7 @@ def bandwidths(name: str, sizes: list[int], device: torch.device, repeat: int) -
 
 
 def timed(call: Callable[[], None], repeat: int, device: torch.device) -> float:
-    """Median over calls of the slowest rank's seconds."""
+    """Return the median over calls of the slowest rank's seconds."""
     times = []
     for i in range(repeat + 2):  # two to warm up
         dist.barrier()
@@ -136,7 +136,7 @@ def timed(call: Callable[[], None], repeat: int, device: torch.device) -> float:
 
 
 def row(one: dict) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     return {
         "collective": one["name"],
         "MiB": f"{one['bytes'] / 2**20:.4g}",
@@ -147,7 +147,7 @@ def row(one: dict) -> dict[str, str]:
 
 
 def topology() -> str:
-    """How the GPUs of this node are linked: NVLink lanes and their speed, or that they talk over PCIe."""
+    """Return the links of this node's GPUs: NVLink lanes and their speed, or PCIe."""
     if not torch.cuda.is_available():
         return "no GPUs"
     try:
@@ -155,12 +155,12 @@ def topology() -> str:
         pynvml.nvmlInit()
         lanes = [nvlinks(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         return "NVLink lanes of each GPU: " + ", ".join(map(str, lanes)) + peers()
-    except Exception as error:  # without the package or the rights: say so, and continue
+    except Exception as error:  # without the package or the rights: report it and continue
         return f"NVLink unknown ({type(error).__name__})" + peers()
 
 
 def nvlinks(nvml: object, index: int) -> int:
-    """Active NVLink lanes of a GPU."""
+    """Return the number of active NVLink lanes of a GPU."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)  # type: ignore[attr-defined]
     active = 0
     for lane in range(nvml.NVML_NVLINK_MAX_LINKS):  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def nvlinks(nvml: object, index: int) -> int:
 
 
 def peers() -> str:
-    """Whether all GPUs of the node reach each other's memory."""
+    """Return whether all GPUs of the node reach each other's memory, in words."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     reach = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)

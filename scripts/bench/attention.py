@@ -5,14 +5,14 @@
 
 A shape is B x H x S x d_qk x d_v: sequences, heads, positions, head size of queries and keys, of values.
 
-    core         precision.attention_core: what the model calls
+    core         precision.attention_core, as the model calls it
     cudnn flash efficient math    PyTorch's kernels, each by name
-    te te_fp8    te.DotProductAttention in BF16, and with FP8 attention (DelayedScaling) where it accepts that
+    te te_fp8    te.DotProductAttention in BF16, and with FP8 attention (DelayedScaling) if it supports that
     documents documents_whole documents_mask documents_flex    within documents of --document tokens: see packed.py
 
-FLOPs: forward 2 B H S^2 (d_qk + d_v) / 2, the half that the mask leaves; backward 2.5 times that, of which one fifth
-is scores computed again (as papers on attention count); within documents, of the pairs in one document. Backward is
-timed alone, on a graph of autograd that is kept.
+FLOPs: forward 2 B H S^2 (d_qk + d_v) / 2, the half that the mask leaves; backward 2.5 times that, of which one fifth is
+recomputed scores (as in papers on attention); within documents, only pairs in one document. Backward is timed alone, on
+an autograd graph that is kept.
 """
 
 import sys
@@ -50,7 +50,7 @@ Shape = tuple[int, int, int, int, int]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -87,7 +87,7 @@ def run() -> None:
 
 
 def parse_shape(text: str) -> Shape:
-    """4x16x4096x192x128 -> B, H, S, d_qk, d_v."""
+    """Parse a shape: 4x16x4096x192x128 -> B, H, S, d_qk, d_v."""
     try:
         b, h, s, q, v = (int(part) for part in text.lower().split("x"))
     except ValueError:
@@ -98,7 +98,8 @@ def parse_shape(text: str) -> Shape:
 
 
 def variants(name: str, shape: Shape, te: TransformerEngine | None, document: int) -> list[Variant]:
-    """Forward and backward of one kernel; an error if it does not accept the shape. document: mean length."""
+    """Return forward and backward of one kernel. Raises an error if it does not accept the shape. document: mean
+    length."""
     B, H, S, d_qk, d_v = shape
     torch.manual_seed(3)
     scale = d_qk**-0.5
@@ -130,7 +131,8 @@ def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 
 @contextmanager
 def _with_reasons() -> Iterator[None]:
-    """If a kernel refuses, the RuntimeError has the reason, which PyTorch gives in warnings about all kernels."""
+    """Add the reasons, which PyTorch gives in warnings about all kernels, to the RuntimeError of a kernel that
+    refuses."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -157,7 +159,7 @@ def _both_ways(
 
 
 def report(shape: Shape, timings: dict[str, Timing], document: int) -> str:
-    """The table of a shape. The ratio is to what the model calls."""
+    """Return the table of a shape. The ratio is to the model's kernel."""
     B, H, S, d_qk, d_v = shape
     causal, part = float(B * H * S * S * (d_qk + d_v)), packed.share(B, S, document)
 

@@ -1,7 +1,7 @@
 """One attention layer cut over ranks by hand, in the ways that tensor_attention.py measures; the equations are there.
 
-A layer has one sequence x [T, D], weights of its own and `forward`, of which autograd makes the backward pass with its
-messages. Legend: T positions, D hidden, H heads, N nope, R rope, V value width of a head, t ranks.
+A layer has one sequence x [T, D], its own weights and `forward`; autograd derives the backward pass with its messages.
+Legend: T positions, D hidden, H heads, N nope, R rope, V value width of a head, t ranks.
 """
 
 import argparse
@@ -18,24 +18,24 @@ from precision import apply_rope, attention_core
 
 
 class Messages(ContextSplit):
-    """Messages of a group, and what a rank sends. silent: copies within the rank in their place."""
+    """Messages of a group, and the bytes that a rank sends. silent: copies within the rank instead."""
 
     def __init__(self, group: dist.ProcessGroup, silent: bool):
         super().__init__(group)
         self.group, self.silent, self.sent = group, silent, 0.0
 
     def count(self, numbers: int, size: int, times: float = 1.0) -> None:
-        """A message of so many numbers of all ranks, of `size` bytes each; `times` passes over the ring."""
+        """Count a message of so many numbers of all ranks, of `size` bytes each; `times` passes over the ring."""
         self.sent += times * numbers * size * (self.size - 1) / self.size
 
     def all_reduce(self, x: Tensor, wait: bool = True) -> Callable[[], object]:
-        """Sum x in place; returns what waits for it."""
+        """Sum x in place. Returns a function that waits for it."""
         self.count(x.numel(), x.element_size(), 2)
         work = None if self.silent else dist.all_reduce(x, group=self.group, async_op=not wait)
         return work.wait if work is not None else lambda: None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[T / t, .] -> [T, .]."""
+        """Gather [T / t, .] to [T, .]."""
         self.count(x.numel() * self.size, x.element_size())
         if self.silent:
             return x.repeat(self.size, 1)
@@ -43,7 +43,8 @@ class Messages(ContextSplit):
         return torch.ops._c10d_functional.wait_tensor(gather(x.contiguous(), self.size, self.name))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[T, .] -> the sum at own positions [T / t, .]; added up in FP32, as the gradients of one rank are."""
+        """Reduce [T, .] to the sum at own positions [T / t, .], accumulated in FP32, as the gradients of one rank
+        are."""
         x = x.float()
         self.count(x.numel(), x.element_size())
         if self.silent:
@@ -52,21 +53,21 @@ class Messages(ContextSplit):
         return torch.ops._c10d_functional.wait_tensor(scatter(x.contiguous(), "sum", self.size, self.name))
 
     def to_heads(self, x_BsHd: Tensor) -> Tensor:
-        """As of ContextSplit."""
+        """See ContextSplit."""
         self.count(x_BsHd.numel(), x_BsHd.element_size(), 2)
         if self.silent:
             return x_BsHd[:, :, : x_BsHd.shape[2] // self.size].repeat(1, self.size, 1, 1)
         return super().to_heads(x_BsHd)
 
     def to_positions(self, x_BShd: Tensor) -> Tensor:
-        """As of ContextSplit."""
+        """See ContextSplit."""
         self.count(x_BShd.numel(), x_BShd.element_size(), 2)
         if self.silent:
             return x_BShd[:, : x_BShd.shape[1] // self.size].repeat(1, 1, self.size, 1)
         return super().to_positions(x_BShd)
 
     def for_heads(self, x_BsR: Tensor, heads: int) -> Tensor:
-        """As of ContextSplit."""
+        """See ContextSplit."""
         self.count(x_BsR.numel() * self.size, x_BsR.element_size() + 4)
         if self.silent:
             return x_BsR.repeat(1, self.size, 1)[:, :, None].expand(-1, -1, heads, -1)
@@ -148,7 +149,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class One:
-    """The layer on one rank. Others override how weights and positions are cut, and what travels."""
+    """The layer on one rank. Subclasses override how weights and positions are cut, and what travels."""
 
     splits_positions = False
     columns: tuple[str, ...] = ()
@@ -163,28 +164,28 @@ class One:
         self.own_2SP = messages.own(self.rope_2SP) if self.splits_positions else self.rope_2SP
 
     def own(self, name: str, w: Tensor) -> Tensor:
-        """This rank's part of a whole weight."""
+        """Return this rank's part of a whole weight."""
         dim = 0 if name in self.columns else 1 if name in self.rows else None
         return w if dim is None else w.chunk(self.messages.size, dim)[self.messages.rank]
 
     def at_own(self, x: Tensor) -> Tensor:
-        """This rank's positions of x [T, .]."""
+        """Return this rank's positions of x [T, .]."""
         return x.chunk(self.messages.size)[self.messages.rank] if self.splits_positions else x
 
     def enter(self, x: Tensor) -> Tensor:
-        """f: what own heads read, at all positions."""
+        """Apply f: return the input of own heads, at all positions."""
         return x
 
     def column(self, x: Tensor, name: str) -> Tensor:
-        """f and a product with own columns."""
+        """Apply f and a product with own columns."""
         return F.linear(self.enter(x), self.weights[name])
 
     def leave(self, out_TV: Tensor) -> Tensor:
-        """o and g."""
+        """Apply o and g."""
         return F.linear(out_TV, self.weights["o"])
 
     def forward(self) -> Tensor:
-        """x [T or T / t, D] -> y of the same shape."""
+        """Map x [T or T / t, D] to y of the same shape."""
         o, w, rope = self.o, self.weights, self.own_2SP
         latent, k_rope = self.x, None
         if "kv_a" in w:
@@ -195,12 +196,12 @@ class One:
         return self.leave(self.core(q, kv, k_rope).flatten(1))
 
     def core(self, q_THd: Tensor, kv_THx: Tensor, k_rope_TR: Tensor | None) -> Tensor:
-        """All positions of own heads -> [T, H, V]."""
+        """Compute own heads at all positions: [T, H, V]."""
         shared = None if k_rope_TR is None else self.enter(k_rope_TR)[:, None].expand(-1, q_THd.shape[1], -1)
         return self.attention(q_THd, kv_THx, shared)
 
     def attention(self, q_THd: Tensor, kv_THx: Tensor, k_rope_THR: Tensor | None) -> Tensor:
-        """Causal attention of heads that are here, at all positions."""
+        """Return causal attention of this rank's heads, at all positions."""
         o = self.o
         if k_rope_THR is not None:
             q_nope, q_rope = q_THd.split([o.nope, o.rope], -1)

@@ -1,4 +1,4 @@
-"""How fast text becomes tokens: all of preparing against the tokenizer alone, in one run.
+"""The speed from text to tokens: all of the preparation against the tokenizer alone, in one run.
 
     python scripts/bench/data.py                      made-up jsonl of 256 MB, a vocabulary of 32768, one process a core
     python scripts/bench/data.py --mb 2000 --workers 1,8,16 --format zst
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def made_up(num_bytes: int) -> list[str]:
-    """Documents of some kilobytes: the standard library's text, cut at lines and put together again."""
+    """Return documents of some kilobytes: the standard library's text, cut at lines and reassembled."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     lines = [line for path in sources for line in path.read_text(errors="ignore").splitlines(keepends=True)]
     documents, size, begin = [], 0, 0
@@ -77,7 +77,7 @@ def made_up(num_bytes: int) -> list[str]:
 
 
 def write(texts: list[str], folder: Path, kind: str) -> int:
-    """The documents as some files of a kind; returns the bytes of their text."""
+    """Write the documents as some files of a kind. Returns the bytes of their text."""
     folder.mkdir()
     each = len(texts) // 8 + 1
     for number in range(8):
@@ -101,7 +101,7 @@ def write(texts: list[str], folder: Path, kind: str) -> int:
 
 
 def encode(texts: list[str], path: Path) -> float:
-    """Bytes a second of the tokenizer alone, on all cores."""
+    """Return the bytes a second of the tokenizer alone, on all cores."""
     tokenizer = load_tokenizer(path)
     tokenizer.encode_special_tokens = True
     size = sum(len(text.encode()) for text in texts)

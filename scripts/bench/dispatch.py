@@ -5,27 +5,28 @@
     torchrun --nproc_per_node=2 scripts/bench/dispatch.py --skip-times       checks only
     torchrun --nproc_per_node=2 scripts/bench/dispatch.py --tokens 64 --hidden 32 --width 16 --experts 8 --chosen 2
 
-A norm and the layer of experts behind it, shared experts too, forward and backward, on each GPU's own tokens; experts
-are spread over all GPUs. Recipes bf16 (tokens travel in BF16) and fp8_delayed (in FP8, and their gradients; results in
-BF16).
+It runs a norm and the layer of experts behind it, shared experts included, forward and backward, on each GPU's own
+tokens; experts are spread over all GPUs. Recipes are bf16 (tokens travel in BF16) and fp8_delayed (tokens and their
+gradients travel in FP8, results in BF16).
 
-    all_to_all   models.dispatch: rows that there are; the host waits to learn how many
+    all_to_all   models.dispatch: exact numbers of rows, which the host waits for
     slots        models.slots over collectives of equal parts: fixed sizes, no host waits
-    symmetric    models.slots over memory that the GPUs share: rows in use only, beside the shared experts
-    silent       slots whose messages stay in the GPU: what is left of the time when nothing travels
+    symmetric    models.slots over memory that the GPUs share: only rows in use, overlapped with the shared experts
+    silent       slots whose messages stay in the GPU: the time without any transfer
     * graph      the same as one CUDA graph
 
 Checks, of each recipe: result, all gradients and amaxes are those of all_to_all bit for bit, repeated, with random
-routing and with all tokens for the first half of the experts; too little room is noticed on the rank that has it, and
-gone after it has grown; no call waits for the host; a CUDA graph replays the same bits. `ok` or `DIFFERS` in a line
-each; the exit code is 1 if one differs. What hangs ends by itself within a minute (several for the first, which
-compiles), and says where.
+routing and with all tokens for the first half of the experts; a lack of room is noticed on its rank, and cured by more
+room; no call waits for the host; a CUDA graph replays the same bits. Each check prints `ok` or `DIFFERS` in a line; the
+exit code is 1 if one differs. A hanging check ends within a minute (several for the first, which compiles), and reports
+where.
 
     ms           medians, of the slowest GPU, forward and backward
     exposed      ms more than `silent`
     x            times as fast as all_to_all
 
-and messages alone, a hidden row in BF16 of each token to each GPU (there: copied out of the inbox; back: not).
+Messages alone are timed, too: a hidden row in BF16 of each token to each GPU (there: copied out of the inbox; back:
+not).
 """
 
 import argparse
@@ -60,19 +61,19 @@ from trainer.launch.command_line import Parser, guarded
 PRECISIONS = Path(__file__).parents[2] / "configs" / "precision"
 RECIPES = {"bf16": "BF16", "fp8_delayed": "FP8"}
 SHAPE = {"hidden": 2048, "width": 1408, "experts": 64, "chosen": 6}
-LIMIT, FIRST = 50.0, 400.0  # seconds of a phase, and of one that compiles
-WAIT = 40.0  # of a GPU for another one
+LIMIT, FIRST = 50.0, 400.0  # limits in seconds of a phase, and of one that compiles
+WAIT = 40.0  # timeout of a GPU for another one
 ROOM = 1.25
 
 
 class Silent:
-    """Messages that stay where they are: what this process would send arrives here."""
+    """Messages that stay local: what this process would send arrives here."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
     def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
-        """As `Transport`."""
+        """See `Transport`."""
         return [one.clone() for one in rows] if keep else list(rows)
 
 
@@ -102,47 +103,47 @@ class Layer:
         (self.bias,) = model.router_bias
 
     def through(self, dispatcher: Any) -> None:
-        """Use it from now on."""
+        """Use this dispatcher from now on."""
         self.block.moe.dispatcher = dispatcher
 
     def begin(self) -> None:
-        """A step: weights are quantised, gradients gone."""
+        """Begin a step: quantise weights, drop gradients."""
         begin_step(self.model, self.arena)
         self.h.grad = None
         for parameter in self.block.parameters():
             parameter.grad = None
 
     def forward(self) -> Tensor:
-        """y [T, D]."""
+        """Compute y [T, D]."""
         assert self.block.ffn_norm is not None
         return self.block.moe(self.block.ffn_norm(self.h, self.block.moe.feed), 1)[0]
 
     def run(self) -> Tensor:
-        """Forward and backward."""
+        """Run forward and backward."""
         y = self.forward()
         y.backward(self.dy)
         return y.detach()
 
     def results(self, y: Tensor) -> dict[str, Tensor]:
-        """What must be the same whichever way tokens travel."""
+        """Return what must not depend on how tokens travel."""
         made = {"y": y, "dh": self.h.grad, "amax": self.arena.amax}
         made |= {name: parameter.grad for name, parameter in self.block.named_parameters()}
         return {name: value.detach().clone() for name, value in made.items() if value is not None}
 
     def step(self) -> dict[str, Tensor]:
-        """All of it."""
+        """Run a whole step."""
         self.begin()
         return self.results(self.run())
 
     def commit(self) -> None:
-        """Scales of the next step, from the amaxes of all."""
+        """Compute the next step's scales from the amaxes of all."""
         dist.all_reduce(self.arena.amax, dist.ReduceOp.MAX, group=self.group)
         self.arena.commit(self.arena.finite())
 
 
 @contextmanager
 def phase(name: str, limit: float = LIMIT) -> Iterator[None]:
-    """What takes longer than `limit` seconds ends the process, and says where."""
+    """End the process, reporting where, if the code inside takes longer than `limit` seconds."""
 
     def end() -> None:
         print(f"rank {os.environ.get('RANK')}: {name} took longer than {limit:.0f} s", file=sys.stderr, flush=True)
@@ -160,13 +161,13 @@ def phase(name: str, limit: float = LIMIT) -> Iterator[None]:
 
 
 class Checks:
-    """Lines of ok and DIFFERS. failed: whether there was one of these."""
+    """Prints lines of ok and DIFFERS. failed: whether a check differed."""
 
     def __init__(self, device: torch.device):
         self.failed, self._device = False, device
 
     def note(self, name: str, problems: list[str]) -> None:
-        """A collective: a check is ok if it is on all processes."""
+        """Report a check, which is ok if it is on all processes. A collective."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, problems)
         bad = [f"rank {rank}: {', '.join(each[:4])}" for rank, each in enumerate(found) if each]
@@ -176,7 +177,7 @@ class Checks:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """What is not equal bit for bit, and by how much."""
+    """Return what is not equal bit for bit, and by how much."""
     bad = []
     for name, value in theirs.items():
         if name not in ours or not torch.equal(ours[name], value):
@@ -186,7 +187,7 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 
 
 def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Checks, device: torch.device) -> None:
-    """Every way against all_to_all."""
+    """Check every way against all_to_all."""
     group = dist.group.WORLD
     assert group is not None
     tokens = min(o.tokens[0], 4096) + 5
@@ -243,7 +244,7 @@ def check(o: argparse.Namespace, transports: dict[str, Transport], checks: Check
 
 
 def waits(layer: Layer, device: torch.device) -> list[str]:
-    """Where a pass synchronises, as far as torch knows."""
+    """Return where a pass synchronises, as far as torch knows."""
     if device.type == "cpu":
         return []
     layer.begin()
@@ -258,7 +259,7 @@ def waits(layer: Layer, device: torch.device) -> list[str]:
 
 
 def graph_of(layer: Layer) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Forward and backward, and what y will be in."""
+    """Record forward and backward. Returns the graph and the buffer of y."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -274,7 +275,7 @@ def graph_of(layer: Layer) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 def graph_differs(layer: Layer, plain: dict[str, Tensor]) -> list[str]:
-    """What is not the same after a replay; why there is no graph."""
+    """Return what differs after a replay, or why there is no graph."""
     try:
         graph, y = graph_of(layer)
     except RuntimeError as error:
@@ -291,7 +292,7 @@ def graph_differs(layer: Layer, plain: dict[str, Tensor]) -> list[str]:
 def timed(
     run: Callable[[], object], before: Callable[[], object], o: argparse.Namespace, device: torch.device
 ) -> float:
-    """Median seconds of a call, of the slowest process."""
+    """Return the median seconds of a call, of the slowest process."""
     seconds = []
     for _ in range(3 + o.repeat):
         before()
@@ -307,7 +308,7 @@ def timed(
 
 
 def times(o: argparse.Namespace, transports: dict[str, Transport], device: torch.device) -> list[dict[str, Any]]:
-    """Milliseconds of a layer, all ways."""
+    """Return milliseconds of a layer, all ways."""
     group, out = dist.group.WORLD, []
     assert group is not None
     for tokens in o.tokens:
@@ -341,7 +342,7 @@ def times(o: argparse.Namespace, transports: dict[str, Transport], device: torch
 
 
 def messages(o: argparse.Namespace, transports: dict[str, Transport], device: torch.device) -> list[dict[str, str]]:
-    """Messages alone: as many rows in BF16 to each process as it has tokens."""
+    """Time messages alone: as many rows in BF16 to each process as it has tokens."""
     out, P = [], dist.get_world_size()
     for tokens in o.tokens:
         slots = -(-tokens // 16) * 16
@@ -358,7 +359,7 @@ def messages(o: argparse.Namespace, transports: dict[str, Transport], device: to
 
 
 def rows(results: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """As the table shows them."""
+    """Return the rows of the table."""
     made = []
     for one in results:
         same = {r["way"]: r["both"] for r in results if (r["tokens"], r["payload"]) == (one["tokens"], one["payload"])}
@@ -376,7 +377,7 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def arguments() -> argparse.Namespace:
-    """The options. UserError for what does not go together."""
+    """Parse the options. Raises UserError for incompatible ones."""
     parser, gpu = Parser(__doc__), torch.cuda.is_available()
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768] if gpu else [64], help="of a GPU")
     for name, width in SHAPE.items():
@@ -399,9 +400,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     code = guarded(run)
-    if code and dist.is_initialized():  # others may be waiting in a message, and the end of this process for them
+    if code and dist.is_initialized():  # others may wait in a message for this process
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Experts: a mixture-of-experts FFN from permutation to weighted sum, forward and backward, casts counted in.
+"""Experts: a mixture-of-experts FFN from permutation to weighted sum, forward and backward, casts included.
 
     python scripts/bench/experts.py                            16,384 tokens, top-6 of 64, 2048 -> 2 x 1408 -> 2048
     python scripts/bench/experts.py --tokens 32768 --variants a2 bf16 fp8_delayed
@@ -6,8 +6,8 @@
     python scripts/bench/experts.py --accumulation fp32 fast   ours with both sums of FP8 products
     python scripts/bench/experts.py --table                    lines for the table behind backend=auto
 
-Routing is random, as an untrained router's: equal groups flatter whatever pads. Backward gives the gradients of the
-input, of both weights and of the router's weights.
+Routing is random, like an untrained router's: equal groups would favour variants that pad. Backward gives the gradients
+of the input, of both weights and of the router's weights.
 
     a2           plain code, BF16: torch._grouped_mm, the project's Triton gather, SwiGLU and combine (on a CPU: torch)
     bf16 fp8_*   ours: precision.expert_ffn with layers built from the recipe's plan; x and dy come in BF16
@@ -16,18 +16,18 @@ input, of both weights and of the router's weights.
     te_*         two te.GroupedLinear; permutation by index_select, compiled SwiGLU, row counts as a list on the host
     * graph      the same with row counts that the host knew before: its GPU's work without its Python. A training step
                  cannot do that, as routing changes; ours are graphs everywhere
-    * fp32       the same with all three GEMMs promoted to FP32, as ours are; te_* by itself promotes both gradients'
-    bf16 limit, fp8 limit    the six grouped GEMMs with operands that are ready, weight gradients in BF16 and in FP32
+    * fp32       the same with all three GEMMs promoted to FP32, as ours are; te_* by default promotes both gradients'
+    bf16 limit, fp8 limit    the six grouped GEMMs with prepared operands, weight gradients in BF16 and in FP32
 
 Weight gradients: a2 and te_* give BF16, ours FP32, as training does, on one GPU and on many: masters are FP32, and so
-are the sums and what ranks exchange. FP32 is twice the bytes to write; `--gradients bf16` takes the difference out of a
-comparison.
+are the sums and the exchange between ranks. FP32 is twice the bytes to write; `--gradients bf16` removes the difference
+from a comparison.
 
-"ms +w" has the weights made within, as in a step of one microbatch; elsewhere they are ready. TF/s count the GEMMs'
-multiplications and additions of the rows that exist, casts and padding count as time only. "x a2", "x te" (from Python,
-by its own defaults), "x te graph" (with our accumulation) and "of limit" are short / sustained. Kept for backward:
-"kept" by autograd, each storage once, without the weights; "grown" is what the allocator holds more after a forward
-pass, without its result.
+"ms +w" includes making the weights, as in a step of one microbatch; elsewhere they are prepared. TF/s count the GEMMs'
+multiplications and additions of existing rows; casts and padding count only as time. "x a2", "x te" (from Python, by
+its own defaults), "x te graph" (with our accumulation) and "of limit" are short / sustained. Memory saved for backward:
+"kept" by autograd, each storage once, without the weights; "grown" is the allocator's growth in a forward pass, without
+its result.
 """
 
 import argparse
@@ -59,7 +59,7 @@ _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -83,7 +83,7 @@ class Problem:
         return 6.0 * self.T * self.K * self.D * 3 * self.F
 
     def leaves(self) -> tuple[Tensor, Tensor]:
-        """The input and the router's weights, to take gradients of."""
+        """Return the input and the router's weights, as leaves with gradients."""
         return self.x.detach().requires_grad_(), self.weight_TK.detach().requires_grad_()
 
 
@@ -129,7 +129,7 @@ def run() -> None:
 def variants(
     problem: Problem, names: list[str], gradients: list[str], te: TransformerEngine | None, kept: dict
 ) -> list[Variant]:
-    """What runs in turn; what each keeps for backward goes to `kept`."""
+    """Return the variants to run in turn; what each saves for backward goes to `kept`."""
     out: list[Variant] = []
     for name in names:
         if name == "limit":
@@ -168,7 +168,7 @@ def contestant(
     known: list[Tensor] | None = None,
     graph: bool = True,
 ) -> list[Variant]:
-    """Both ways, and forward alone, of call(x, router's weights) -> y."""
+    """Return both passes, and forward alone, of call(x, router's weights) -> y."""
     x, weight_TK = problem.leaves()
 
     def both_ways() -> None:
@@ -185,7 +185,7 @@ def contestant(
 
 
 def bytes_kept(forward: Callable[[], Tensor], known: list[Tensor]) -> dict[str, float]:
-    """What a forward pass keeps; see the module docstring. known: weights and what is made of them."""
+    """Return what a forward pass saves; see the module docstring. known: weights and tensors made from them."""
     weights = {t.untyped_storage().data_ptr() for t in known}
     storages: dict[int, int] = {}
 
@@ -215,12 +215,12 @@ class _Ours(nn.Module):
 
 
 def ours(problem: Problem, recipe: str, kept: dict, bf16: bool, label: str, accumulation: str) -> list[Variant]:
-    """precision.expert_ffn of a recipe, with its weights ready, and with them made within. bf16: gradients of weights
-    in BF16; then weights are not made within, as there are no masters."""
+    """Return precision.expert_ffn of a recipe, with its weights prepared, and with making them. bf16: gradients of
+    weights in BF16; then making weights is not timed, as there are no masters."""
     plan = layers.plan_of(recipe, measure.device(), problem.T, problem.backend, accumulation)
     module, arena = layers.ready(_Ours(plan, problem), plan, measure.device())
     assert isinstance(module, _Ours)
-    nothing = torch.zeros_like(problem.x)  # where the shared experts' output is added in a model
+    nothing = torch.zeros_like(problem.x)  # a model adds the shared experts' output here
 
     def call(x: Tensor, weight_TK: Tensor) -> Tensor:
         return expert_ffn(
@@ -247,7 +247,7 @@ def ours(problem: Problem, recipe: str, kept: dict, bf16: bool, label: str, accu
 
 
 def plain(problem: Problem) -> tuple[list[Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """A2: what a good BF16 implementation does, without layers or plans."""
+    """Return A2: a good BF16 implementation without layers or plans."""
     w1 = limits.random(problem.E, 2 * problem.F, problem.D, scale=0.02).requires_grad_()
     w2 = limits.random(problem.E, problem.D, problem.F, scale=0.02).requires_grad_()
     if not torch.cuda.is_available():
@@ -256,7 +256,7 @@ def plain(problem: Problem) -> tuple[list[Tensor], Callable[[Tensor, Tensor], Te
 
 
 def plain_torch(problem: Problem, x: Tensor, weight_TK: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The same for any device."""
+    """Compute the same on any device."""
     order_R, index_R, inverse_TK, ends = permutation(problem.expert_TK, problem.E)
     y1 = _grouped_mm(x.index_select(0, index_R), w1.mT, offs=ends)
     h = swiglu_rows(y1, weight_TK.flatten().index_select(0, order_R))
@@ -264,13 +264,13 @@ def plain_torch(problem: Problem, x: Tensor, weight_TK: Tensor, w1: Tensor, w2: 
 
 
 def swiglu_rows(y1: Tensor, weight_R: Tensor) -> Tensor:
-    """silu(gate) up, times the router's weight of each row."""
+    """Return silu(gate) up, times the router's weight of each row."""
     gate, up = y1.chunk(2, -1)
     return (F.silu(gate.float()) * up * weight_R[:, None]).to(y1.dtype)
 
 
 class _A2(torch.autograd.Function):
-    """BF16 grouped GEMMs of torch between the project's kernels; keeps x's rows and the first GEMM's result."""
+    """BF16 grouped GEMMs of torch between the project's kernels; saves x's rows and the first GEMM's result."""
 
     @staticmethod
     def forward(ctx, x: Tensor, expert_TK: Tensor, weight_TK: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ class _A2(torch.autograd.Function):
 
 
 def theirs(problem: Problem, te: TransformerEngine, name: str, kept: dict) -> list[Variant]:
-    """Transformer Engine's grouped linears; rows of each expert padded as its FP8 wants them."""
+    """Return Transformer Engine's grouped linears; rows of each expert are padded as its FP8 needs."""
     p, new = problem, {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
     gate_up = te.pytorch.GroupedLinear(p.E, p.D, 2 * p.F, **new)
     down = te.pytorch.GroupedLinear(p.E, p.F, p.D, **new)
@@ -350,7 +350,7 @@ def theirs(problem: Problem, te: TransformerEngine, name: str, kept: dict) -> li
 
 
 def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[str, float]]) -> str:
-    """The table."""
+    """Return the table."""
     base = timings.get("a2", timings.get("bf16"))
     rows = []
     for name, timing in timings.items():
@@ -377,8 +377,8 @@ def report(problem: Problem, timings: dict[str, Timing], kept: dict[str, dict[st
 
 
 def entries(problem: Problem, timings: dict[str, Timing]) -> list[str]:
-    """Lines for the table of measured rates. The layer's two GEMMs are measured as one, so each gets its share of the
-    time by its share of the FLOPs: two thirds and one."""
+    """Return lines for the table of measured rates. The layer's two GEMMs are measured as one, so each gets its share
+    of the time by its share of the FLOPs: two thirds and one."""
 
     def ms(name: str) -> float | None:
         timing = timings.get(name)

@@ -22,12 +22,12 @@ from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
 KINDS = {"gauss": (0.0, 0.0), "peaked": (0.4, 0.0), "sink": (0.0, 0.4)}
-"""How much a query has of its own key, and of the first one."""
+"""Shares of a query's own key, and of the first key, in the query."""
 D, V = 192, 128
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -67,7 +67,7 @@ def run() -> None:
 
 
 def data(kind: str, heads: int, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dO in BF16; the sizes of tokens' gradients are log-normal."""
+    """Return q, k, v, dO in BF16; the sizes of tokens' gradients are log-normal."""
     own, first = KINDS[kind]
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, heads, length, D, generator=g) for _ in range(2))
@@ -80,12 +80,12 @@ def data(kind: str, heads: int, length: int, seed: int) -> tuple[Tensor, Tensor,
 
 
 def gradients(out: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """O, dQ, dK, dV."""
+    """Return O, dQ, dK, dV."""
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(out.dtype))]
 
 
 class recording:
-    """Inside, dS is kept as it comes to be cast."""
+    """Context manager that keeps dS before its cast."""
 
     def __init__(self, scores: list[Tensor]):
         self._scores, self._cast = scores, fp8_attention.saturating_cast

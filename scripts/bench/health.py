@@ -1,15 +1,15 @@
-"""What watching a run's health costs: a logged line, a look inside the step, a BF16 shadow, against the step.
+"""The cost of health metrics: a logged line, sampling of a step, a BF16 shadow, against the step.
 
     python scripts/bench/health.py                                    deepseek_tiny, fp8_delayed
     python scripts/bench/health.py fp8_block --steps 20 model=deepseek_300m trainer.microbatch_size=2 logging.every=10
     python scripts/bench/health.py fp8_delayed model=moonlight_16b model.num_layers=5 model.vocab_size=32768 \
         trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
 
-Step, sampled step, line, shadow, step, ...: each waited for, in one process, medians. A look inside is what a sampled
-step takes more than a plain one. Their share of the time of training follows from `logging.every`, `health.every` and
-`health.shadow_every`; a shadow that is off (0) is shown with its cost and not counted. The line is all that a logged
-step does more than another one: norms, update ratio, statistics of the arena and the experts, what the look has found,
-the copy, and writing the details.
+Step, sampled step, line, shadow, step, ...: each waited for, in one process, medians. Sampling (a look inside) costs
+the difference of a sampled step and a plain one. The shares of training time follow from `logging.every`,
+`health.every` and `health.shadow_every`; a shadow that is off (0) is shown with its cost and not counted. The line is
+the extra work of a logged step: norms, update ratio, statistics of the arena and the experts, sampled statistics, the
+copy, and writing the details.
 """
 
 import statistics
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -62,7 +62,7 @@ def run() -> None:
 
 
 def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
-    """Time everything in turn, print the table; returns what was measured."""
+    """Time everything in turn, print the table, and return the measurements."""
     from trainer.config import load
     from trainer.config.timeline import Timeline
     from trainer.forecast.preflight import check
@@ -121,14 +121,14 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
 
 
 def line(health: "Health", step: int, result: "StepResult") -> None:
-    """What a logged step does more than another one."""
+    """Do the extra work of a logged step."""
     from trainer.step.metrics import copy_to_host
 
     health.report(step, copy_to_host(health.collect(result.load, result.verdict.ok)))
 
 
 def timed(run: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds that a call takes, the GPU waited for, and what it returns."""
+    """Return the seconds of a call, waiting for the GPU, and its result."""
     measure.synchronize()
     began = time.perf_counter()
     result = run()

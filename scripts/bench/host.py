@@ -1,11 +1,11 @@
-"""Time what the kernels' operators cost the host: Python, from the call to the launch. Needs Triton, and no GPU.
+"""Time the kernels' operators on the host: Python, from the call to the launch. Needs Triton, and no GPU.
 
     python scripts/bench/host.py                      all recipes
     python scripts/bench/host.py fp8_delayed --repeat 2000
 
 A step of a small model waits for this, unless `cuda_graph=true` replays it. Kernels are compiled for a Hopper GPU, and
-launches do nothing; the tensors are small and in host memory. In the table: microseconds a call, and its launches. What
-the driver takes for a launch (5 to 7 us) comes on top.
+launches do nothing; the tensors are small and in host memory. The table has microseconds a call, and its launches. The
+driver's time for a launch (5 to 7 us) is not included.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ WARM_UP = 20
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -55,7 +55,7 @@ def run() -> None:
 
 
 def pretend() -> list[int]:
-    """Make Triton compile for a Hopper GPU and launch nothing; returns the number of launches, counted on."""
+    """Make Triton compile for a Hopper GPU and launch nothing. Returns the number of launches, which keeps counting."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("Triton is missing, so there are no kernels to launch: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -92,7 +92,7 @@ def pretend() -> list[int]:
 
 
 def calls(recipe: str) -> dict[str, Callable[[], object]]:
-    """The operators that a block of this recipe calls, each as a function of nothing."""
+    """Return the operators that a block of this recipe calls, each as a function without arguments."""
     from precision.config import Method
     from precision.formats import BY_NAME
     from precision.kernels import ffn_ops, ops
@@ -110,7 +110,7 @@ def calls(recipe: str) -> dict[str, Callable[[], object]]:
     words = how.text if how else ""
 
     def weight(*shape: int) -> tuple[Tensor, Tensor]:
-        """Of a stack: its data, and scales of its kind."""
+        """Return the data of a stack, and scales of its kind."""
         G, N, C = shape
         data = torch.zeros(shape, dtype=how.fmt.dtype if how else torch.bfloat16)
         kinds = {0: (0,), 1: (G,), 2: (G, N, 1), 3: (G, N // 128, C // 128)}
@@ -144,7 +144,7 @@ def calls(recipe: str) -> dict[str, Callable[[], object]]:
 
 @torch.no_grad()
 def timed(call: Callable[[], object], repeat: int, launches: list[int]) -> tuple[float, float]:
-    """Microseconds of a call, and its launches."""
+    """Return the microseconds of a call, and its launches."""
     for _ in range(WARM_UP):
         call()
     before, began = launches[0], time.perf_counter()

@@ -1,8 +1,8 @@
-"""What a start, a resume and a step cost the host, at simulated sizes: python scripts/bench/host_costs.py
+"""The cost of a start, a resume and a step on the host, at simulated sizes: python scripts/bench/host_costs.py
 
 Shards are sparse files, checkpoints are indexes without tensors, and a rank of thousands is a loader that reads its
-share. Each line is a cost per unit, from which docs/scale.md computes whole runs: seconds of CPU, which other work on
-the machine does not change much. Takes some seconds, 1 GB of memory at most, and no GPU.
+share. Each line is a cost per unit, from which docs/scale.md computes whole runs: CPU seconds, which other work on the
+machine changes little. Takes some seconds, 1 GB of memory at most, and no GPU.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from trainer.data.bins import FORMAT, Sidecar
 from trainer.data.verified import ALONE, remember, stamp
 
 SHARD_TOKENS = 30_000_000
-"""In a shard of 128 MB of text, at about 4.3 bytes a token."""
+"""Tokens in a shard of 128 MB of text, at about 4.3 bytes a token."""
 
 
 def seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Of CPU, all threads: the least of some."""
+    """Return the CPU seconds of all threads: the minimum of some calls."""
     found = []
     for _ in range(times):
         began = time.process_time()
@@ -39,7 +39,7 @@ def seconds(work: Callable[[], object], times: int = 3) -> float:
 
 
 def sparse_shards(folder: Path, count: int) -> list[Path]:
-    """Shards of zeros that take no room, with their sidecars and the list of what is whole."""
+    """Create shards of zeros that take no disk space, with their sidecars and the list of complete files."""
     digest, stamps, paths = "0" * 64, {}, []
     for number in range(count):
         path = folder / f"train-{number:05d}.bin"

@@ -26,7 +26,7 @@ TE = {"bf16": "te_bf16", "fp8_delayed": "te_delayed", "fp8_jit": "te_current", "
 
 
 def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> None:
-    """Which variants, on which backend."""
+    """Add the options for variants and backend."""
     known = (*others, *OURS, *TE.values())
     parser.add_argument(
         "--variants", nargs="+", choices=known, default=list(known), metavar="NAME", help=f"some of {', '.join(known)}"
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser, others: tuple[str, ...]) -> N
 
 
 def add_accumulation(parser: argparse.ArgumentParser) -> None:
-    """How FP8 products are summed, ours."""
+    """Add the option for the accumulation of our FP8 products."""
     choices = [choice.value for choice in Accumulation]
     text = "of FP8 products, ours (default: fp32); both: side by side"
     parser.add_argument("--accumulation", nargs="+", choices=choices, default=["fp32"], help=text)
 
 
 def summed(recipe: str, accumulations: list[str]) -> list[tuple[str, str]]:
-    """Name and accumulation of each variant of a recipe: BF16 and blocks know FP32 sums only."""
+    """Return name and accumulation of each variant of a recipe: BF16 and blocks support only FP32 sums."""
     config = config_of(recipe)
     if recipe == "bf16" or config.scaling.granularity is Granularity.block:
         return [(recipe, "fp32")]
@@ -52,12 +52,12 @@ def summed(recipe: str, accumulations: list[str]) -> list[tuple[str, str]]:
 
 
 def backend_of(choice: str | None) -> str:
-    """The backends that serve our layers here, unless the command line names others."""
+    """Return the backend of our layers here, unless the command line names another."""
     return choice or ("cuda" if torch.cuda.is_available() else "reference")
 
 
 def config_of(recipe: str) -> PrecisionConfig:
-    """The precision section of a recipe."""
+    """Return the precision section of a recipe."""
     schema, values = OmegaConf.structured(PrecisionConfig), OmegaConf.load(CONFIGS / "precision" / f"{recipe}.yaml")
     config = OmegaConf.to_object(OmegaConf.merge(schema, values))
     assert isinstance(config, PrecisionConfig)
@@ -65,8 +65,8 @@ def config_of(recipe: str) -> PrecisionConfig:
 
 
 def rated(times: Callable[[str], float | None]) -> dict[tuple[str, str], dict[str, float]]:
-    """For the table of rates: by scaling and accumulation, what was measured of BF16, ours and, with the default
-    accumulation, Transformer Engine's.
+    """Return entries of the table of rates: by scaling and accumulation, the measurements of BF16, ours and, with the
+    default accumulation, Transformer Engine's.
 
     times: milliseconds of a variant, None if it did not run.
     """
@@ -86,7 +86,7 @@ def rated(times: Callable[[str], float | None]) -> dict[tuple[str, str], dict[st
 def plan_of(
     recipe: str, device: torch.device, tokens: int, backend: str | None = None, accumulation: str = "fp32"
 ) -> Plan:
-    """An empty plan of a recipe for one block."""
+    """Return an empty plan of a recipe for one block."""
     config = config_of(recipe)
     config.accumulation = Accumulation(accumulation)
     config.backend = BackendChoice(backend_of(backend))
@@ -94,7 +94,7 @@ def plan_of(
 
 
 def ready(module: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Module, ScalingArena]:
-    """The module on the device, weights drawn, bound to an arena."""
+    """Return the module on the device, weights drawn, bound to an arena."""
     module.to_empty(device=device)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
@@ -106,13 +106,13 @@ def ready(module: nn.Module, plan: Plan, device: torch.device) -> tuple[nn.Modul
 
 
 def settle(module: nn.Module, arena: ScalingArena) -> None:
-    """After a first forward and backward: delayed scales come from a history now, as in training."""
+    """Commit a first forward and backward: delayed scales then come from a history, as in training."""
     arena.commit(torch.ones((), dtype=torch.bool, device=arena.amax.device))
     begin_step(module, arena)
 
 
 def plan_of_model(model: str, recipe: str) -> Plan:
-    """The plan of a model of configs/model."""
+    """Return the plan of a model of configs/model."""
     from trainer.config import load
     from trainer.forecast.preflight import check
 
@@ -122,7 +122,7 @@ def plan_of_model(model: str, recipe: str) -> Plan:
 
 
 class TransformerEngine:
-    """Transformer Engine, if it is here."""
+    """Transformer Engine, if installed."""
 
     def __init__(self) -> None:
         self.pytorch: Any = importlib.import_module("transformer_engine.pytorch")
@@ -135,22 +135,22 @@ class TransformerEngine:
         }
 
     def autocast(self, variant: str, promoted: bool = False) -> Any:
-        """The context in which a variant's forward runs; te_bf16: without FP8. promoted: all three GEMMs promote their
-        sums to FP32, as ours do; by itself it leaves the forward product's to the tensor cores, but for blocks."""
+        """Return the context of a variant's forward; te_bf16: without FP8. promoted: all three GEMMs promote their sums
+        to FP32, as ours do; by default it leaves the forward product's to the tensor cores, except for blocks."""
         make = self._recipes.get(variant)
         recipe = make() if make else None
         if promoted and recipe is not None:
-            for gemm in ("fprop", "dgrad", "wgrad"):  # its modules ask any recipe for these
+            for gemm in ("fprop", "dgrad", "wgrad"):  # its modules query any recipe for these
                 setattr(recipe, f"fp8_gemm_{gemm}", self._promoted)
         return self.pytorch.autocast(enabled=make is not None, recipe=recipe)
 
     def attention_in_fp8(self) -> Any:
-        """The context in which an attention core runs in FP8."""
+        """Return the context in which an attention core runs in FP8."""
         return self.pytorch.autocast(enabled=True, recipe=self._recipes["te_delayed"](fp8_dpa=True))
 
 
 def transformer_engine(variants: list[str]) -> TransformerEngine | None:
-    """Transformer Engine for those of the variants that need it; None, and a line about it, where it is missing."""
+    """Return Transformer Engine for the variants that need it; None, with a line about it, if it is missing."""
     wanted = [name for name in variants if name in TE.values() or name.startswith("te")]
     if not wanted:
         return None

@@ -1,10 +1,10 @@
-"""The work that no implementation can avoid, and nothing else: the GEMMs of a layer forward and backward with operands
-that are ready, and the attention core. What these take in the same process is the limit that the benches quote.
+"""The minimal work of any implementation: the GEMMs of a layer forward and backward with prepared operands, and the
+attention core. Their time in the same process is the limit that the benches quote.
 
 For y [M, N] = x [M, K] w [N, K]^T: y, dx [M, K] = dy w, dw [N, K] = dy^T x. BF16 by torch.mm, and for groups by
-torch._grouped_mm or the project's own kernels, whichever take less time. FP8 (E4M3, one scale a tensor, fast
-accumulation, both factors contiguous along the sum) by torch._scaled_mm, and for groups by the project's own kernels,
-which were measured to be faster than torch's. Random numbers: zeros would draw less power and run faster.
+torch._grouped_mm or the project's own kernels, whichever is faster. FP8 (E4M3, one scale a tensor, fast accumulation,
+both factors contiguous along the sum) by torch._scaled_mm, and for groups by the project's own kernels, which were
+measured to be faster than torch's. Random numbers: zeros would draw less power and run faster.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 Work = Callable[[], object]
 FP8 = torch.float8_e4m3fn
-LARGEST = 1 << 30  # elements of a result that are measured in one piece; larger GEMMs run at the same rate
+LARGEST = 1 << 30  # elements of a result that are measured at once; larger GEMMs run at the same rate
 _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
-    """BF16 numbers ~ N(0, scale)."""
+    """Return BF16 numbers ~ N(0, scale)."""
     return torch.randn(shape, device=device()).mul_(scale).to(torch.bfloat16)
 
 
@@ -40,13 +40,13 @@ def _fp8(*shape: int) -> Tensor:
 
 
 def linear_bf16(M: int, N: int, K: int) -> Work:
-    """Three torch.mm."""
+    """Return three torch.mm."""
     x, w, dy = random(M, K), random(N, K, scale=0.02), random(M, N, scale=1e-3)
     return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
 
 
 def linear_fp8(M: int, N: int, K: int) -> Work:
-    """Three torch._scaled_mm."""
+    """Return three torch._scaled_mm."""
     one, rows = torch.ones((), device=device()), M - M % 16  # wgrad sums over rows
     x, w, dy, x_t, w_t, dy_t = _fp8(M, K), _fp8(N, K), _fp8(M, N), _fp8(K, rows), _fp8(K, N), _fp8(N, rows)
 
@@ -57,7 +57,7 @@ def linear_fp8(M: int, N: int, K: int) -> Work:
 
 
 def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three grouped GEMMs over the rows of a routing: torch's or, where they run and are faster, the project's."""
+    """Return three grouped GEMMs over the rows of a routing: torch's or, if they run and are faster, the project's."""
     theirs = _torch_grouped(expert_TK, groups, N, K)
     if cuda_problem(detect(device())):
         return theirs
@@ -65,7 +65,7 @@ def grouped_bf16(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
 
 
 def _torch_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three torch._grouped_mm, each group's rows rounded up to 16 as they want it."""
+    """Return three torch._grouped_mm, each group's rows rounded up to 16 as they need it."""
     padded = (torch.bincount(expert_TK.flatten(), minlength=groups) + 15) // 16 * 16
     ends, R = padded.cumsum(0).int(), int(padded.sum())
     x, w, dy = random(R, K), random(groups, N, K, scale=0.02), random(R, N, scale=1e-3)
@@ -73,7 +73,7 @@ def _torch_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
 
 
 def _own_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three of the project's grouped BF16 GEMMs, in tiles of 128; weight gradients in BF16, as torch's."""
+    """Return three of the project's grouped BF16 GEMMs, in tiles of 128; weight gradients in BF16, as torch's."""
     from precision.kernels.grouped_gemm import nt_bf16, wgrad_bf16
 
     to = _tiles(expert_TK, groups)
@@ -82,14 +82,14 @@ def _own_grouped(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
 
 
 def _tiles(expert_TK: Tensor, groups: int) -> "Route":
-    """The route of a routing's rows, in tiles of 128."""
+    """Return the route of a routing's rows, in tiles of 128."""
     from precision.kernels.route import route
 
     return route(expert_TK, torch.ones(expert_TK.shape, device=device()), groups, 128)
 
 
 def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
-    """Three of the project's grouped FP8 GEMMs over the rows of a routing, in tiles of 128."""
+    """Return three of the project's grouped FP8 GEMMs over the rows of a routing, in tiles of 128."""
     from precision.kernels import const
     from precision.kernels.grouped_gemm import nt, wgrad
 
@@ -105,12 +105,12 @@ def grouped_fp8(expert_TK: Tensor, groups: int, N: int, K: int) -> Work:
 
 
 def heads(B: int, H: int, S: int, d: int, scale: float = 1.0) -> Tensor:
-    """[B, H, S, d] as a model has it: a view of what a projection made, [B, S, H, d]."""
+    """Return [B, H, S, d] as in a model: a view of a projection's output, [B, S, H, d]."""
     return random(B, S, H, d, scale=scale).transpose(1, 2)
 
 
 def attention(B: int, H: int, S: int, d_qk: int, d_v: int) -> Work:
-    """The attention core as the model calls it, forward and backward."""
+    """Return the attention core as the model calls it, forward and backward."""
     q, k, v = (heads(B, H, S, d).requires_grad_() for d in (d_qk, d_qk, d_v))
     dy = heads(B, H, S, d_v, scale=1e-3)
 
@@ -122,13 +122,14 @@ def attention(B: int, H: int, S: int, d_qk: int, d_v: int) -> Work:
 
 
 class StepLimit:
-    """Seconds that the GEMMs and the attention core of a training step take alone. Each shape is measured once."""
+    """Seconds of a training step's GEMMs and attention core alone. Each shape is measured once."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple, float] = {}
 
     def seconds(self, config: Config, plan: Plan) -> float:
-        """Of one step of a config. Without FP8 units (on a CPU), FP8 rows count at the rate of BF16."""
+        """Return the seconds of one step of a config. Without FP8 units (on a CPU), FP8 rows count at the rate of
+        BF16."""
         t, m = config.trainer, config.model
         tokens = t.microbatch_size * t.sequence_length
         gemms = sum(self._gemm(row, tokens) for row in plan.gemms.values())
@@ -138,7 +139,7 @@ class StepLimit:
         return (gemms + blocks * core) * (t.global_batch_size // t.microbatch_size)
 
     def _gemm(self, row: GemmRow, tokens: int) -> float:
-        """Forward and backward of one row of the plan."""
+        """Return the seconds of forward and backward of one row of the plan."""
         fp8, shape = row.recipe.is_fp8 and device().type == "cuda", (row.out_features, row.in_features)
         if row.groups == 1:
             M = min(tokens, LARGEST // row.out_features)
@@ -158,7 +159,7 @@ class StepLimit:
 
 
 def _warm(work: Work) -> float:
-    """Seconds of it, after three that do not count."""
+    """Return its seconds, after three warm-up calls."""
     for _ in range(3):
         work()
     return short(work, 10)

@@ -1,4 +1,4 @@
-"""Linear layers: forward and backward, casts counted in, against BF16, Transformer Engine and the limit.
+"""Linear layers: forward and backward, casts included, against BF16, Transformer Engine and the limit.
 
     python scripts/bench/linear.py                                           16384 x 8192 x 2048
     python scripts/bench/linear.py --shape 32768x2048x5632 --variants torch bf16 fp8_delayed
@@ -8,14 +8,14 @@
 
 A shape is M x N x K: M rows (tokens), N out features, K in features; y [M, N] = x [M, K] w [N, K]^T.
 
-    torch        three torch.mm in BF16: also the limit that BF16 is held against
+    torch        three torch.mm in BF16: also the limit of BF16
     fp8 limit    three torch._scaled_mm, E4M3, one scale a tensor, fast accumulation, operands cast before: no casts
     bf16 fp8_*   ours: precision.Linear built from the recipe's plan; x and dy come in BF16, dw leaves in FP32
     te_*         te.Linear: bf16, DelayedScaling, Float8CurrentScaling, Float8BlockScaling
 
-Columns "ms" and "sustained" are for a microbatch whose weights are ready (they are made once a step, and many
-microbatches use them); "ms +w" has the weights made within, as in a step of one microbatch. TF/s count the 6 M N K
-multiplications and additions, casts count as time only. "x bf16", "x te" and "of limit" are short / sustained.
+Columns "ms" and "sustained" are for a microbatch with prepared weights (made once a step and used by many
+microbatches); "ms +w" includes making the weights, as in a step of one microbatch. TF/s count the 6 M N K
+multiplications and additions; casts count only as time. "x bf16", "x te" and "of limit" are short / sustained.
 """
 
 import argparse
@@ -52,7 +52,7 @@ LIMIT, WITH_WEIGHTS = "fp8 limit", " +w"
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -87,7 +87,7 @@ def run() -> None:
 
 
 def parse_shape(text: str) -> Shape:
-    """16384x8192x2048 -> M, N, K."""
+    """Parse a shape: 16384x8192x2048 -> M, N, K."""
     try:
         m, n, k = (int(part) for part in text.lower().split("x"))
     except ValueError:
@@ -98,7 +98,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
-    """Every linear shape that the FP8 recipes put in FP8, and the rows of the plan that have it."""
+    """Return every linear shape that the FP8 recipes put in FP8, with its rows of the plan."""
     if tokens < 16:
         raise UserError(f"--tokens {tokens}: rows of each linear; give at least 16")
     shapes: dict[Shape, str] = {}
@@ -112,7 +112,7 @@ def shapes_of(model: str, tokens: int) -> dict[Shape, str]:
 
 
 def variants(shape: Shape, options: argparse.Namespace, te: TransformerEngine | None) -> list[Variant]:
-    """What runs in turn. Backward needs everything that forward made, so each variant does both."""
+    """Return the variants to run in turn. Backward needs the results of forward, so each variant runs both."""
     M, N, K = shape
     torch.manual_seed(1)
     x, dy = random(M, K), random(M, N, scale=1e-3)
@@ -134,7 +134,7 @@ def variants(shape: Shape, options: argparse.Namespace, te: TransformerEngine | 
 def ours(
     recipe: str, x: torch.Tensor, dy: torch.Tensor, backend: str | None, name: str, accumulation: str
 ) -> list[Variant]:
-    """precision.Linear of a recipe, with its weights ready, and with them made within."""
+    """Return precision.Linear of a recipe, with its weights prepared, and with making them."""
     plan = plan_of(recipe, x.device, x.shape[0], backend, accumulation)
     layer = Linear(plan.gemm("layers.0.attn.o", "attn.o", x.shape[1], dy.shape[1]))
     module, arena = ready(layer, plan, x.device)
@@ -154,7 +154,7 @@ def ours(
 
 
 def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) -> list[Variant]:
-    """te.Linear: with `is_first_microbatch` the FP8 weights are made again. Launched from Python, as in use."""
+    """Return te.Linear. With `is_first_microbatch` the FP8 weights are made again. Launched from Python, as in use."""
     layer = te.pytorch.Linear(x.shape[1], dy.shape[1], bias=False, params_dtype=torch.bfloat16, device="cuda")
     x = x.detach().requires_grad_()
 
@@ -172,7 +172,7 @@ def theirs(te: TransformerEngine, name: str, x: torch.Tensor, dy: torch.Tensor) 
 
 
 def report(shape: Shape, timings: dict[str, Timing]) -> str:
-    """The table of a shape."""
+    """Return the table of a shape."""
     flops = 6.0 * shape[0] * shape[1] * shape[2]
     bf16 = timings.get("bf16", timings.get("torch"))
     rows = []
@@ -192,7 +192,7 @@ def report(shape: Shape, timings: dict[str, Timing]) -> str:
 
 
 def entries(shape: Shape, timings: dict[str, Timing]) -> list[str]:
-    """Lines for the table of measured rates; sustained times where there are some, else short ones."""
+    """Return lines for the table of measured rates: sustained times if measured, else short ones."""
 
     def ms(name: str) -> float | None:
         timing = timings.get(name)

@@ -1,16 +1,16 @@
-"""What the benches share: variants in turn in one process, short and sustained, watts, and a table.
+"""Common code of the benches: variants in turn in one process, short and sustained, watts, and a table.
 
 A variant is a function that does one unit of work. All variants run in turn (A, B, C, A, B, C, ...), so that heat,
-clocks and neighbours treat them alike, and what is reported is the median over rounds.
+clocks and neighbours affect them alike; the median over rounds is reported.
 
     short       the card is cool: some idle time, then a few repetitions timed one by one, caches cold
-    sustained   back to back for `hold` seconds after `hold` seconds of warm-up: the card sits at its power limit, where
-                training lives; the energy counter runs along
+    sustained   back to back for `hold` seconds after `hold` seconds of warm-up: the card is at its power limit, as in
+                training; the energy counter is read
 
-On a GPU a variant is captured as a CUDA graph and replayed, so that what is timed is the GPU's work and not Python's;
-if that is refused (a variant may refuse it itself) it is launched from Python, as the column "launch" shows. Watts
-come from NVML's energy counter (trainer.health.nvml), read in a thread beside the work. On a CPU both are wall-clock
-times, and there are no watts.
+On a GPU a variant is captured as a CUDA graph and replayed, which times the GPU's work and not Python's. If capture
+fails (a variant may refuse it) it is launched from Python; the column "launch" shows which. Watts come from NVML's
+energy counter (trainer.health.nvml), read in a thread beside the work. On a CPU both are wall-clock times, and there
+are no watts.
 """
 
 import argparse
@@ -39,7 +39,7 @@ COMMAND = " ".join(["python", *sys.argv])  # as given: composing a config change
 
 @dataclass
 class Variant:
-    """One contestant. run: a unit of work, without arguments. graph: whether it may be captured (no host in it)."""
+    """A variant. run: a unit of work, without arguments. graph: whether it may be captured (no host work in it)."""
 
     name: str
     run: Callable[[], object]
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass
 class Timing:
-    """Medians over rounds, seconds a unit; None where not measured. launch: graph, python or cpu."""
+    """Medians over rounds, seconds a unit; None if not measured. launch: graph, python or cpu."""
 
     name: str
     launch: str
@@ -66,7 +66,7 @@ class Timing:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every bench has."""
+    """Add the options of every bench."""
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all variants in turn (default: 3)")
     parser.add_argument("--repeat", type=int, default=10, help="short: timed repetitions a round (default: 10)")
     parser.add_argument("--hold", type=float, default=0.5, help="sustained: seconds; 0: leave it out (default: 0.5)")
@@ -75,17 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device() -> torch.device:
-    """The GPU if there is one."""
+    """Return the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def say(*words: object) -> None:
-    """A line, at once: a bench is watched."""
+    """Print a line at once: benches are watched."""
     print(*words, flush=True)
 
 
 def header() -> dict[str, str]:
-    """What every figure has to be quoted with; printed as well."""
+    """Return the facts to quote with every figure, and print them."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     facts = {
         "command": COMMAND,
@@ -98,7 +98,7 @@ def header() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Commit of the checkout; n/a where there is none."""
+    """Return the commit of the checkout, or n/a."""
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
@@ -107,8 +107,8 @@ def _commit() -> str:
 
 
 def attempt(name: str, make: Callable[[], list]) -> list:
-    """What `make` returns; nothing, and a line about it, if a library or a kernel refuses. The others are measured all
-    the same."""
+    """Return what `make` returns, or nothing, with a line about it, if a library or a kernel refuses. The others are
+    still measured."""
     try:
         return make()
     except Exception as error:  # any error of a library
@@ -122,7 +122,7 @@ def measure(variants: Iterable[Variant], options: argparse.Namespace) -> dict[st
     prepared: list[tuple[Variant, Callable[[], object]]] = []
     timings: dict[str, Timing] = {}
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-    pool: Any = None  # of all graphs, on one stream: results are not read, so the next graph may overwrite them
+    pool: Any = None  # shared by all graphs, on one stream: results are not read, so the next graph may overwrite them
     for variant in variants:
         for run in attempt(variant.name, lambda v=variant, p=pool: [_prepare(v, not options.no_graph, stream, p)]):
             timings[variant.name] = Timing(variant.name, "python" if torch.cuda.is_available() else "cpu")
@@ -151,7 +151,7 @@ def _note(timing: Timing, key: str, value: float | None) -> None:
 def _prepare(
     variant: Variant, graphs: bool, stream: torch.cuda.Stream | None, pool: Any
 ) -> "Callable[[], object] | torch.cuda.CUDAGraph":
-    """Warm up; the function that launches it, or the graph it became. pool: memory for a graph on `stream`."""
+    """Warm up and return the function that launches it, or its graph. pool: memory for a graph on `stream`."""
     if stream is None:  # no GPU
         variant.run()
         return variant.run
@@ -181,7 +181,7 @@ _flush: list[torch.Tensor] = []
 
 
 def short(run: Callable[[], object], repeat: int) -> float:
-    """Median seconds of single units with cold caches, after a moment of rest."""
+    """Return the median seconds of single units with cold caches, after a short rest."""
     if not torch.cuda.is_available():
         return statistics.median(_clock(run) for _ in range(repeat))
     if not _flush:
@@ -202,9 +202,9 @@ def short(run: Callable[[], object], repeat: int) -> float:
 
 
 def sustained(run: Callable[[], object], unit: float, hold: float, meter: "Meter") -> dict[str, float | None]:
-    """Seconds a unit back to back for `hold` seconds after as long a warm-up, watts and clock meanwhile.
+    """Return seconds a unit back to back for `hold` seconds after a warm-up of equal length, with watts and clock.
 
-    unit: about how long one takes.
+    unit: approximate seconds of one.
     """
     count = max(math.ceil(hold / unit), 1)
     for _ in range(count):
@@ -220,7 +220,7 @@ def sustained(run: Callable[[], object], unit: float, hold: float, meter: "Meter
 
 
 def release() -> None:
-    """Give back what the variants of an earlier measurement held."""
+    """Free the memory of an earlier measurement's variants."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -239,10 +239,10 @@ def _clock(run: Callable[[], object]) -> float:
 
 
 class Meter:
-    """Average power of the first GPU while inside a `with`; None without a GPU or without NVML.
+    """Average power of the first GPU inside a `with`; None without a GPU or without NVML.
 
-    The energy counter moves in steps of some 20 to 100 ms. So a thread notes when it moves, and the power is taken
-    between the first and the last move: whole steps of the counter, whatever the length of the window.
+    The energy counter updates every 20 to 100 ms. A thread notes the updates, and the power is computed between the
+    first and the last one: whole steps of the counter, whatever the length of the window.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class Meter:
                 self._clocks.append(clock)
 
     def _note_energy(self, gpu: Gpu, moved: bool = True) -> None:
-        """Write down the counter, if it has moved."""
+        """Record the counter if it has changed."""
         now, energy = time.perf_counter(), gpu.joules()
         if energy is not None and not (moved and self._moves and energy == self._moves[-1][1]):
             self._moves.append((now, energy))
@@ -286,7 +286,7 @@ class Meter:
             return
         self._stop.set()
         self._thread.join()
-        ends = self._moves if len(self._moves) < 3 else self._moves[1:]  # the first is no move: it is where we began
+        ends = self._moves if len(self._moves) < 3 else self._moves[1:]  # the first is the start, not an update
         if len(ends) < 2:
             self._note_energy(self._gpu, moved=False)
             ends = self._moves
@@ -298,17 +298,17 @@ class Meter:
 
 
 def show(value: float | None, form: str, scale: float = 1.0, unit: str = "") -> str:
-    """A cell of a table."""
+    """Return a cell of a table."""
     return NONE if value is None or math.isnan(value) else f"{value * scale:{form}}{unit}"
 
 
 def ratio(base: float | None, value: float | None) -> float | None:
-    """How many times as fast as the base; None if one of them is missing."""
+    """Return how many times as fast as the base it is; None if one of them is missing."""
     return None if base is None or value is None else base / value
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Aligned columns; the first to the left, the others to the right."""
+    """Return aligned columns; the first to the left, the others to the right."""
     head = list(dict.fromkeys(key for row in rows for key in row))
     cells = [head, *([row.get(key, "") for key in head] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
@@ -320,7 +320,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def columns(timing: Timing, flops: float) -> dict[str, str]:
-    """What every bench shows of a timing. flops: useful work of a unit; casts cost time and are none."""
+    """Return the common columns of a timing. flops: useful work of a unit; casts cost time but do not count as work."""
     return {
         "variant": timing.name,
         "launch": timing.launch,
@@ -335,14 +335,14 @@ def columns(timing: Timing, flops: float) -> dict[str, str]:
 
 
 def both(base: Timing | None, timing: Timing) -> str:
-    """Times as fast as `base`, short / sustained."""
+    """Return how many times as fast as `base` it is, short / sustained."""
     if base is None:
         return NONE
     return f"{show(ratio(base.short, timing.short), '.2f')} / {show(ratio(base.sustained, timing.sustained), '.2f')}"
 
 
 def share(limit: Timing | None, timing: Timing) -> str:
-    """How much of the limit is reached, short / sustained."""
+    """Return the share of the limit that it reaches, short / sustained."""
     if limit is None:
         return NONE
     shares = limit.short / timing.short, ratio(limit.sustained, timing.sustained)
@@ -350,13 +350,13 @@ def share(limit: Timing | None, timing: Timing) -> str:
 
 
 def record(timing: Timing) -> dict[str, Any]:
-    """For JSON: medians and every round, seconds, watts."""
+    """Return medians and every round, seconds, watts, for JSON."""
     keys = ("name", "launch", "short", "sustained", "watts", "megahertz", "rounds")
     return {key: getattr(timing, key) for key in keys}
 
 
 def write_json(path: Path | None, facts: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """Everything measured, if a file was asked for."""
+    """Write all measurements, if a file was requested."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")

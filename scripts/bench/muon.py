@@ -1,16 +1,16 @@
-"""Muon's part of a step on a GPU: are its kernels right, and how fast is what?
+"""Muon's part of a step on a GPU: correctness and speed of its kernels.
 
     python scripts/bench/muon.py                     Moonlight cut to 5 blocks on one GPU, and V3's largest matrices
     python scripts/bench/muon.py --ranks 8           the share of one of 8 ranks
     python scripts/bench/muon.py --ranks 8 model=moonlight_16b        all of Moonlight
 
     errors       of the whole iteration against float64, of the kernels and of torch.baddbmm; and of the three products
-    products     ms and TF/s of each product by itself, by torch.baddbmm, and by kernels cut in several ways
+    products     ms and TF/s of each product alone, by torch.baddbmm, and by kernels with several tilings
     iteration    ms of the batches of matrices that a step orthogonalises, both ways, and their sum
     batches      ms a matrix of batches of several sizes
-    elementwise  what comes before and after the iteration: ms, and TB/s against a copy's
+    elementwise  the work before and after the iteration: ms, and TB/s against a copy's
 
-TF/s count the FLOPs of whole products, 4 m^2 n + 2 m^3 a step, also where only a triangle of one is computed.
+TF/s count the FLOPs of whole products, 4 m^2 n + 2 m^3 a step, even if only a triangle of one is computed.
 """
 
 import sys
@@ -36,13 +36,13 @@ from trainer.parallel.mesh import Degrees
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIVE_BLOCKS = ["model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768"]
-EXPERTS = (23, 1408, 2048)  # as many of Moonlight's as a batch holds
+EXPERTS = (23, 1408, 2048)  # as many of Moonlight's as fit in a batch
 V3 = (4, 2048, 7168), (1, 1536, 7168), (1, 7168, 16384)
 Shape = tuple[int, int, int]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -71,7 +71,7 @@ def run() -> None:
 
 
 class Clock:
-    """Median milliseconds, and a cell of text with it and TF/s."""
+    """Median milliseconds, and a table cell with them and TF/s."""
 
     def __init__(self, repeat: int):
         self._repeat = repeat
@@ -82,7 +82,7 @@ class Clock:
         return 1e3 * measure.short(run, self._repeat)
 
     def cell(self, name: str, run: Callable[[], object], flop: float) -> float:
-        """Milliseconds; NaN, and a line about it, where it fails."""
+        """Return milliseconds; NaN, with a line about it, if the call fails."""
         for ms in measure.attempt(name, lambda: [self.ms(run)]):
             say(f"  {name:34} {ms:8.3f} ms {flop / ms * 1e-9:6.0f} TF/s")
             return ms
@@ -94,7 +94,7 @@ def draw(*shape: int, mean: float = 0.0) -> Tensor:
 
 
 def exact(x: Tensor, triples: list[tuple[float, float, float]]) -> Tensor:
-    """The iteration in float64."""
+    """Run the iteration in float64."""
     wide = x.double()
     wide /= wide.norm(dim=(-2, -1), keepdim=True) + EPS
     for a, b, c in triples:
@@ -108,7 +108,7 @@ def off(ours: Tensor, theirs: Tensor) -> float:
 
 
 def errors(triples: list[tuple[float, float, float]]) -> None:
-    """Relative errors, of noise, and of noise beside a large mean."""
+    """Print relative errors, of noise, and of noise beside a large mean."""
     from precision.kernels import newton_schulz
 
     say("\nerrors against float64: iteration by kernels, baddbmm | products X X^T, b S + c S S, a X + B X; symmetric?")
@@ -132,7 +132,7 @@ def errors(triples: list[tuple[float, float, float]]) -> None:
 
 
 def products(clock: Clock) -> None:
-    """Each by itself, of a batch of Moonlight's experts."""
+    """Time each product alone, for a batch of Moonlight's experts."""
     from precision.kernels import newton_schulz
     from precision.kernels.newton_schulz import Cut, product
 
@@ -158,7 +158,7 @@ def products(clock: Clock) -> None:
 
 
 def iteration(config: Config, ranks: int, triples: list[tuple[float, float, float]], clock: Clock) -> None:
-    """The batches of a rank in one step."""
+    """Time the batches of a rank in one step."""
     say(f"\niteration of {config.model.num_layers} blocks, {ranks} ranks: batches x [matrices, m, n], baddbmm, kernels")
     layouts = muon_layouts(config, check(config), Degrees(1, ranks))
     runs, _ = assign(layouts, len(triples), ranks)
@@ -181,7 +181,7 @@ def iteration(config: Config, ranks: int, triples: list[tuple[float, float, floa
 
 
 def sizes(triples: list[tuple[float, float, float]], clock: Clock) -> None:
-    """Of Moonlight's experts, by how many are in a batch."""
+    """Time Moonlight's experts by batch size."""
     say(f"\nbatches of {list(EXPERTS[1:])}: matrices, ms a matrix")
     for k in (4, 8, 12, 16, 23, 24, 32, 46, 64):
         x = draw(k, *EXPERTS[1:])
@@ -189,7 +189,7 @@ def sizes(triples: list[tuple[float, float, float]], clock: Clock) -> None:
 
 
 def elementwise(clock: Clock) -> None:
-    """Of 64 experts' gate and down: before and after the iteration."""
+    """Time the work before and after the iteration, for 64 experts' gate and down."""
     g, m, w = (torch.randn(64, 2816, 2048, device="cuda") for _ in range(3))
     half = g.numel() // 2
     copy = clock.ms(lambda: m[:32].copy_(g[:32]))
@@ -206,7 +206,7 @@ def elementwise(clock: Clock) -> None:
 
 
 def halves(parts: list[Tensor], slot: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What comes before the iteration, and after it. parts: gradient, momentum, weight."""
+    """Return the work before the iteration, and after it. parts: gradient, momentum, weight."""
     from precision.kernels import muon
 
     ok, number = torch.tensor(True, device="cuda"), torch.tensor(1.5, device="cuda")

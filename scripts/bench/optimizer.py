@@ -4,11 +4,11 @@
     python scripts/bench/optimizer.py model=deepseek_300m
 
     gradient norms     one pass over the gradients, 4 bytes a parameter; torch._foreach_norm beside it
-    AdamW              28 bytes a parameter, with moments in BF16 20; cut in several ways
+    AdamW              28 bytes a parameter, with moments in BF16 20; with several tilings
     update norms       12 bytes (8), in logged steps only
 
-The goal is 90 % of the copy's rate. Gradients are let go of after a step, and the first microbatch writes new ones, so
-that none are zeroed.
+The goal is 90 % of the copy's rate. Gradients are freed after a step, and the first microbatch writes new ones, so none
+are zeroed.
 """
 
 import math
@@ -36,7 +36,7 @@ NORM_CUTS = [(2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 8)]
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -74,7 +74,7 @@ class Pieces:
         say(f"{self._count / 1e9:.3f} G parameters in {len(shapes)} tensors; a copy: {self._copy * 1e-12:.2f} TB/s")
 
     def measure(self) -> None:
-        """All pieces."""
+        """Measure all pieces."""
         from precision.kernels.gradient_norms import GradientNorms
 
         gradients: list[Tensor] = [p.grad for p in self._parameters if p.grad is not None]
@@ -107,7 +107,7 @@ class Pieces:
         self.show(f"update norms {name}", lambda: kernel.norms(lr), bytes_ // 2 - 2)
 
     def show(self, name: str, run: Callable[[], object], bytes_: int) -> None:
-        """A line of milliseconds, rate, and share of the copy's."""
+        """Print a line of milliseconds, rate, and share of the copy's rate."""
         for seconds in measure.attempt(name, lambda: [(run(), run(), measure.short(run, self._repeat))[2]]):
             rate = bytes_ * self._count / seconds
             say(f"  {name:44} {1e3 * seconds:7.3f} ms {rate * 1e-12:5.2f} TB/s {rate / self._copy:4.0%} of a copy")

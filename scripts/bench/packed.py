@@ -1,11 +1,11 @@
 """Packed documents for benches: where they begin, and the ways to keep attention within them.
 
-    documents         what the model calls: on a GPU our kernel, elsewhere a mask
-    documents_whole   the same with one document a sequence: what the kernel itself costs against cuDNN's
-    documents_mask    PyTorch with a boolean mask, by whichever of its kernels takes one
+    documents         as the model calls it: on a GPU our kernel, elsewhere a mask
+    documents_whole   the same with one document a sequence: the cost of the kernel itself against cuDNN's
+    documents_mask    PyTorch with a boolean mask, by any of its kernels that takes one
     documents_flex    flex_attention with a block mask, compiled
 
-Lengths are drawn evenly from the mean's half to one and a half of it, the same ones each time.
+Lengths are drawn evenly from half the mean to one and a half times the mean, the same ones each time.
 """
 
 import argparse
@@ -23,20 +23,20 @@ KERNELS = ("forward", "keys", "queries")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--document, for all benches of packed sequences."""
+    """Add --document, for all benches of packed sequences."""
     parser.add_argument(
         "--document", type=int, default=512, metavar="N", help="mean tokens of documents (default: 512)"
     )
 
 
 def add_tiles(parser: argparse.ArgumentParser) -> None:
-    """--tiles KERNEL=MxNxWARPSxSTAGES: other tiles for a kernel of ours."""
+    """Add --tiles KERNEL=MxNxWARPSxSTAGES: other tiles for a kernel of ours."""
     what = f"of our kernels within documents ({', '.join(KERNELS)}); may be given more than once"
     parser.add_argument("--tiles", action="append", default=[], metavar="KERNEL=MxNxWARPSxSTAGES", help=what)
 
 
 def problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with these arguments, if anything; puts `--tiles` in force."""
+    """Return what is wrong with these arguments, if anything, and apply `--tiles`."""
     if options.document < 2:
         return f"--document {options.document}: documents have 2 tokens or more"
     for text in getattr(options, "tiles", []):
@@ -52,7 +52,7 @@ def problem(options: argparse.Namespace) -> str | None:
 
 
 def starts(batch: int, length: int, mean: int) -> Tensor:
-    """[batch, length] bool: where documents begin; what stands before the first began elsewhere."""
+    """Return where documents begin, [batch, length] bool. The part before the first began elsewhere."""
     generator = torch.Generator().manual_seed(0)
     found = torch.zeros(batch, length, dtype=torch.bool)
     for row in found:
@@ -64,14 +64,14 @@ def starts(batch: int, length: int, mean: int) -> Tensor:
 
 
 def share(batch: int, length: int, mean: int) -> float:
-    """Pairs of query and key in one document, over all pairs that causality leaves."""
+    """Return pairs of query and key in one document over all causal pairs."""
     bounds = bounds_of(starts(batch, length, mean).cumsum(1, dtype=torch.int32)).long()
     seen = torch.arange(length) + 1 - bounds[0]
     return float(seen.sum()) / (batch * length * (length + 1) / 2)
 
 
 def core(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, mean: int) -> Callable[[], Tensor]:
-    """A way to compute q, k [B, H, S, d_qk], v [B, H, S, d_v] -> [B, H, S, d_v] within documents."""
+    """Return a way to compute q, k [B, H, S, d_qk], v [B, H, S, d_v] -> [B, H, S, d_v] within documents."""
     B, _, S, d_qk = q.shape
     found = starts(B, S, mean) if name != "documents_whole" else torch.zeros(B, S, dtype=torch.bool)
     numbers = found.to(q.device).cumsum(1, dtype=torch.int32)

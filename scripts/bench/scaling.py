@@ -1,18 +1,18 @@
-"""The whole step on 1, 2, 4, 8 GPUs of a node: tokens a second of each GPU, and what communication costs.
+"""The whole step on 1, 2, 4, 8 GPUs of a node: tokens a second of each GPU, and the cost of communication.
 
     python scripts/bench/scaling.py --gpus 1,2,4,8 +recipe=fp8_delayed model=moonlight_16b model.num_layers=9 \
         model.vocab_size=102400 model.force_balanced_routing=true trainer.sequence_length=4096 \
         trainer.microbatch_size=8 trainer.global_batch_size=8 parallel=fsdp
 
-Weak scaling: every GPU has the `trainer.global_batch_size` that the command names, on one GPU that of all of them. Each
-count runs in processes of its own, all steps on random tokens. In the table, of the slowest rank:
+Weak scaling: the command's `trainer.global_batch_size` is that of each GPU. Each count runs in its own processes, all
+steps on random tokens. In the table, of the slowest rank:
 
-    tokens/s/GPU     of steps in a row, none waited for; the median of --rounds times --steps of them
-    of 1 GPU         that, against the smallest count that ran
-    of no messages   the step with copies within the GPU in the place of what FSDP sends (weights, gradients), against
-                     the step: 1 where messages hide behind the arithmetic (tokens still travel to other ranks' experts)
-    peak             the most memory a rank took; forecast: of dry_run=true
-    retries          how often in these steps the allocator found no whole piece of memory and gave back what it kept
+    tokens/s/GPU     of consecutive steps without waiting; the median of --rounds times --steps of them
+    of 1 GPU         the same relative to the smallest count that ran
+    of no messages   the step with copies within the GPU in place of FSDP's messages (weights, gradients), over the
+                     step: 1 if messages hide behind the arithmetic (tokens still travel to other ranks' experts)
+    peak             the most memory of a rank; forecast: of dry_run=true
+    retries          how often in these steps the allocator found no contiguous block and freed its cache
 """
 
 import argparse
@@ -41,7 +41,7 @@ GIB = 2**30
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     if os.environ.get("SCALING_RESULT"):
         rank_group = RankGroup()
         return guarded(lambda: rank(rank_group), rank_group)
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the arguments of train.py."""
+    """Return the options, and the arguments of train.py."""
     parser = Parser(__doc__)
     parser.add_argument("--gpus", default="1,2,4,8", help="counts to measure (1,2,4,8)")
     parser.add_argument("--steps", type=int, default=5, help="steps in a row (5)")
@@ -67,7 +67,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def run() -> None:
-    """Start each count of processes, one after the other, and print what they found."""
+    """Start each count of processes, one after the other, and print their results."""
     options, _ = arguments()
     there = torch.cuda.device_count()
     if there and max(options.gpus) > there:
@@ -82,7 +82,7 @@ def run() -> None:
 
 
 def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What `count` processes measured."""
+    """Return the measurements of `count` processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         environment = os.environ | {"SCALING_RESULT": str(result)}
@@ -96,7 +96,7 @@ def one(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     speed, silent = result["tokens_per_second"], result["silent_seconds"]
     return {
         "GPUs": str(result["gpus"]),
@@ -112,7 +112,7 @@ def row(result: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
 
 
 def rank(rank_group: RankGroup) -> None:
-    """One of the processes: build, time, and on rank 0 write down what the slowest took."""
+    """Run one of the processes: build, time, and on rank 0 write the slowest rank's times."""
     from trainer.config import load
     from trainer.forecast.memory import forecast, total_memory
     from trainer.forecast.preflight import check
@@ -170,7 +170,7 @@ def rank(rank_group: RankGroup) -> None:
 
 
 def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float:
-    """Seconds a step, of the slowest rank: the median over rounds."""
+    """Return the seconds a step of the slowest rank: the median over rounds."""
     steps(WARM_UP)
     found = []
     for _ in range(options.rounds):
@@ -184,8 +184,8 @@ def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any)
 
 
 def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
-    """The same with copies within the device in the place of FSDP's messages; None in one process. The model is of no
-    use afterwards."""
+    """Return the same with copies within the device in place of FSDP's messages; None in one process. It makes the
+    model useless."""
     from trainer.parallel.fsdp_internals import groups
     from trainer.parallel.large import LargeWeights
 
@@ -202,7 +202,7 @@ def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.N
 
 
 def silent_messages() -> tuple[Any, Any]:
-    """What FSDP calls to gather and to reduce: its own part stands for everybody's."""
+    """Return replacements of FSDP's gather and reduce, in which a rank's own part stands for everyone's."""
     import torch.distributed as dist
 
     from trainer.parallel.fsdp_internals import AllGather, ReduceScatter
@@ -216,7 +216,7 @@ def silent_messages() -> tuple[Any, Any]:
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
         ) -> None:
             for part in output_tensor.chunk(dist.get_world_size(group)):
-                if part.data_ptr() != input_tensor.data_ptr():  # its own part may lie there already
+                if part.data_ptr() != input_tensor.data_ptr():  # its own part may already be there
                     part.copy_(input_tensor)
 
     class Scatter(Memory, ReduceScatter):

@@ -10,16 +10,17 @@ Step A, step B, step A, ...: forward, backward, verdict, clipping, AdamW, quanti
 `train_step` does, on the same random tokens. In the table:
 
     tokens/s     short: of the median step, each waited for; 10th to 90th percentile in brackets
-    sustained    steps in a row for `--hold` seconds after as long a warm-up, none waited for; watts, tokens per joule
+    sustained    consecutive steps for `--hold` seconds after a warm-up of equal length, none waited for; watts, tokens
+                 per joule
     limit        milliseconds of the model's GEMMs at the rates that this process measured for their shapes (FP8 where
-                 the plan says so, casts not counted), and of the attention core: nothing else; and the share of it that
-                 is reached, short / sustained
-    state, peak  memory that stays between steps, and the most that a step takes above it
+                 the plan has it, casts not counted), and of the attention core, without anything else; and the share
+                 of it that is reached, short / sustained
+    state, peak  memory that stays between steps, and a step's peak above it
 
-Then the ratios to `--against`, and what loading a batch of the configured data costs against a step, and against one of
-50,000 tokens/s. With trainer.document_masking=true the tokens are documents of `--document` tokens. Contestants share
-the GPU's memory; `--apart` builds, measures and frees one after the other where that is too little. There are no CUDA
-graphs, which keep memory to themselves, unless the command asks for them: `--apart ... cuda_graph=true`.
+Then it prints the ratios to `--against`, and the time to load a batch of the configured data relative to a step, and to
+a step of 50,000 tokens/s. With trainer.document_masking=true the tokens are documents of `--document` tokens.
+Contestants share the GPU's memory; if that is too small, `--apart` builds, measures and frees one after the other. CUDA
+graphs, which reserve memory, are off unless the command sets them: `--apart ... cuda_graph=true`.
 """
 
 import argparse
@@ -44,12 +45,12 @@ from trainer.step.microbatch import GraphedMicrobatch
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WARM_UP = 3
 MIB = 2**20
-END = 0  # the token that documents begin with, where attention stays within them
+END = 0  # the token that documents begin with, if attention stays within them
 GOAL = 50_000  # tokens a second and GPU
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -130,7 +131,7 @@ def race(contestants: "list[Contestant]", options: argparse.Namespace) -> None:
 
 
 class Contestant:
-    """A recipe's engine and what was measured of it. Bytes, seconds, watts."""
+    """A recipe's engine and its measurements in bytes, seconds, watts."""
 
     def __init__(self, recipe: str, overrides: list[str], accumulation: str):
         from trainer.config import load
@@ -149,7 +150,7 @@ class Contestant:
         self.sustained: dict[str, list[float]] = {}
 
     def build(self) -> None:
-        """Model, optimizer and all, on the device."""
+        """Build model, optimizer and engine on the device."""
         from trainer.launch.device import pick_device
         from trainer.step.engine import build_engine
         from trainer.step.metrics import state_bytes
@@ -159,7 +160,7 @@ class Contestant:
         self.state = state_bytes(self.engine.model, self.engine.optimizer.state_dict())
 
     def free(self) -> None:
-        """Let go of it. Steps that were dropped were no whole steps: say so."""
+        """Free it. Reports skipped steps, which are not whole steps."""
         skipped = int(self.engine.guard.skipped)
         if skipped:
             measure.say(
@@ -168,7 +169,7 @@ class Contestant:
         self.engine = None
 
     def step(self, number: int, tokens: torch.Tensor, timed: bool) -> None:
-        """One step; its time and peak memory count if `timed`."""
+        """Run one step; its time and peak memory count if `timed`."""
 
         cuda = self.engine.device.type == "cuda"
         if cuda:
@@ -188,7 +189,7 @@ class Contestant:
             self.peak = max(self.peak, after - before)
 
     def hold(self, tokens: torch.Tensor, seconds: float, meter: measure.Meter) -> None:
-        """Steps in a row, none waited for. The tokens are on the device before: a copy from the host would wait."""
+        """Run steps in a row without waiting. The tokens are already on the device: a copy from the host would wait."""
         tokens = tokens.to(self.engine.device)
         number = WARM_UP + len(self.seconds)
         unit = statistics.median(self.seconds)
@@ -208,7 +209,7 @@ class Contestant:
 
     @property
     def timing(self) -> Timing:
-        """Medians, as the other benches have them."""
+        """Return medians, as the other benches do."""
         medians = {key: statistics.median(values) for key, values in self.sustained.items()}
         timing = Timing(self.recipe, "step", statistics.median(self.seconds))
         for key, value in medians.items():
@@ -217,11 +218,11 @@ class Contestant:
 
     @property
     def tokens_per_joule(self) -> float | None:
-        """Under sustained load; None where nothing measures energy."""
+        """Tokens per joule under sustained load; None without an energy meter."""
         return None if self.timing.joules is None else self.tokens / self.timing.joules
 
     def row(self) -> dict[str, str]:
-        """The results, a line of the table."""
+        """Return the results as a line of the table."""
         timing, deciles = self.timing, statistics.quantiles(self.seconds, n=10)
         limit = None if self.limit is None else Timing("limit", "", self.limit, self.limit)
         return {
@@ -243,7 +244,7 @@ class Contestant:
         }
 
     def against(self, base: "Contestant") -> str:
-        """The ratios to another contestant, in words."""
+        """Return the ratios to another contestant, in words."""
         a, b = self.timing, base.timing
         line = f"{self.recipe} takes {a.short / b.short:.2f} times the step of {base.recipe}"
         line += f" ({both(b, a)} times its tokens/s, short / sustained"
@@ -252,7 +253,7 @@ class Contestant:
         return f"{line}; {(self.state + self.peak) / (base.state + base.peak):.2f} times its memory"
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the results for JSON."""
         return {
             **measure.record(self.timing),
             "rounds": {"short": self.seconds, **self.sustained},
@@ -263,7 +264,7 @@ class Contestant:
 
 
 def reset_peak_resident() -> int:
-    """Start a new peak of resident memory (Linux); bytes resident now."""
+    """Reset the peak of resident memory (Linux). Returns the bytes resident now."""
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")
@@ -272,20 +273,20 @@ def reset_peak_resident() -> int:
 
 
 def peak_resident() -> int:
-    """Largest resident memory since the reset, bytes; without /proc of the whole process."""
+    """Return the peak resident memory since the reset, bytes; without /proc that of the whole process."""
     if Path("/proc/self/status").exists():
         return status_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def status_bytes(key: str) -> int:
-    """A line of /proc/self/status in bytes."""
+    """Return a line of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def loading_seconds(config) -> float:
-    """Median time of one batch from the loader."""
+    """Return the median time of one batch from the loader."""
     from trainer.data import Loader
     from trainer.data.progress_bars import prepare_with_bars
 

@@ -4,8 +4,8 @@
     python scripts/bench/sums.py --times              also the times of Moonlight's GEMMs, experts and linears
 
 Errors are against float64 of the same FP8 numbers, drawn with mean 1 (and mean 0): the relative error in norm, and the
-bias: the mean of the error over the mean of the result. Long sums of one sign are where the tensor cores' 14 bits show;
-on numbers of mean 0 nothing does.
+bias: the mean of the error over the mean of the result. The tensor cores' 14 bits show in long sums of one sign, and
+not for numbers of mean 0.
 """
 
 import argparse
@@ -32,15 +32,15 @@ ROWS, COLUMNS, EXPERTS = 384, 320, 2
 
 @dataclass
 class Operand:
-    """FP8 numbers [(E,) R, K] and their inverse scales as a kernel wants them."""
+    """FP8 numbers [(E,) R, K] and their inverse scales in a kernel's layout."""
 
     data: Tensor
     inv: Tensor
-    read: Tensor  # what they stand for, float64
+    read: Tensor  # the represented numbers, float64
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -59,7 +59,7 @@ def run() -> None:
 
 
 def errors() -> None:
-    """A line for each kernel and length, both ways."""
+    """Print a line for each kernel and length, both ways."""
     measure.say("kernel        scales   sum over   fp32: bias, error at mean 1 | mean 0   fast: the same")
     for K in LENGTHS:
         for name in ("linear nt", "linear wgrad", "grouped nt", "grouped wgrad"):
@@ -72,8 +72,8 @@ def errors() -> None:
 
 
 def error(kernel: str, mode: int, K: int, mean: float, fast: bool, width: int | None = None) -> tuple[float, float]:
-    """Bias and relative error of one kernel; see the module docstring. width: of the weight (nt) or of the gradient
-    (wgrad)."""
+    """Return bias and relative error of one kernel; see the module docstring. width: of the weight (nt) or of the
+    gradient (wgrad)."""
     torch.manual_seed(0)
     make, transposed = (linear if kernel.startswith("linear") else grouped), kernel.endswith("wgrad")
     got, want = make(mode, K, mean, fast, transposed, width)
@@ -84,10 +84,10 @@ def error(kernel: str, mode: int, K: int, mean: float, fast: bool, width: int | 
 def linear(
     mode: int, K: int, mean: float, fast: bool, transposed: bool, width: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One plain GEMM, and float64."""
+    """Return one plain GEMM, and float64."""
     block = mode == const.BLOCK.value
     if transposed:
-        grad = E4M3 if block else E5M2  # as each recipe has it
+        grad = E4M3 if block else E5M2  # as in each recipe
         a, b = (draw(n, K, mean, fmt, mode, over_rows=True) for n, fmt in ((width or ROWS, grad), (384, E4M3)))
         return scaled_wgrad(a.data, a.inv, b.data, b.inv, mode, torch.float32, fast), a.read @ b.read.t()
     a, b = draw(ROWS, K, mean, E4M3, mode), draw(width or (384 if block else COLUMNS), K, mean, E4M3, mode, weight=True)
@@ -97,7 +97,7 @@ def linear(
 def grouped(
     mode: int, K: int, mean: float, fast: bool, transposed: bool, width: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A grouped GEMM, and float64. Experts of different sizes in wgrad: the sum is over rows."""
+    """Return a grouped GEMM, and float64. Experts have different sizes in wgrad: the sum is over rows."""
     if transposed:
         sizes, grad = [K, max(128, K // 4)], E4M3 if mode == const.BLOCK.value else E5M2
         a, b = (draw(n, sum(sizes), mean, fmt, mode, over_rows=True) for n, fmt in ((width or 256, grad), (512, E4M3)))
@@ -116,8 +116,8 @@ def grouped(
 def draw(
     rows: int, K: int, mean: float, dtype: torch.dtype, mode: int, weight: bool = False, over_rows: bool = False
 ) -> Operand:
-    """Numbers of that mean, cast as `mode` has it: rows by 1 x 128, weights by 128 x 128; what is summed over rows has
-    one scale, or one for 128 of them."""
+    """Draw numbers of that mean, cast by `mode`: rows by 1 x 128, weights by 128 x 128; operands summed over rows have
+    one scale, or one for 128 rows."""
     x = torch.randn(rows, K, device="cuda") + mean
     limit = 448.0 if dtype == E4M3 else 57344.0
     if mode == const.BLOCK.value:
@@ -139,7 +139,7 @@ def draw(
 
 
 def route(sizes: list[int]) -> Route:
-    """Where rows of experts of these sizes lie, each in whole tiles of 128."""
+    """Return the route of experts of these sizes, each in whole tiles of 128."""
     padded = torch.tensor([padded_rows(size) for size in sizes])
     ends = padded.cumsum(0)
     tiles = torch.repeat_interleave(torch.arange(len(sizes)), padded // 128)
@@ -148,7 +148,7 @@ def route(sizes: list[int]) -> Route:
 
 
 def times(options: argparse.Namespace) -> None:
-    """Milliseconds of GEMMs of Moonlight's shape, sums in turn."""
+    """Print milliseconds of GEMMs of Moonlight's shape, both sums in turn."""
     R, E = options.rows, 64
     to, one, each = route([R // E] * E), torch.ones((), device="cuda"), torch.ones(E, device="cuda")
 
@@ -179,7 +179,7 @@ def times(options: argparse.Namespace) -> None:
 
 
 def clock(name: str, macs: int, run: Callable[..., object]) -> None:
-    """Both ways in turn, five rounds: medians, and the spread of rounds."""
+    """Time both ways in turn, five rounds: print medians, and the spread of rounds."""
     rounds = {fast: [] for fast in (False, True)}
     for _ in range(5):
         for fast, seconds in rounds.items():

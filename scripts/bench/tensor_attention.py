@@ -6,23 +6,23 @@
 
 One sequence of --tokens positions. t ranks, t up to the number of processes; each has H / t heads in the core.
 
-    one          one rank: the layer as it is
-    tensor       q and kv_b by columns, o by rows (Megatron-LM, arXiv 1909.08053). f at the entry of columns: identity,
-                 its gradient is summed over the ranks. g behind o: a sum over the ranks, its gradient as it is
+    one          one rank: the unsplit layer
+    tensor       q and kv_b by columns, o by rows (Megatron-LM, arXiv 1909.08053). f before the columns: identity, its
+                 gradient is summed over the ranks. g behind o: a sum over the ranks, its gradient is unchanged
     overlapped   the same; in the backward pass the sum of f travels while the gradient of the weight is computed
     sequence     tensor, and each rank has T / t positions outside (arXiv 2205.05198): f gathers, g reduces and scatters
     exchanged    sequence, with o whole: its input is exchanged from own heads to own positions; nothing is summed
     context      Ulysses (models.context): all weights whole; q, k, v are exchanged to heads, and o back
 
-Of MLA the down projections and their norms are whole on every rank; with `sequence` and `exchanged` the latents travel.
+In MLA the down projections and their norms are whole on every rank; with `sequence` and `exchanged` the latents travel.
 
     fwd ms, bwd ms   medians over --repeat calls, each of the slowest rank
-    exposed ms       what both take longer than with copies within the rank in the place of messages
+    exposed ms       extra time of both compared with copies within the rank in place of messages
     efficiency       time of `one` / (t times the time)
     MB sent          of a rank, forward and backward; a sum over the ranks counts twice (reduce-scatter, all-gather)
     differs          largest difference of y, dx and all weights' gradients from one rank in FP32, of the largest number
 
-In FP32 a difference above 1e-5 ends the bench with an error. The page about it: docs/tensor_parallel.md.
+In FP32 a difference above 1e-5 ends the bench with an error. See also docs/tensor_parallel.md.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ALLOWED = 1e-5
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -71,7 +71,7 @@ def run() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The options. UserError for what does not go together."""
+    """Parse the options. Raises UserError for incompatible ones."""
     parser, gpu = Parser(__doc__), torch.cuda.is_available()
     parser.add_argument(
         "--block", choices=("mla", "plain"), default="mla", help="mla, or q, k, v straight from x (mla)"
@@ -101,12 +101,12 @@ def arguments() -> argparse.Namespace:
 
 
 def counts(ranks: int) -> list[int]:
-    """Powers of two up to the number of processes."""
+    """Return powers of two up to the number of processes."""
     return [2**i for i in range(ranks.bit_length())]
 
 
 def measured(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Every variant on every number of ranks. A collective; rank 0's are complete."""
+    """Measure every variant on every number of ranks. A collective; rank 0's results are complete."""
     o, generator = options, torch.Generator(device).manual_seed(0)
     q_width = o.nope + (o.rope if o.block == "mla" else 0)
     shapes = {"q": (o.heads * q_width, o.hidden), "o": (o.hidden, o.heads * o.value)}
@@ -141,7 +141,7 @@ def measured(options: argparse.Namespace, device: torch.device) -> list[dict[str
 
 
 def gradients(layer: One, dy: Tensor) -> tuple[tuple[float, float], dict[str, Tensor]]:
-    """Seconds forward and backward; y, dx and the weights' gradients."""
+    """Return seconds forward and backward, and y, dx and the weights' gradients."""
     measure.synchronize()
     start = time.perf_counter()
     y = layer.forward()
@@ -155,8 +155,8 @@ def gradients(layer: One, dy: Tensor) -> tuple[tuple[float, float], dict[str, Te
 
 
 def difference(layer: One, dy: Tensor, exact: dict[str, Tensor], group: dist.ProcessGroup) -> float:
-    """The largest of all ranks' and tensors', of the largest number of the tensor. Weights that are whole where
-    positions are split have the sum of the ranks' gradients."""
+    """Return the largest difference over all ranks and tensors, relative to the tensor's largest number. If positions
+    are split, whole weights take the sum of the ranks' gradients."""
     worst = torch.zeros((), device=dy.device)
     for name, got in gradients(layer, dy)[1].items():
         want, got = exact[name], got.float()
@@ -172,7 +172,8 @@ def difference(layer: One, dy: Tensor, exact: dict[str, Tensor], group: dist.Pro
 
 
 def timed(layers: list[One], dy: Tensor, repeat: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Medians over calls of the slowest rank's seconds: forward, backward, and both without messages. In turn."""
+    """Return medians over calls of the slowest rank's seconds: forward, backward, and both without messages. In
+    turn."""
     spent: list[list[tuple[float, float]]] = [[], []]
     for i in range(repeat + 1):  # one to warm up
         for times, layer in zip(spent, layers, strict=True):
@@ -186,7 +187,7 @@ def timed(layers: list[One], dy: Tensor, repeat: int, group: dist.ProcessGroup) 
 
 
 def row(one: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     seconds, alone = one["forward"] + one["backward"], first["forward"] + first["backward"]
     return {
         "variant": one["name"],

@@ -1,8 +1,9 @@
-"""torchrun, with the same options, that ends quietly: python scripts/launch/torchrun.py --nproc_per_node=8 train.py ...
+"""torchrun without its error report: python scripts/launch/torchrun.py --nproc_per_node=8 train.py ...
 
-When a process ends with an error, torchrun adds forty lines: its own traceback, and a box that names the process.
-The process has reported that itself, in one line; that line, and its exit code, are all that is left here. Only where a
-process could not say anything (all were killed, or one died while it started) torchrun's knowledge is printed.
+It takes the same options. When a process ends with an error, torchrun adds forty lines: its own traceback, and a box
+that names the process. The process has already reported the error in one line; only that line, and its exit code,
+remain here. torchrun's report is printed only if no process could report (all were killed, or one died while it
+started).
 """
 
 import logging
@@ -14,11 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 ENDED_BY_TORCHRUN = -SIGTERM, 128 + SIGTERM
-"""Exit codes that say nothing of what went wrong: torchrun ends the others so."""
+"""Exit codes without information on the cause: torchrun ends the other processes this way."""
 
 
 def main() -> int:
-    """Exit code of the process that failed first, 128 + n for one that signal n ended, or for torchrun itself."""
+    """Return the exit code of the process that failed first; 128 + n if signal n ended it, or torchrun itself."""
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""DeepSeek-style models: one mechanism of the papers a file, every GEMM and norm through `precision`."""
+"""DeepSeek-style models: one mechanism of the papers per file; every GEMM and norm runs through `precision`."""
 
 from precision.lazy import attach
 

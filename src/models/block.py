@@ -6,13 +6,13 @@
     h' = h  + RMSNorm(MLA(h))          post: FOG (arXiv 2505.20524, appendix B), gains from 1 / sqrt(num_layers)
     y  = h' + RMSNorm(FFN(h'))
 
-FOG's norm bounds what a sublayer adds, and is its layer scale; the stream itself, whose rms stays between 1 and about
-sqrt(3), is what GEMMs read. With experts there is one norm over the sum of shared and routed ones.
+FOG's norm bounds the output of a sublayer and acts as its layer scale. GEMMs read the stream itself, whose rms stays
+between 1 and about sqrt(3). With experts there is one norm over the sum of shared and routed experts.
 
-A block is the unit that is recomputed, compiled and sharded. All that leaves it is in its return value (stream, balance
-loss, expert load), so that running it again in the backward pass counts nothing twice; and nothing in `forward` depends
-on which block it is, so that all blocks of a kind share one compiled graph. With a cache (`mla.LatentCache`) a block
-continues the positions in it; with a mask (`precision.document_mask`) positions see their own document.
+A block is the unit of recomputation, compilation and sharding. It returns everything it produces (stream, balance loss,
+expert load), so that recomputation in the backward pass counts nothing twice. `forward` does not depend on the block's
+index, so that all blocks of a kind share one compiled graph. With a cache (`mla.LatentCache`) a block continues the
+positions in it; with a mask (`precision.document_mask`) positions see only their own document.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, E experts, P pairs of rotary dimensions.
 """
@@ -29,9 +29,9 @@ from precision import AmaxProbe, Feed, Kurtosis, Operand, Plan, deliver
 
 
 class Block(nn.Module):
-    """What both kinds share: norms, attention, and the probes that show which sublayer went bad first.
+    """Common part of both kinds: norms, attention, and the probes that report which sublayer went bad first.
 
-    post_gain: what the gains of norms behind the sublayers start at; None: the norms stand before them.
+    post_gain: initial gain of the norms after the sublayers; None: the norms are before them.
     """
 
     def __init__(self, plan: Plan, name: str, attn: MLA, hidden_size: int, eps: float, post_gain: float | None = None):
@@ -56,7 +56,7 @@ class Block(nn.Module):
     def attend(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The first sublayer with its residual, called through `around_attention` where that is set."""
+        """Apply the first sublayer with its residual, through `around_attention` where that is set."""
         if cache is not None:
             y_BSD = self.attn.cached(_read(h_BSD, self.attn_norm, self.attn.feed), rope_2SP, cache)
             return h_BSD + normed(y_BSD, self.attn_post_norm)
@@ -78,12 +78,13 @@ class DenseBlock(Block):
     ):
         super().__init__(plan, name, attn, hidden_size, eps, post_gain)
         self.ffn = ffn
-        self.ffn_probe = plan.amax_probe(f"{name}.ffn")  # last: arena rows stand in the order of the forward pass
+        self.ffn_probe = plan.amax_probe(f"{name}.ffn")  # last: arena rows are in the order of the forward pass
 
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """h [B, S, D] -> h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty here)."""
+        """Apply the block to h [B, S, D]; return h [B, S, D], balance loss (0-d FP32, zero here), load (int64, empty
+        here)."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         y_BSD = self.ffn_probe(self.ffn(_read(h_BSD, self.ffn_norm, self.ffn.feed)))
         h_BSD = h_BSD + normed(y_BSD, self.ffn_post_norm)
@@ -105,15 +106,15 @@ class MoEBlock(Block):
     def forward(
         self, h_BSD: Tensor, rope_2SP: Tensor, cache: LatentCache | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """h [B, S, D] -> h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
+        """Apply the block to h [B, S, D]; return h [B, S, D], weighted balance loss (0-d FP32), load [E] int64."""
         h_BSD = self.attend(h_BSD, rope_2SP, cache, mask)
         B, S, _ = h_BSD.shape
         y_TD, balance_loss, load_E = self.moe(_read(h_BSD.flatten(0, 1), self.ffn_norm, self.moe.feed), B)
         h_BSD = h_BSD + normed(self.ffn_probe(y_TD), self.ffn_post_norm).unflatten(0, (B, S))
         self.kurtosis(h_BSD)
-        return h_BSD, balance_loss, load_E  # no view: FSDP warns of one
+        return h_BSD, balance_loss, load_E  # no view: FSDP warns about views
 
 
 def _read(h: Tensor, norm: RMSNorm | None, feed: Feed) -> Operand | Tensor:
-    """What a sublayer reads of the stream."""
+    """Return a sublayer's input from the stream."""
     return deliver(h, feed) if norm is None else norm(h, feed)

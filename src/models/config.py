@@ -1,7 +1,7 @@
 """The model section of the config tree: the shape of a DeepSeek-style model, its router, its losses.
 
-Names are DeepSeek's and Hugging Face's where those are clear, `num_` for counts. The defaults are `deepseek_tiny`; one
-file of `configs/model/` fills in every key.
+Names follow DeepSeek and Hugging Face where those are clear, with `num_` for counts. The defaults are `deepseek_tiny`;
+each file of `configs/model/` sets every key.
 """
 
 import math
@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
-from precision.errors import UserError
+from precision.errors import refuse
 
 
 class NormPosition(Enum):
-    """Where a sublayer's norm stands: before it (DeepSeek), or behind it, on what it adds to the stream (FOG)."""
+    """Position of a sublayer's norm: on its input (DeepSeek), or on its output, before the residual sum (FOG)."""
 
     pre = "pre"
     post = "post"
@@ -31,7 +31,7 @@ class YarnConfig:
     """YaRN: RoPE stretched beyond the length it was trained for (arXiv 2309.00071); see `layers`."""
 
     factor: float = 40.0
-    """How many times longer the context becomes."""
+    """Factor by which the context is extended."""
     original_max_position_embeddings: int = 4096
     """Context length before stretching."""
     beta_fast: float = 32.0
@@ -44,7 +44,7 @@ class YarnConfig:
     """Growth of keys and queries as a whole with log(factor), put into the softmax scale; see `layers`."""
 
     def validate(self) -> None:
-        """UserError, naming key, value and fix, for numbers that make no frequencies."""
+        """Raise a UserError, with key, value and fix, for values that yield no frequencies."""
         if not 1 <= self.factor < math.inf:
             self._refuse("factor", "YaRN stretches the context", "set at least 1")
         if self.original_max_position_embeddings < 1:
@@ -57,7 +57,7 @@ class YarnConfig:
                 self._refuse(key, "out of range", "set 0 or more")
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise UserError(f"model.rope_scaling.{key}={getattr(self, key)}: {why}; {fix}")
+        refuse(f"model.rope_scaling.{key}", getattr(self, key), why, fix)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class ModelConfig:
     num_layers: int = 3
     """Blocks of the main model, dense ones included, MTP's not."""
     num_dense_layers: int = 1
-    """Blocks at the start that have a dense feed-forward layer instead of experts."""
+    """Number of leading blocks with a dense feed-forward layer instead of experts."""
     num_heads: int = 4
     """Attention heads."""
     q_lora_rank: int | None = None
@@ -91,15 +91,15 @@ class ModelConfig:
     num_experts: int = 8
     """Routed experts of a block."""
     num_shared_experts: int = 1
-    """Experts that every token passes; they are computed as one of so many times the width."""
+    """Experts that every token passes; computed as one expert of num_shared_experts times the width."""
     num_experts_per_token: int = 2
     """Routed experts that a token passes."""
     num_expert_groups: int = 1
-    """Groups the experts are divided into (V3: one a node); 1: no groups."""
+    """Groups that the experts are divided into (V3: one per node); 1: no groups."""
     num_groups_per_token: int = 1
     """Groups a token may choose its experts from."""
     norm_position: NormPosition = NormPosition.pre
-    """pre: DeepSeek's blocks. post: FOG's (`models.block`), with a scaled embedding, and no norm at the end."""
+    """pre: DeepSeek's blocks. post: FOG's (`models.block`), with a scaled embedding and no final norm."""
     qk_norm: bool = False
     """Divide each head's query and key by its rms; then no norm of attention has a trained gain."""
     qk_scale: float = 1.0
@@ -113,11 +113,11 @@ class ModelConfig:
     router_bias_update_rate: float = 0.001
     """Step by which an expert's selection bias moves against its load; 0 with softmax scoring, which has no bias."""
     router_bias_zero_mean: bool = False
-    """Subtract the mean of a block's steps from each of them, so that its biases keep their mean (Moonlight)."""
+    """Subtract the mean step of a block from each of its steps, so that its biases keep their mean (Moonlight)."""
     balance_loss_weight: float = 1e-4
     """Weight of the sequence-wise balance loss."""
     force_balanced_routing: bool = False
-    """Deal experts out in turn instead of by score: equal loads, for timing only."""
+    """Assign experts in turn instead of by score: equal loads, for timing only."""
     num_mtp_layers: int = 1
     """Depth of multi-token prediction; 0: none."""
     mtp_loss_weight: float = 0.3
@@ -127,7 +127,7 @@ class ModelConfig:
     rope_scaling: YarnConfig | None = None
     """YaRN; null: plain RoPE."""
     max_position_embeddings: int = 4096
-    """Longest sequence the model is meant for."""
+    """Longest sequence the model is designed for."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square in the norms of the residual stream."""
     init_std: float = 0.016
@@ -140,11 +140,11 @@ class ModelConfig:
 
     @property
     def num_moe_blocks(self) -> int:
-        """Blocks with experts: the main model's and MTP's, which all have them."""
+        """Number of blocks with experts: the main model's and MTP's, which all have them."""
         return self.num_layers - self.num_dense_layers + self.num_mtp_layers
 
     def validate(self) -> None:
-        """UserError, naming key, value and fix, for a model that cannot be built."""
+        """Raise a UserError, with key, value and fix, for a model that cannot be built."""
         self._check_ranges()
         self._check_router()
         if self.qk_rope_head_dim % 2:
@@ -155,7 +155,7 @@ class ModelConfig:
             self.rope_scaling.validate()
 
     def _refuse(self, key: str, why: str, fix: str) -> None:
-        raise UserError(f"model.{key}={getattr(self, key)}: {why}; {fix}")
+        refuse(f"model.{key}", getattr(self, key), why, fix)
 
     def _check_ranges(self) -> None:
         for keys, least, fix in (

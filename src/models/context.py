@@ -1,20 +1,20 @@
 """Context parallelism by exchange of heads (DeepSpeed-Ulysses, arXiv 2309.14509), for MLA.
 
-The c ranks of a context group read the same sequences. Rank j has the positions j S/c to (j+1) S/c of each one in every
-layer but the attention core. There it has the heads j H/c to (j+1) H/c over all positions:
+The c ranks of a context group read the same sequences. In every layer except the attention core, rank j holds the
+positions j S/c to (j+1) S/c of each sequence. In the core it holds the heads j H/c to (j+1) H/c over all positions:
 
     q [B, S/c, H, N + R]          all-to-all   -> [B, S, H/c, N + R]
     k_nope, v [B, S/c, H, N + V]  all-to-all   -> [B, S, H/c, N + V]          one message
     k_rope [B, S/c, 1, R]         all-gather   -> [B, S, H/c, R]              one for all heads, sent once
     o [B, S, H/c, V]              all-to-all   -> [B, S/c, H, V]
 
-The core, its mask and its positions are those of one process; each rank has as much of the causal triangle as any
-other. The backward pass sends gradients the other way. Each rank's gradient of k_rope is a sum over its own heads: that
-is made in FP32, added over the ranks in FP32, and rounded once, as within one process.
+The core, its mask and its positions are the same as in one process, and each rank computes an equal share of the causal
+triangle. The backward pass sends gradients the other way. A rank's gradient of k_rope is a sum over its own heads. It
+is summed in FP32, added over the ranks in FP32, and rounded once, as within one process.
 
-What looks along the sequence outside the core takes the whole rows of tokens, which every rank has: targets, inputs of
-multi-token prediction and documents are shifted first and cut afterwards. The balance loss counts choices over the
-whole sequence (`router`).
+Targets, inputs of multi-token prediction and documents depend on other positions. They are computed from the whole rows
+of tokens, which every rank has: shifted first, split afterwards. The balance loss counts choices over the whole
+sequence (`router`).
 
 Legend: B batch, S sequence, H heads, N nope, R rope, V value width of a head, d width, c ranks of the group.
 """
@@ -31,43 +31,46 @@ if TYPE_CHECKING:
 
 
 class ContextSplit:
-    """This process's place in a context group: `rank` of `size`. Its methods that send are collectives of the group."""
+    """This process's position in a context group: `rank` of `size`. Methods that communicate are collectives of the
+    group."""
 
     def __init__(self, group: "ProcessGroup"):
         self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
 
     def own(self, x: Tensor) -> Tensor:
-        """x [., S, ...] -> this rank's positions, [., S/c, ...]."""
+        """Return this rank's positions [., S/c, ...] of x [., S, ...]."""
         length = x.shape[1] // self.size
         return x.narrow(1, self.rank * length, length)
 
     def own_heads(self, heads: int) -> range:
-        """This rank's heads of so many, in the attention core."""
+        """Return this rank's heads in the attention core, of `heads` in all."""
         each = heads // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
     def window(self, tokens: Tensor, further: int) -> Tensor:
-        """tokens [B, S + 1] -> this rank's of the first S and `further` behind them, [B, S/c + further]; beyond the end
-        the last token."""
+        """Return this rank's part of the first S tokens and the `further` tokens after it, [B, S/c + further].
+
+        tokens [B, S + 1]; past the end the last token is repeated.
+        """
         length = (tokens.shape[1] - 1) // self.size
         first = self.rank * length
         place = torch.arange(first, first + length + further, device=tokens.device)
         return tokens[:, place.clamp(max=tokens.shape[1] - 1)]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the group, without gradient."""
+        """Return the sum over the group, without gradient."""
         return reduce(x, "sum", self.name)
 
     def to_heads(self, x_BsHd: Tensor) -> Tensor:
-        """Own positions of all heads [B, S/c, H, d] -> all positions of own heads [B, S, H/c, d]."""
+        """Exchange own positions of all heads [B, S/c, H, d] for all positions of own heads [B, S, H/c, d]."""
         return _ToHeads.apply(x_BsHd, self.size, self.name)
 
     def to_positions(self, x_BShd: Tensor) -> Tensor:
-        """All positions of own heads [B, S, H/c, d] -> own positions of all heads [B, S/c, H, d]."""
+        """Exchange all positions of own heads [B, S, H/c, d] for own positions of all heads [B, S/c, H, d]."""
         return _ToPositions.apply(x_BShd, self.size, self.name)
 
     def for_heads(self, x_BsR: Tensor, heads: int) -> Tensor:
-        """What all heads share, own positions [B, S/c, R] -> all positions [B, S, heads, R]."""
+        """Gather a tensor that all heads share: own positions [B, S/c, R] -> all positions [B, S, heads, R]."""
         return _ForHeads.apply(x_BsR, heads, self.size, self.name)
 
 

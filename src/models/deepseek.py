@@ -1,10 +1,10 @@
-"""The model: embedding, blocks, final norm, head, and multi-token prediction behind it (DeepSeek-V3, arXiv 2412.19437).
+"""The model: embedding, blocks, final norm, head, and multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
 
-`forward(tokens [B, S + 1])` returns the losses of one microbatch; `hidden` and `loss` are its parts, for evaluation,
-`logits` is for generation. The precision plan is filled in while the model is built, one row a GEMM, names equal to
-module paths.
+`forward(tokens [B, S + 1])` returns the losses of one microbatch. `hidden` and `loss` are its parts, for evaluation;
+`logits` is for generation. The precision plan is filled in while the model is built: one row per GEMM, named by its
+module path.
 
-Build on the meta device, then `to_empty(device=...)`, `init_weights(seed)`, `precision.bind(...)`.
+Build on the meta device, then call `to_empty(device=...)`, `init_weights(seed)`, `precision.bind(...)`.
 
 Legend: B batch, S sequence, D hidden, V vocabulary, E experts, P pairs of rotary dimensions.
 """
@@ -53,7 +53,7 @@ class DeepSeek(nn.Module):
                 blocks.append(MoEBlock(plan, name, attn, moe, D, eps, gain))
         self.layers = nn.ModuleList(blocks)
         self.norm = None if post else RMSNorm(plan, "norm", D, eps)
-        heads = 1 + config.num_mtp_layers  # one head, used so many times
+        heads = 1 + config.num_mtp_layers  # uses of the one head
         self.lm_head = Linear(plan.gemm("lm_head", "lm_head", D, config.vocab_size, rows_per_token=heads))
         depths: list[Block] = []
         for name in (f"mtp.{k}" for k in range(config.num_mtp_layers)):
@@ -63,44 +63,45 @@ class DeepSeek(nn.Module):
         self._blocks = [(f"layers.{i}", block) for i, block in enumerate(blocks)]
         self._blocks += [(f"mtp.{k}", block) for k, block in enumerate(depths)]
         self.end_of_text: int | None = None
-        """The token that documents begin with, if attention is to stay within them (`models.documents`); None: it goes
-        over whole sequences."""
+        """First token of each document, if attention stays within documents (`models.documents`); None: it spans whole
+        sequences."""
         self.context: ContextSplit | None = None
-        """The ranks that sequences are cut over (`split_sequences`); None: they are whole."""
+        """Ranks that share each sequence (`split_sequences`); None: sequences are whole."""
         self.scores: ContextSplit | None = None
-        """Of these, those that compute losses of different positions: all, but for `tensor`."""
+        """Those of them that compute losses of different positions: all, except with `tensor`."""
         self.tensor: TensorSplit | None = None
-        """The ranks that heads and vocabulary are cut over (`split_weights`); None: this process has all."""
+        """Ranks that share heads and vocabulary (`split_weights`); None: this process has all."""
         self.slots: Slots | None = None
-        """Where tokens travel to experts in fixed slots: what the layers share; None: they do not."""
+        """State shared by the layers where tokens travel to experts in fixed slots; None: they do not."""
         self.pipeline: Pipeline | None = None
-        """The stages that this process computes (`take_stages`); None: it computes all blocks."""
+        """Stages that this process computes (`take_stages`); None: it computes all blocks."""
         self.mtp_loss_weight = config.mtp_loss_weight
         self.router_bias_update_rate = config.router_bias_update_rate
-        """Both may change along a run."""
+        """This rate and `mtp_loss_weight` may change along a run."""
         self.loss_scale: Tensor | None = None
-        """What the losses are about to be multiplied by before their backward pass, 0-d FP32, if that is far from 1."""
+        """Factor of the losses before their backward pass, 0-d FP32, if it is far from 1."""
         self._mtp_targets: Tensor | None = None  # [K], see `expect`
         plan.finish()
 
     def forward(self, tokens: Tensor) -> Losses:
-        """tokens [B, S + 1] int64 -> the losses of predicting each next token, and with MTP the ones after it.
+        """Return the losses of predicting each next token of tokens [B, S + 1] int64, and with MTP the tokens after it.
 
-        With `context` of the positions of this rank: the mean over the group's ranks is the loss of the sequences.
+        With `context` the losses cover this rank's positions: their mean over the group is the loss of the sequences.
         """
         return self._computed(tokens, (), None)[1]
 
     def forward_stage(self, stage: Stage, tokens: Tensor, *carried: Tensor) -> tuple[tuple[Tensor, ...], Losses]:
-        """As `forward`, the part of a stage. carried: of the stage before, none on the first: the stream [B, S, D], and
-        with MTP the embedded tokens [B, S + 1, D]; with `context` of its positions, and of K tokens behind them.
+        """Compute one stage's part of `forward`. carried: outputs of the previous stage, none for the first: the stream
+        [B, S, D], and with MTP the embedded tokens [B, S + 1, D]; with `context` at its positions, and K tokens after
+        them.
 
-        Returns what this stage makes of that for the next one, and its losses: zero for what others have. Their sums
-        over the stages are the model's.
+        Returns the inputs of the next stage, and this stage's losses, which are zero for other stages' parts. Their
+        sums over the stages are the model's.
         """
         return self._computed(tokens, carried, stage)
 
     def carried_shapes(self, B: int, S: int) -> list[tuple[int, int, int]]:
-        """Shapes of what stages pass on, in the residual stream's dtype; see `forward_stage`."""
+        """Return the shapes that stages pass on, in the residual stream's dtype; see `forward_stage`."""
         D, depths, ranks = self.config.hidden_size, len(self.mtp), 1 if self.context is None else self.context.size
         further = 1 if self.context is None else depths
         return [(B, S // ranks, D)] + [(B, S // ranks + further, D)] * (depths > 0)
@@ -154,8 +155,8 @@ class DeepSeek(nn.Module):
 
     @torch.no_grad()
     def mtp_targets(self, tokens: Tensor) -> Tensor | None:
-        """Numbers of MTP targets by depth [depths] int64 in tokens [B, S + 1] int64; None if every sequence has as
-        many."""
+        """Return the number of MTP targets by depth, [depths] int64, in tokens [B, S + 1] int64; None if all sequences
+        have the same number."""
         if self.end_of_text is None or not self.mtp:
             return None
         S, documents = tokens.shape[1] - 1, documents_of(tokens, self.end_of_text)
@@ -167,38 +168,41 @@ class DeepSeek(nn.Module):
 
     @torch.no_grad()
     def expect(self, targets: Tensor, microbatches: int) -> None:
-        """`mtp_targets` of all that a step is about to read, and in how many equal microbatches, of all ranks; one that
-        ranks of a context group share counts on each.
+        """Set `mtp_targets` of the whole step and its number of equal microbatches, over all ranks; a microbatch that
+        the ranks of a context group share counts on each.
 
-        Within documents, sequences have different numbers of MTP targets. From here on the MTP losses of microbatches
-        are weighted by theirs, so that their mean is that over all targets of the step, however it is cut.
+        Within documents, sequences have different numbers of MTP targets. From now on the MTP losses of microbatches
+        are weighted by theirs, so that their mean is the mean over all targets of the step, however it is split.
         """
         if self.pipeline is not None and not self.pipeline.has_last:
             return
         mean = targets.clamp(min=1).to(self.lm_head.weight.device) / microbatches
-        # in place: a recorded graph reads it where it was
+        # in place: a recorded graph reads this memory
         self._mtp_targets = mean if self._mtp_targets is None else self._mtp_targets.copy_(mean)
 
     def hidden(self, tokens: Tensor, carried: Tensor | None = None, stage: Stage | None = None) -> Tensor:
-        """tokens [B, S] int64 -> state after the final norm [B, S, D], in the residual stream's dtype; with `context`
-        at this rank's positions (`own`). stage: compute this one alone, of the stream that the one before `carried`;
-        of stages before the last the stream behind their blocks."""
+        """Return the state after the final norm [B, S, D] of tokens [B, S] int64, in the residual stream's dtype; with
+        `context` at this rank's positions (`own`).
+
+        stage: compute this stage alone, from the stream `carried` by the previous one; stages before the last return
+        the stream after their blocks.
+        """
         refresh_weights(self)
         masked = () if self.end_of_text is None else self._mask(documents_of(tokens, self.end_of_text))
         h_BSD = self.embed(self.own(tokens)) if carried is None else carried
         return self._main(h_BSD, self._rope(tokens.shape[1], tokens.device), masked, stage)[0]
 
     def own(self, x: Tensor) -> Tensor:
-        """x [B, S, ...] at this rank's positions: all, without `context`."""
+        """Return x [B, S, ...] at this rank's positions; all of them without `context`."""
         return x if self.context is None else self.context.own(x).contiguous()
 
     def scored(self, x: Tensor) -> Tensor:
-        """x [B, S, ...] at the positions that `loss` is of: `own`, with `tensor` those of its group."""
+        """Return x [B, S, ...] at the positions that `loss` covers: `own`, or with `tensor` those of its group."""
         return x if self.scores is None else self.scores.own(x).contiguous()
 
     def split_sequences(self, positions: ContextSplit, context: ContextSplit | None) -> None:
-        """From now on each rank of `positions` computes its part of every sequence. context: those of them that
-        exchange heads; all, but for `split_weights`. UserError if heads do not go round."""
+        """Let each rank of `positions` compute its part of every sequence. context: those of its ranks that exchange
+        heads; all, except with `split_weights`. UserError if the heads do not divide evenly."""
         if self.config.num_heads % positions.size:
             raise UserError(
                 f"parallel.context * parallel.tensor={positions.size}: it does not divide "
@@ -213,8 +217,8 @@ class DeepSeek(nn.Module):
                 block.moe.gate.context = positions
 
     def split_weights(self, part: nn.Module, tensor: TensorSplit) -> None:
-        """Tensor parallelism: from now on this process has its heads, or its words, of one of the `parts`. After its
-        weights are drawn, before the arena is made; with `split_sequences`."""
+        """Keep this process's heads, or words, of one of the `parts` (tensor parallelism). Call it after the part's
+        weights are drawn and before the arena is made; with `split_sequences`."""
         self.tensor = tensor
         if isinstance(part, Block):
             part.attn.split(tensor)
@@ -224,11 +228,11 @@ class DeepSeek(nn.Module):
             tensor.keep(part, 0)
 
     def take_stages(self, pipeline: Pipeline) -> None:
-        """Pipeline parallelism: from now on this process computes its stages of `pipeline`, and others the rest."""
+        """Let this process compute its stages of `pipeline` only (pipeline parallelism)."""
         self.pipeline = pipeline
 
     def here(self, part: nn.Module) -> bool:
-        """Whether one of the `parts` is computed here."""
+        """Return whether this process computes one of the `parts`."""
         if self.pipeline is None:
             return True
         if part is self.embed:
@@ -237,24 +241,24 @@ class DeepSeek(nn.Module):
         return any(own) or (self.pipeline.has_last and part not in self.layers)
 
     def blocks_of(self, stage: Stage) -> list[nn.Module]:
-        """Its blocks; of the last one MTP's, too."""
+        """Return the stage's blocks; for the last stage MTP's, too."""
         return [*self.layers[stage.begin : stage.end], *(self.mtp if stage.is_last else ())]
 
     def logits(self, h_BSD: Tensor) -> Tensor:
-        """State after a final norm, the main model's or an MTP depth's, [B, S, D] -> logits [B, S, V]."""
+        """Return the logits [B, S, V] of a state after a final norm [B, S, D], the main model's or an MTP depth's."""
         return self.lm_head(h_BSD)
 
     def loss(self, h_BSD: Tensor, target_BS: Tensor) -> Tensor:
-        """Mean cross entropy of `logits(h)`, nats, 0-d FP32; target [B, S] int64, as `scored`. Never makes all of
-        the logits."""
+        """Return the mean cross entropy of `logits(h)` in nats, 0-d FP32, without materialising all logits. target [B,
+        S] int64, as in `scored`."""
         return linear_cross_entropy(h_BSD, self.lm_head, target_BS, self.loss_scale, self.tensor)
 
     def iter_blocks(self) -> list[tuple[str, Block]]:
-        """All blocks by name, the main model's and then MTP's: the one list for whatever treats block by block."""
+        """Return all blocks by name, the main model's, then MTP's. Everything that works per block uses this list."""
         return list(self._blocks)
 
     def init_weights(self, seed: int) -> None:
-        """Weights ~ N(0, init_std), gains 1, of post-norms 1 / sqrt(num_layers), router biases 0.
+        """Draw weights ~ N(0, init_std); set gains to 1, of post-norms to 1 / sqrt(num_layers), and router biases to 0.
 
         Equal seeds give equal weights on one kind of device.
         """
@@ -263,13 +267,13 @@ class DeepSeek(nn.Module):
             self.init_part(part, generator)
 
     def parts(self) -> list[nn.Module]:
-        """Blocks and what stands beside them, in the order in which their weights are drawn."""
+        """Return the blocks and the modules outside them, in the order in which their weights are drawn."""
         last = [] if self.norm is None else [self.norm]
         return [self.embed, *self.layers, *last, self.lm_head, *self.mtp]
 
     @torch.no_grad()
     def init_part(self, part: nn.Module, generator: torch.Generator) -> None:
-        """`init_weights` of one of the `parts`."""
+        """Apply `init_weights` to one of the `parts`."""
         for parameter in part.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, self.config.init_std, generator=generator)
@@ -280,7 +284,7 @@ class DeepSeek(nn.Module):
                 module.bias.zero_()
 
     def no_decay(self) -> set[str]:
-        """Names of the parameters without weight decay: gains of norms, embedding, routers."""
+        """Return the names of the parameters without weight decay: gains of norms, embedding, routers."""
         return {
             name
             for name, parameter in self.named_parameters()
@@ -289,13 +293,14 @@ class DeepSeek(nn.Module):
 
     @property
     def router_bias(self) -> list[Tensor]:
-        """Selection biases [E] FP32 (buffers), one a block with experts; none with softmax scoring."""
+        """Return the selection biases [E] FP32 (buffers), one per block with experts; none with softmax scoring."""
         gates = (block.moe.gate for _, block in self.iter_blocks() if isinstance(block, MoEBlock))
         return [gate.bias for gate in gates if gate.bias is not None]
 
     @torch.no_grad()
     def update_router_bias(self, load: Tensor, ok: Tensor) -> None:
-        """b -= gamma sign(load - mean load), or less its mean, where `ok` (0-d bool, on the device); see `router`.
+        """Apply b -= gamma sign(load - mean load), or this less its mean, where `ok` (0-d bool, on the device); see
+        `router`.
 
         load [blocks with experts, E]: of the whole step, over all microbatches and ranks.
         """
@@ -311,14 +316,14 @@ class DeepSeek(nn.Module):
         return rope_table(length, config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, device)
 
     def _mask(self, documents_BS: Tensor) -> tuple[None, Tensor]:
-        """The last arguments of blocks: no cache, and what attention needs of documents, made once for all blocks."""
+        """Return the last arguments of blocks: no cache, and the document mask, made once for all blocks."""
         attn = self._blocks[0][1].attn
         return None, document_mask(bounds_of(documents_BS), attn.core_dtype, sum(attn.q_widths), attn.kv_widths[1])
 
     def _within(self, documents: Tensor, k: int, ahead_BSD: Tensor, target_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """What depth k is given and has to predict, without what belongs to other documents."""
+        """Return the input and the targets of depth k, without tokens of other documents."""
         out_BS = beyond(documents, k, target_BS.shape[1])
-        if k > 1:  # one place on, the other document begins with that end-of-text token anyway
+        if k > 1:  # at k = 1 the other document begins with that end-of-text token anyway
             end_1D = self.embed(documents.new_full((1,), self.end_of_text or 0, dtype=torch.int64))
             ahead_BSD = torch.where(self.own(out_BS)[..., None], end_1D, ahead_BSD)
         return ahead_BSD, target_BS.masked_fill(out_BS, IGNORED)
@@ -326,8 +331,8 @@ class DeepSeek(nn.Module):
     def _main(
         self, h_BSD: Tensor, rope_2SP: Tensor, masked: tuple, stage: Stage | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """State after the final norm, or behind the stage's blocks; its summed balance losses; loads of all blocks with
-        experts."""
+        """Return the state after the final norm, or after the stage's blocks; its summed balance losses; loads of all
+        blocks with experts."""
         balance = torch.zeros((), dtype=torch.float32, device=h_BSD.device)
         loads = []
         for i, block in enumerate(self.layers):
@@ -342,7 +347,7 @@ class DeepSeek(nn.Module):
         return normed(h_BSD, self.norm) if stage is None or stage.is_last else h_BSD, balance, loads
 
     def _no_load(self, device: torch.device) -> Tensor:
-        """Of a block that another stage computes."""
+        """Return the load of a block that another stage computes."""
         return torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
 
 

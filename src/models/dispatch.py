@@ -1,23 +1,23 @@
-"""Dispatchers: how tokens come to their experts, and results back to tokens.
+"""Dispatchers: they move tokens to their experts and results back to the tokens.
 
     LocalDispatcher      all experts are in this process: tokens are permuted within the experts' layer
     AllToAllDispatcher   the E experts are spread over the P processes of a group; process r holds experts r E/P to
                          (r + 1) E/P - 1. A token travels to the processes of its K experts, their results travel back
                          (expert parallelism; DeepSeek-V3, arXiv 2412.19437, section 3.2)
 
-`precision.wire` defines the format of what travels; this module decides how many rows each pair of processes exchanges.
-Each process counts its rows for every other one and sends the counts. The collectives need them on the host: that is
-one copy from the device a layer and forward pass, which the backward pass uses again. The shared experts run between
-the copy's start and its use, so that the device has work while the host waits. Everything else stays on the device.
+`precision.wire` defines the message format; this module decides how many rows each pair of processes exchanges. Each
+process counts its rows for every other one and sends the counts. The collectives need them on the host: one copy from
+the device per layer and forward pass, which the backward pass reuses. The shared experts run between the copy's start
+and its use, so that the device has work while the host waits. Everything else stays on the device.
 
 All processes of a group make the same forward and backward passes, evaluation and recomputation included: each is a
-collective. It cannot be traced or recorded, so it runs outside of compiled graphs (`torch.compiler.disable`), and
-cuda_graph does not go with it. Nothing is lost by it where experts are one operator of kernels.
+collective. It cannot be traced or recorded, so it runs outside compiled graphs (`torch.compiler.disable`) and excludes
+cuda_graph. Compilation loses nothing where the experts are one operator.
 
-*Gradients.* Tokens of P processes meet an expert's weights, whose gradient is therefore a sum over P processes. So each
-process's loss has to come as its share of the whole run's mean (divided by the number of all microbatches of all
-processes), and gradients are added up, not averaged, over the processes that hold the same experts: as
-`trainer.parallel` does with all weights. Experts then need no factor of their own.
+*Gradients.* An expert's weights receive tokens from P processes, so their gradient is a sum over P processes. Therefore
+each process's loss must be its share of the whole run's mean (divided by the number of all microbatches of all
+processes), and gradients are summed, not averaged, over the processes that hold the same experts, as `trainer.parallel`
+does with all weights. Experts then need no extra factor.
 
 Legend: T tokens, D hidden, E experts, K chosen of a token, P processes, R rows sent, A rows arrived.
 """
@@ -35,7 +35,7 @@ from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_ker
 
 
 class RoutedExperts(Protocol):
-    """What a dispatcher needs to know of the experts of a layer: those that are in this process."""
+    """The experts of a layer in this process, as a dispatcher sees them."""
 
     gate_up: GroupedLinear
     down: GroupedLinear
@@ -51,13 +51,16 @@ class RoutedExperts(Protocol):
         grad: GradRows | None = None,
         choices: int = -1,
     ) -> Tensor:
-        """x [T, D], chosen experts, counted from this process's first, their weights, what to add -> [T, D]. choices:
-        how many of the T K experts are here, the others being one too many; -1: all."""
+        """Apply the experts of this process to x [T, D] and add `add`; return [T, D].
+
+        expert_TK: counted from this process's first expert. weight_TK: their weights. choices: how many of the T K
+        choices are here; the others are one past the last expert; -1: all.
+        """
         ...
 
 
 class Dispatcher(Protocol):
-    """Two calls a forward pass: what lies between them runs while what the first one sent is on its way.
+    """Two calls per forward pass: code between them runs while the rows of the first call are in transit.
 
     traceable: whether compiled graphs may contain them.
     """
@@ -65,16 +68,17 @@ class Dispatcher(Protocol):
     traceable: bool
 
     def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> Any:
-        """x [T, D]; expert [T, K] int64, weight [T, K] FP32: what the router chose. Returns what `finish` wants."""
+        """Start the dispatch and return the state for `finish`. x [T, D]; expert [T, K] int64 and weight [T, K] FP32:
+        the router's choice."""
         ...
 
     def finish(self, begun: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
-        """add [T, D] -> add + the weighted sum over each token's experts, [T, D] in add's dtype."""
+        """Return add [T, D] + the weighted sum over each token's experts, [T, D] in add's dtype."""
         ...
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """Dispatcher for experts that are all in this process."""
 
     traceable = True
 
@@ -91,7 +95,8 @@ class LocalDispatcher:
 
 @dataclass
 class _Begun:
-    """expert, weight: the router's. summary: on its way to the host, which has it after `ready`."""
+    """State between the two calls. expert, weight: the router's. summary: being copied to the host, complete after
+    `ready`."""
 
     x: Operand | Tensor
     parcels: Parcels
@@ -105,7 +110,7 @@ class _Begun:
 class _Exchange:
     """`precision.wire.Exchange` over a process group. sent, received: rows to and from each process.
 
-    Where nothing arrives, one row of zeros does, so that the experts have something to make gradients (of zero) of.
+    Where nothing arrives, one row of zeros does, so that the experts produce gradients (of zero).
     """
 
     group: Any
@@ -113,35 +118,36 @@ class _Exchange:
     received: list[int]
 
     def there(self, *rows: Tensor) -> list[Tensor]:
-        """[R, ...] -> [A, ...]."""
+        """Send rows [R, ...]; return [A, ...]."""
         arrived = [self._move(one, self.sent, self.received) for one in rows]
         return arrived if len(arrived[0]) else [one.new_zeros(1, *one.shape[1:]) for one in rows]
 
     def back(self, *rows: Tensor) -> list[Tensor]:
-        """[A, ...] -> [R, ...]."""
+        """Return rows [A, ...] to their senders; the result is [R, ...]."""
         return [self._move(one[: sum(self.received)], self.received, self.sent) for one in rows]
 
     def largest(self, x: Tensor) -> Tensor:
-        """0-d, over the group."""
+        """Return the group's maximum, 0-d."""
         return largest(x, self.group)
 
     def _move(self, rows: Tensor, sizes: list[int], into: list[int]) -> Tensor:
         rows = rows.contiguous()
         out = rows.new_empty(sum(into), *rows.shape[1:])
-        # as bytes: the numbers are not looked at, and not every backend knows every format
+        # as bytes: the values do not matter, and not every backend supports every format
         dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), into, sizes, group=self.group)
         return out
 
 
 def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of a group's numbers >= 0, 0-d FP32; NaN if there is one."""
+    """Return the largest of a group's numbers >= 0, 0-d FP32; NaN if any is NaN."""
     bits = x.float().view(torch.int32).clone()  # numbers >= 0 sort like their bits; NaN is the largest
     dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32)
 
 
 class AllToAllDispatcher:
-    """Experts spread over the processes of `group`; see the module docstring. experts: the global ones that are here.
+    """Dispatcher for experts spread over the processes of `group`; see the module docstring. experts: the global ones
+    that are here.
 
     UserError if they cannot be spread evenly.
     """
@@ -158,11 +164,11 @@ class AllToAllDispatcher:
         self.group, self.size, self.num_experts = group, size, num_experts
         each = num_experts // size
         self.experts = range(rank * each, (rank + 1) * each)
-        for name in ("begin", "finish"):  # for compiled code; as decorators, they had every program import the compiler
+        for name in ("begin", "finish"):  # not as decorators: those would make every program import the compiler
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
-        """See `Dispatcher`: addresses the tokens, counts them, sends the counts to the others."""
+        """See `Dispatcher`: computes the tokens' rows, counts them, and sends the counts to the other processes."""
         kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
         parcels = Parcels.address(expert_TK, self.size, len(self.experts), kernels)
         sent = parcels.counts()
@@ -189,14 +195,14 @@ class AllToAllDispatcher:
         x_AD, expert_AK, weight_AK = send(
             x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known)
         )
-        if not any(exchange.received):  # the row of zeros is for the first expert here: left to none, nothing makes it
+        if not any(exchange.received):  # the row of zeros needs an expert to yield a gradient
             expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]
         y_AD = experts(x_AD, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
         return bring_back(y_AD, add_TD, parcels, exchange, grad, experts.accumulate)
 
 
 def scale_of(slot: Any, like: Tensor) -> Tensor:
-    """The arena's scale of a tensor, 0-d; 0 where there is none."""
+    """Return the arena's scale of a tensor, 0-d; 0 where there is none."""
     if slot is None or slot.scale is None:
         return torch.zeros((), device=like.device)
     return slot.scale

@@ -1,13 +1,13 @@
-"""How large a model is, and what a token costs: parameters, FLOPs, and what a forward pass keeps for its backward pass.
+"""The size of a model and its cost per token: parameters, FLOPs, and the bytes that a forward pass saves for backward.
 
 Training FLOPs of a token = 6 * active parameters + 3 * blocks * heads * (d_qk + d_v) * S
 
-A parameter that multiplies a token costs 2 FLOPs forward and 4 backward. Active are the chosen experts and everything
-else but the embedding table (a lookup); MTP's blocks, projections and further uses of the head count. The second term
-is attention's core: 2 S d FLOPs forward for each of QK^T and PV, halved by the causal mask, times 3 for backward.
-Recomputation never counts.
+A parameter that multiplies a token costs 2 FLOPs forward and 4 backward. Active parameters are the chosen experts and
+everything else except the embedding table (a lookup); MTP's blocks, projections and further uses of the head count. The
+second term is attention's core: 2 S d FLOPs forward for each of QK^T and PV, halved by the causal mask, times 3 for
+backward. Recomputation never counts.
 
-Everything here follows from the config alone, in closed form; the tests hold it against the model that is built.
+Everything here follows from the config alone, in closed form; the tests compare it with the model that is built.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from precision.permutation import rows_in_tiles
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model. `active`: what one token is multiplied by; the head is, the embedding table is not."""
+    """Parameters of a model. `active`: those that multiply one token, with the head, without the embedding table."""
 
     main: int
     main_active: int
@@ -33,17 +33,17 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All that is trained."""
+        """All trained parameters."""
         return self.main + self.mtp
 
     @property
     def active(self) -> int:
-        """Active ones of the main model and MTP; the head, which MTP uses again, counts once."""
+        """Active parameters of the main model and MTP; the head, which MTP uses again, counts once."""
         return self.main_active + self.mtp_active
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Exact numbers for the model that `DeepSeek(config)` builds."""
+    """Return the exact numbers for the model that `DeepSeek(config)` builds."""
     c, D = config, config.hidden_size
     expert = 3 * D * c.moe_intermediate_size
     attention = _attention(c) + 2 * D
@@ -65,7 +65,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of training on one token, forward and backward."""
+    """Return the FLOPs of training on one token, forward and backward."""
     count = count_parameters(config)
     active = count.active + config.num_mtp_layers * config.vocab_size * config.hidden_size
     blocks = config.num_layers + config.num_mtp_layers
@@ -81,15 +81,16 @@ def kept_bytes_per_token(
     tokens: int | None = None,
     capacity: float | None = None,
 ) -> dict[str, float]:
-    """Bytes that one token's forward pass keeps for its backward pass, by category.
+    """Return the bytes that one token's forward pass saves for backward, by category.
 
-    plan: the model's. gemm: inputs of the GEMMs, in the format the plan keeps. norm: the inputs of the norms.
-    attention: q, k, v and result of the core. swiglu: its input. head: the gradient of its input, or of its logits if
-    it is not computed in chunks. Left out: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
-    selective: of attention only the sublayer's input (its norm's) and the core's result are kept, and no rows of BF16
-    experts; the rest is computed again. spread: over how many processes experts are (`arriving`). tokens: in a
-    process's microbatch, to count the tiles that experts' rows come in where kernels keep them; None: not counted.
-    capacity: of slots that tokens travel in (`models.slots`); None: there are as many rows as come.
+    Categories: gemm: inputs of the GEMMs, in the plan's saved format. norm: inputs of the norms. attention: q, k, v and
+    result of the core. swiglu: its input. head: the gradient of its input, or of its logits if it is not computed in
+    chunks. Not counted: indices and row statistics, a few bytes each, and `head_gradient_bytes`.
+
+    plan: the model's. selective: attention saves only its sublayer's input (its norm's) and the core's result, and no
+    rows of BF16 experts; the rest is recomputed. spread: number of processes that share the experts (`arriving`).
+    tokens: in a process's microbatch, to count the padding of experts' rows to tiles where kernels save them; None: not
+    counted. capacity: of slots that tokens travel in (`models.slots`); None: there are as many rows as arrive.
     """
     c, gemms = config, plan.gemms
     stream = plan.tensors["residual"].format.bytes
@@ -109,9 +110,9 @@ def kept_bytes_per_token(
         ffn, _, kind = name.rpartition(".")
         fused = kind in ("gate_up", "down") and is_fused(gemms[f"{ffn}.gate_up"].recipe, gemms[f"{ffn}.down"].recipe)
         if fused and kind == "down":
-            continue  # its input is computed again
+            continue  # its input is recomputed
         others = [gemms.get(name.removesuffix(row.op) + other) for other in same_input.get(row.op, ())]
-        if f"{name}_norm" in plan.tensors:  # the router's, with an input of its own
+        if f"{name}_norm" in plan.tensors:  # the router's, with its own input
             others = []
         in_tiles = rows = choices + tiles if fused and row.op == "moe.experts" else row.rows_per_token
         if fused and row.op == "moe.experts" and (selective or row.recipe.is_fp8):  # rows are gathered again
@@ -121,7 +122,7 @@ def kept_bytes_per_token(
                 shares = [f"{layer}router", f"{layer}shared.gate_up"]
                 others = [gemms[other] for other in shares if f"{other}_norm" not in plan.tensors]
         again = selective and row.op.startswith("attn.")
-        if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # else by those
+        if not again and not any(other and other.recipe.saved is row.recipe.saved for other in others):  # saved once
             kept["gemm"] += row.in_features * rows * row.recipe.saved.bytes
         if name.endswith(".gate_up"):
             kept["swiglu"] += row.out_features * in_tiles * row.recipe.output.bytes
@@ -130,7 +131,7 @@ def kept_bytes_per_token(
             heads = c.num_heads * c.qk_head_dim
             width = {"q_norm": c.q_lora_rank or 0, "kv_norm": c.kv_lora_rank + c.qk_rope_head_dim}
             width |= {"q_head_norm": heads, "k_head_norm": heads}
-            if name.endswith("router_norm"):  # the shared experts' input, where that is kept as it is
+            if name.endswith("router_norm"):  # the shared experts' input, where that is saved unquantised
                 shared = gemms[f"{name.removesuffix('router_norm')}shared.gate_up"].recipe.saved
                 width["router_norm"] = c.hidden_size if shared.is_fp8 else 0
             kept["norm"] += width.get(name.rpartition(".")[2], c.hidden_size) * stream
@@ -144,8 +145,11 @@ def kept_bytes_per_token(
 
 
 def arriving(config: ModelConfig, spread: int) -> float:
-    """Tokens that each of `spread` processes gets for its experts, of each one's tokens, where the choices are even:
-    a token goes once to each process that has one of those it chose, from `num_groups_per_token` groups of experts."""
+    """Return how many tokens each of `spread` processes receives for its experts, per token of one process, if choices
+    are even.
+
+    A token is sent once to each process that has one of its chosen experts, from `num_groups_per_token` groups.
+    """
     groups, kept, chosen = config.num_expert_groups, config.num_groups_per_token, config.num_experts_per_token
     if spread % groups == 0:  # a process has a part of one group
         return spread * kept / groups * (1 - (1 - groups / (kept * spread)) ** chosen)
@@ -157,14 +161,14 @@ def arriving(config: ModelConfig, spread: int) -> float:
 
 
 def head_gradient_bytes(plan: Plan) -> float:
-    """Bytes that the head keeps from its forward pass to its backward pass whatever the number of tokens: in chunks,
-    the FP32 gradient of its weight, one for each time that it is used."""
+    """Return the bytes that the head saves for backward independently of the number of tokens: in chunks, the FP32
+    gradient of its weight, one per use of the head."""
     head = plan.gemms["lm_head"]
     return 4.0 * head.in_features * head.out_features * head.rows_per_token * is_chunked(head.recipe)
 
 
 def _attention(c: ModelConfig) -> int:
-    """Parameters of MLA, the gains of its latents' norms included."""
+    """Return the parameters of MLA, the gains of its latents' norms included."""
     q_out, gain = c.num_heads * c.qk_head_dim, 0 if c.qk_norm else 1
     q = c.hidden_size * q_out if c.q_lora_rank is None else (c.hidden_size + gain + q_out) * c.q_lora_rank
     kv_a = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim) + gain * c.kv_lora_rank

@@ -1,21 +1,21 @@
-"""Generation: the next token, again and again, from a latent cache (`mla.LatentCache`).
+"""Generation: the next token, repeatedly, from a latent cache (`mla.LatentCache`).
 
-The prompt goes through the model once; then each pass has one new position, and attends to the latents of those before.
+The prompt passes through the model once. Each later pass has one new position, which attends to the cached latents.
 
 Sampling: softmax(logits / temperature), cut to the likeliest tokens that together have the probability `top_p` (nucleus
-sampling, arXiv 1904.09751), one drawn. Temperature 0 takes the likeliest.
+sampling, arXiv 1904.09751); one of them is drawn. Temperature 0 takes the likeliest.
 
-Speculation (self-speculative decoding with multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 5.4.3). With
-h_i the state at place i, and the token at i + 1 already chosen, MTP's first depth predicts the one at i + 2: a draft.
+Speculation (self-speculative decoding with multi-token prediction: DeepSeek-V3, arXiv 2412.19437, section 5.4.3). Let
+h_i be the state at position i. Once the token at i + 1 is chosen, MTP's first depth predicts the one at i + 2: a draft.
 The next pass of the main model has two positions, the chosen token and the draft:
 
     place      i + 1               i + 2
     token      chosen              draft
     predicts   the one at i + 2    the one at i + 3, of use if the one at i + 2 is the draft
 
-So each pass yields two tokens where the draft was right, and one where it was not: then its latents are forgotten.
-Every token is the main model's own choice. The text is the greedy one, but for tokens whose logits differ by less than
-GEMMs with two rows round otherwise than with one. MTP has a cache of its own; its entry at i needs the token at i + 1.
+So each pass yields two tokens if the draft was right, and one if it was wrong; then its latents are discarded. The main
+model chooses every token. The text is the greedy one, except for tokens whose logits differ by less than the rounding
+difference between GEMMs with two rows and with one. MTP has its own cache; its entry at i needs the token at i + 1.
 
 Legend: B batch, T new positions, D hidden, V vocabulary.
 """
@@ -37,7 +37,7 @@ from precision.errors import UserError
 
 @dataclass
 class Sampling:
-    """How a token is chosen. temperature 0: the likeliest one; else `top_p` and `seed` count."""
+    """How a token is chosen. temperature 0: the likeliest one; otherwise `top_p` and `seed` apply."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -46,7 +46,7 @@ class Sampling:
 
 @dataclass
 class Tally:
-    """What a generation took. passes: of the main model, the prompt's included; drafted, accepted: tokens of MTP's."""
+    """Counts of a generation. passes: of the main model, the prompt's included; drafted, accepted: tokens of MTP's."""
 
     passes: int = 0
     drafted: int = 0
@@ -54,9 +54,9 @@ class Tally:
 
 
 class Decoder:
-    """A model with the latent caches of the positions that it has seen: `batch` sequences, `capacity` positions each.
+    """A model with the latent caches of the positions it has seen: `batch` sequences, `capacity` positions each.
 
-    For the weights as they are when it is made; without gradients.
+    It uses the weights as they are when it is made, without gradients.
     """
 
     def __init__(self, model: DeepSeek, batch: int, capacity: int):
@@ -71,12 +71,12 @@ class Decoder:
 
     @property
     def length(self) -> int:
-        """Positions seen."""
+        """Number of positions seen."""
         return self._caches[0].length
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> Tensor:
-        """Tokens behind those seen, int64 -> their states after the final norm [B, T, D], for `DeepSeek.logits`."""
+        """Process the next tokens, int64; return their states after the final norm [B, T, D], for `DeepSeek.logits`."""
         rope = self._rope_of(self._caches[0], tokens_BT.shape[1])
         h_BTD = self._model.embed(tokens_BT)
         for block, cache in zip(self._blocks, self._caches, strict=True):
@@ -85,8 +85,10 @@ class Decoder:
 
     @torch.no_grad()
     def ahead(self, h_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
-        """MTP's first depth: states of the main model behind those seen here, and the token after each -> its states
-        [B, T, D], whose logits are of the token after that."""
+        """Run MTP's first depth on states of the main model and the token after each, following those seen here.
+
+        Returns its states [B, T, D]; their logits predict the token after that.
+        """
         block = self._model.mtp[0]
         assert isinstance(block, MTPBlock)
         if self._ahead is None:
@@ -95,7 +97,7 @@ class Decoder:
         return block(h_BTD, rope, self._model.embed(tokens_BT), self._ahead)[0]
 
     def cut(self, length: int) -> None:
-        """Forget what the main model has seen from position `length` on."""
+        """Discard the cache from position `length` on."""
         for cache in self._caches:
             cache.cut(length)
 
@@ -113,11 +115,11 @@ def generate(
     speculative: bool = False,
     tally: Tally | None = None,
 ) -> Iterator[int]:
-    """The tokens that follow `prompt`, one after the other as they come: `max_tokens` or up to `end`, which is not
-    among them.
+    """Yield the tokens that follow `prompt`, as they are generated: `max_tokens` of them, or up to `end`, which is not
+    yielded.
 
-    speculative: with drafts of MTP's, if the temperature is 0. tally: is kept up to date. UserError for a prompt
-    without tokens, and for speculation that cannot be.
+    speculative: use MTP's drafts, if the temperature is 0. tally: updated during the generation. UserError for an empty
+    prompt, and for speculation that the model or temperature does not allow.
     """
     sampling, tally = sampling or Sampling(), tally or Tally()
     if not prompt:
@@ -140,7 +142,8 @@ def generate(
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token by its logits, FP32 or narrower. generator: of the CPU, so that a seed means the same everywhere."""
+    """Choose a token by its logits, FP32 or narrower. generator: on the CPU, so that a seed gives the same token
+    everywhere."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     share_V = (logits_V.double().cpu() / sampling.temperature).softmax(-1)
@@ -153,7 +156,7 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 @torch.no_grad()
 def _logits(model: DeepSeek, h_BTD: Tensor) -> Tensor:
-    """[T, V] of the one sequence."""
+    """Return the logits [T, V] of the one sequence."""
     return model.logits(h_BTD)[0]
 
 

@@ -1,8 +1,8 @@
-"""Our names and Hugging Face's, both ways: tensors and config.json.
+"""Mapping between our names and Hugging Face's, both ways: tensors and config.json.
 
 A state dict of `DeepSeek` maps to the checkpoint layout of `deepseek_v3` (sigmoid router) or `deepseek_v2` (softmax
 router), as DeepSeek published them and as transformers writes and reads them. Each of our tensors is the concatenation,
-along its first dimensions, of some of theirs, which makes one rule enough:
+along its first dimensions, of some of theirs, so one rule is enough:
 
     ours [2F, D]     ffn.gate_up            = cat(gate_proj [F, D], up_proj [F, D])
     ours [E, 2F, D]  moe.experts.gate_up    = cat over experts e of (e.gate_proj, e.up_proj)
@@ -10,8 +10,8 @@ along its first dimensions, of some of theirs, which makes one rule enough:
     everything else: one tensor of the same shape
 
 MTP's depth k is their layer num_hidden_layers + k; the published files repeat embedding and head there (`mtp_copies`).
-transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in
-deepseek_v3's router: `to_hf_config` refuses a model that would compute something else there.
+transformers 5.17 reads no MTP from a deepseek_v2, ignores norm_topk_prob there, and always has a bias in deepseek_v3's
+router. `to_hf_config` refuses a model for which transformers would compute something else.
 """
 
 import re
@@ -60,7 +60,7 @@ _SAME_KEYS = {  # ours: theirs, equal values
     "rms_norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
 }
-_OPTIONAL = {  # theirs: what a config.json without it means
+_OPTIONAL = {  # theirs: its meaning if it is missing from config.json
     "q_lora_rank": None,
     "n_group": 1,
     "topk_group": 1,
@@ -68,7 +68,7 @@ _OPTIONAL = {  # theirs: what a config.json without it means
     "aux_loss_alpha": ModelConfig.balance_loss_weight,
     "initializer_range": ModelConfig.init_std,
 }
-_FIXED = {  # what our models always are
+_FIXED = {  # constant in our models
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -80,12 +80,12 @@ _ROUTER = {  # model_type, architecture, scoring_func, topk_method
     RouterScoring.sigmoid: ("deepseek_v3", "DeepseekV3ForCausalLM", "sigmoid", "noaux_tc"),
     RouterScoring.softmax: ("deepseek_v2", "DeepseekV2ForCausalLM", "softmax", "greedy"),
 }
-_OWN = ("norm_position", "qk_norm", "qk_scale")  # keys of models that transformers does not know
+_OWN = ("norm_position", "qk_norm", "qk_scale")  # keys of models that transformers does not support
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def name_map(config: ModelConfig) -> dict[str, list[str]]:
-    """Name of each tensor of our state dict -> names of the Hugging Face tensors that it concatenates, in order."""
+    """Return, for each tensor of our state dict, the Hugging Face tensors that it concatenates, in order."""
     names = {
         "embed.weight": ["model.embed_tokens.weight"],
         "norm.weight": ["model.norm.weight"],
@@ -103,7 +103,7 @@ def name_map(config: ModelConfig) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of ours, or one expert's of a stack, and the Hugging Face tensors that its rows are: as many of each."""
+    """A tensor of ours, or one expert's of a stack, and the Hugging Face tensors that form its rows in equal parts."""
 
     ours: str
     expert: int | None
@@ -111,7 +111,7 @@ class Matrix:
 
 
 def matrices(config: ModelConfig) -> list[Matrix]:
-    """`name_map` without stacks, for those who move a model piece by piece."""
+    """Return `name_map` without stacks, for code that moves a model piece by piece."""
     found = []
     for ours, theirs in name_map(config).items():
         experts = config.num_experts if ".experts." in ours else 1
@@ -123,7 +123,7 @@ def matrices(config: ModelConfig) -> list[Matrix]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of our tensors, by the names of `name_map`, without building the model."""
+    """Return the shapes of our tensors, by the names of `name_map`, without building the model."""
     c, D, E, F = config, config.hidden_size, config.num_experts, config.moe_intermediate_size
     queries, shared = c.num_heads * c.qk_head_dim, c.num_shared_experts * F
     known: dict[str, tuple[int, ...]] = {
@@ -152,7 +152,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model. UserError if transformers would compute something else with it."""
+    """Return the config.json of a model. UserError if transformers would compute something else with it."""
     model_type, architecture, scoring, method = _ROUTER[config.router_scoring]
     for key in _OWN:
         if (value := getattr(config, key)) != getattr(ModelConfig, key):
@@ -184,9 +184,9 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """A config.json -> ModelConfig, checked. What only concerns training and is not in it keeps its default.
+    """Convert a config.json to a checked ModelConfig. Training settings that it lacks keep their defaults.
 
-    UserError for a model that is not built like ours.
+    UserError for a model whose architecture differs from ours.
     """
     kind = hf.get("model_type")
     scoring = next((scoring for scoring, (model_type, *_) in _ROUTER.items() if model_type == kind), None)
@@ -211,7 +211,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
-    """theta and YaRN, from the newer rope_parameters or the older rope_theta and rope_scaling."""
+    """Return theta and YaRN, from the newer rope_parameters or the older rope_theta and rope_scaling."""
     rope = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     theta = rope.pop("rope_theta")
     kind = {rope.pop(key, "default") for key in ("type", "rope_type")} - {"default"} or {"default"}
@@ -252,7 +252,7 @@ def _block_names(config: ModelConfig, ours: str, theirs: str, dense: bool) -> di
 
 
 def mtp_copies(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Names of MTP's copies of embedding and head, with the originals."""
+    """Yield the names of MTP's copies of embedding and head, with the originals."""
     for k in range(config.num_mtp_layers):
         layer = f"model.layers.{config.num_layers + k}"
         yield f"{layer}.embed_tokens.weight", "model.embed_tokens.weight"

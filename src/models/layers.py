@@ -2,11 +2,11 @@
 
 RMSNorm (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * gain; in FOG's models (arXiv 2505.20524) some without gain.
 
-SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, its first half
-the gate.
+SwiGLU feed-forward (arXiv 2002.05202): y = W_down (silu(W_gate x) * W_up x). Gate and up are one GEMM, with the gate as
+its first half.
 
-RoPE (arXiv 2104.09864; `precision.rotary` turns by it): pair j at position p turns by the angle p w_j, with
-w_j = theta^(-2j / R).
+RoPE (arXiv 2104.09864; `precision.rotary` applies it): pair j at position p turns by the angle p w_j, with w_j =
+theta^(-2j / R).
 
 YaRN (arXiv 2309.00071) stretches the context by a factor s: a pair that turns more than beta_fast times within the
 original length L keeps w_j, one that turns less than beta_slow times gets w_j / s, with a linear ramp between:
@@ -42,12 +42,13 @@ class RMSNorm(nn.Module):
         self.eps, self.kernels, self.initial = eps, plan.kernels, initial
 
     def forward(self, x: Tensor, feed: Feed | None = None) -> Operand | Tensor:
-        """x [..., features] -> the same shape, as `feed` asks for it; without a feed a tensor of x's dtype."""
+        """Norm x [..., features]; return the same shape, in the form `feed` requests, or without a feed in x's
+        dtype."""
         return rms_norm(x, self.weight, self.eps, feed, self.kernels)
 
 
 def normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
-    """norm(x) as a tensor; x where there is no norm."""
+    """Return norm(x) as a tensor; x if norm is None."""
     if norm is None:
         return x
     out = norm(x)
@@ -56,8 +57,8 @@ def normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding: FP32 master [V, D], looked up in the plan's format and handed to the residual stream, times
-    `factor`."""
+    """Token embedding: an FP32 master [V, D], looked up in the plan's format, times `factor`, in the residual stream's
+    dtype."""
 
     def __init__(
         self, plan: Plan, name: str, vocab_size: int, hidden_size: int, residual: torch.dtype, factor: float = 1.0
@@ -68,25 +69,26 @@ class Embedding(nn.Module):
         self.dtype, self.residual = plan.tensor(name, "embed").dtype, residual
         self.table: Tensor | None = None  # the whole table in the plan's format, where ranks share it
         self.is_sharded = False
-        self.tensor: TensorSplit | None = None  # the ranks that the vocabulary is cut over
+        self.tensor: TensorSplit | None = None  # the ranks that share the vocabulary
 
     def split(self, tensor: TensorSplit) -> None:
-        """Tensor parallelism: from now on this process has its own words' rows. After they are drawn."""
+        """Keep the rows of this process's own words (tensor parallelism). Call it after they are drawn."""
         self.tensor = tensor
         tensor.keep(self, 0)
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """What a shared table travels in."""
+        """Dtype in which a shared table is gathered."""
         return self.dtype
 
     def receive(self, table: Tensor) -> list[Tensor]:
-        """Look up in `table` [V, D] from now on: gathered from the ranks that share it. Nothing is made beside it."""
+        """Use `table` [V, D], gathered from the ranks that share it, for lookups from now on. Makes no other tensor."""
         self.table = table
         return []
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [...] -> [..., D]. Cast after the lookup: the same numbers as looking up in a cast table."""
+        """Look up tokens int64 [...]; return [..., D]. The cast after the lookup gives the same numbers as a cast
+        table."""
         if self.tensor is not None:
             table = self.weight if self.table is None else self.table
             found = SplitLookup.apply(tokens, self.weight, table, self.tensor).to(self.dtype)
@@ -98,7 +100,7 @@ class Embedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a gathered table; the gradient goes to the master's edge, in FP32."""
+    """Rows of a gathered table; the gradient flows to the master's edge, in FP32."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Tensor, table: Tensor) -> Tensor:
@@ -124,12 +126,12 @@ class FFN(nn.Module):
         self.kurtosis = Kurtosis("ffn")
 
     def forward(self, x: Operand | Tensor) -> Tensor:
-        """x [..., D], normalised and made for `self.feed` -> [..., D]."""
+        """Apply the layer to x [..., D], normed and made for `self.feed`; return [..., D]."""
         return gated_ffn(x, self.gate_up, self.down, self.down_feed, self.kurtosis)
 
 
 def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:
-    """Angle per position of each pair, w [P] FP32, radians. See the module docstring."""
+    """Return the angle per position of each pair, w [P] FP32, radians. See the module docstring."""
     exponent_P = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     frequency_P = 1.0 / theta**exponent_P
     if yarn is None:
@@ -146,7 +148,7 @@ def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: to
 
 
 def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, device: torch.device) -> Tensor:
-    """cos and sin of positions 0 to length - 1: [2, S, P] FP32."""
+    """Return cos and sin of positions 0 to length - 1: [2, S, P] FP32."""
     frequency_P = rope_frequencies(dim, theta, yarn, device)
     angle_SP = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency_P
     table_2SP = torch.stack([angle_SP.cos(), angle_SP.sin()])
@@ -156,23 +158,23 @@ def rope_table(length: int, dim: int, theta: float, yarn: YarnConfig | None, dev
 
 
 def softmax_scale(qk_head_dim: int, yarn: YarnConfig | None) -> float:
-    """1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
+    """Return 1 / sqrt(d_qk), with YaRN times m(s, mscale_all_dim)^2."""
     growth = 1.0 if yarn is None else _growth(yarn, yarn.mscale_all_dim)
     return qk_head_dim**-0.5 * growth**2
 
 
 def qk_bound(qk_head_dim: int, yarn: YarnConfig | None) -> float:
-    """No number of a normed query or key, turned, is larger."""
+    """Return a bound of the elements of normed queries and keys after RoPE."""
     return qk_head_dim**0.5 * (1.0 if yarn is None else max(1.0, _rope_growth(yarn)))
 
 
 def _rope_growth(yarn: YarnConfig) -> float:
-    """Of cos and sin."""
+    """Return the factor of cos and sin."""
     if yarn.mscale and yarn.mscale_all_dim:
         return _growth(yarn, yarn.mscale) / _growth(yarn, yarn.mscale_all_dim)
     return _growth(yarn, 1.0)
 
 
 def _growth(yarn: YarnConfig, a: float) -> float:
-    """m(s, a) = 0.1 a ln s + 1."""
+    """Return m(s, a) = 0.1 a ln s + 1."""
     return 0.1 * a * math.log(yarn.factor) + 1.0

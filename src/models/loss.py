@@ -1,4 +1,4 @@
-"""What a forward pass returns, and the targets of its heads. The loss of a head: `precision.head`.
+"""The result of a forward pass, and the targets of its heads. `precision.head` computes the loss of a head.
 
 Legend: B batch, S sequence.
 """
@@ -16,7 +16,7 @@ class Losses(NamedTuple):
 
     lm: nats per token. mtp: the same for multi-token prediction, mean over its depths, not weighted; 0 without MTP.
     balance: the routers' losses, weighted and summed over blocks. total = lm + mtp_loss_weight * mtp + balance. load:
-    [blocks with experts, E] int64, rows each expert got.
+    [blocks with experts, E] int64, rows per expert.
     """
 
     lm: Tensor
@@ -26,10 +26,11 @@ class Losses(NamedTuple):
     total: Tensor
 
     def detached(self, total: Tensor) -> "Losses":
-        """The same numbers outside the graph, with another `total`."""
+        """Return the same numbers outside the graph, with another `total`."""
         return Losses(self.lm.detach(), self.mtp.detach(), self.balance.detach(), self.load, total.detach())
 
 
 def targets_ahead(tokens: Tensor, k: int) -> Tensor:
-    """tokens [B, S + 1] -> targets [B, S] of a head that predicts k places on; IGNORED where the sequence is over."""
+    """Return the targets [B, S] of a head that predicts k positions ahead in tokens [B, S + 1]; IGNORED past the
+    end."""
     return F.pad(tokens[:, k:], (0, k - 1), value=IGNORED)

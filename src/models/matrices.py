@@ -1,8 +1,8 @@
-"""Logical matrices: the independent linear maps that stored weights are made of.
+"""Logical matrices: the independent linear maps within stored weights.
 
-A weight that one GEMM reads may hold several maps, which share nothing but that GEMM: gate and up of a feed-forward
-layer, the heads of attention, the experts of a stack. An optimizer that treats a matrix as a whole (Muon) must treat
-each map by itself: together they share one spectrum and take their scale from the wrong shape.
+A weight that one GEMM reads may hold several maps that share nothing but that GEMM: gate and up of a feed-forward
+layer, the heads of attention, the experts of a stack. An optimizer that works on whole matrices (Muon) must treat each
+map separately. Together they would share one spectrum and take their scale from the wrong shape.
 
     weight                     stored            logical matrices
     attn.q, attn.q_b           [H (N + R), .]    one a head [N + R, .]
@@ -28,7 +28,7 @@ from precision.rows import GemmRow
 
 
 class Box(NamedTuple):
-    """A matrix in its group: first row, first column, and its shape."""
+    """A matrix within its group: first row, first column, and its shape."""
 
     row: int
     column: int
@@ -38,19 +38,19 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """How a weight [..., R, K] divides: into equal groups of rows, in which stand matrices of `rows` rows each, and
-    into `columns` equal parts of K."""
+    """How a weight [..., R, K] divides: into equal groups of rows, each with matrices of `rows` rows, and into
+    `columns` equal parts of K."""
 
     rows: tuple[int, ...]
     columns: int = 1
 
     @property
     def period(self) -> int:
-        """Rows of a group."""
+        """Rows per group."""
         return sum(self.rows)
 
     def boxes(self, width: int) -> list[Box]:
-        """The matrices of a group of a weight with `width` columns."""
+        """Return the matrices of a group of a weight with `width` columns."""
         starts, each = accumulate(self.rows, initial=0), width // self.columns
         return [
             Box(row, i * each, rows, each)
@@ -59,13 +59,13 @@ class Division:
         ]
 
     def shapes(self, weight: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """Count, rows and columns of the matrices of a weight [R, K]."""
+        """Return count, rows and columns of the matrices of a weight [R, K]."""
         count = weight[0] // self.period * self.columns
         return [(count, rows, weight[1] // self.columns) for rows in self.rows]
 
 
 def division(c: ModelConfig, row: GemmRow) -> Division:
-    """The division of the weight of a plan's row. ValueError for an op that no rule names."""
+    """Return the division of the weight of a plan's row. ValueError for an op that no rule names."""
     match row.op:
         case "attn.q" | "attn.q_b":
             return Division((c.qk_head_dim,))

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
 
-Keys and values of all heads are expanded from one small latent, so that inference need only cache that latent and one
+Keys and values of all heads are expanded from one small latent, so that inference caches only that latent and one
 rotary key:
 
     c_kv = RMSNorm(W_DKV h)                     kv_a, first kv_lora_rank features
@@ -10,24 +10,24 @@ rotary key:
     [q_c ; q_r] = W_UQ c_q, W_QR c_q            q_b, head by head; without q_lora_rank one projection q of h
     o    = W_O softmax([q_c ; RoPE(q_r)] . [k_c ; k_r] / sqrt(d_nope + d_rope)) v
 
-What a `LatentCache` keeps of the positions behind is that and no more: what multiplies W_UK and W_UV (in an FP8 recipe
-the numbers that the FP8 stands for) and k_r. The first call with a cache, the prompt, computes as without one. Later
-ones have few queries and many keys; they expand nothing (section 2.1.2 of V2), since
+A `LatentCache` stores exactly these for past positions: k_r, and c_kv as W_UK and W_UV read it (in an FP8 recipe the
+values that the FP8 represents). The first call with a cache, the prompt, computes as without one. Later calls have few
+queries and many keys; they expand nothing (section 2.1.2 of V2), since
 
     q_c . (W_UK c_kv) = (W_UK^T q_c) . c_kv          and          sum_j p_j (W_UV c_kv_j) = W_UV (sum_j p_j c_kv_j)
 
-so that attention takes place among latents: for a query and a key H (2 C + R) multiplications instead of the H C (N +
-V) of the expansion.
+So attention runs among latents: H (2 C + R) multiplications per query and key instead of the H C (N + V) of the
+expansion.
 
 With `qk_norm` (FOG, arXiv 2505.20524; here over all features of a head, before RoPE, without gain, N(x) = x / rms(x)):
 
     q^ = RoPE(N([q_c ; q_r])), k^ = RoPE(N([k_c ; k_r]))          RoPE on the rotary features; |x_i| <= sqrt(N + R)
 
-and the latents' norms have no gain either: trained gains there and on q and k are what grows until FP8 breaks. N of a
-key is one number for each head and position, rstd = 1 / rms([k_c ; k_r]), and RoPE leaves it alone. So the cache keeps
-rstd [L, H] too, and logits among latents are multiplied by it.
+The latents' norms have no gain either: trained gains there and on q and k grow until FP8 breaks. N of a key is one
+number per head and position, rstd = 1 / rms([k_c ; k_r]), and RoPE does not change it. So the cache also stores rstd
+[L, H], which multiplies the logits among latents.
 
-The norms on the latents use eps 1e-6 whatever the model's rms_norm_eps is, as transformers 5.17 does.
+The norms on the latents use eps 1e-6 whatever the model's rms_norm_eps is, as in transformers 5.17.
 
 Legend: B batch, S sequence, D hidden, H heads, N nope, R rope, V value width of a head, C key-value latent; T new
 positions, L positions in a cache.
@@ -112,14 +112,14 @@ class MLA(nn.Module):
         self.kv_feed = Feed(self.kv_b)
         self.kurtosis = Kurtosis("qkv")
         self.max_logits = MaxLogits(num_heads)
-        self.context: ContextSplit | None = None  # the ranks that sequences are cut over
-        self.tensor: TensorSplit | None = None  # those that the heads' weights are cut over
+        self.context: ContextSplit | None = None  # the ranks that share sequences
+        self.tensor: TensorSplit | None = None  # the ranks that share the heads' weights
         self.num_heads, self.softmax_scale, self.kernels = num_heads, softmax_scale, plan.kernels
         self.q_widths, self.kv_a_widths = (qk_nope_head_dim, qk_rope_head_dim), (kv_lora_rank, qk_rope_head_dim)
         self.kv_widths = (qk_nope_head_dim, v_head_dim)
 
     def split(self, tensor: TensorSplit) -> None:
-        """Tensor parallelism: from now on this process has the weights of its own heads. After they are drawn."""
+        """Keep the weights of this process's own heads (tensor parallelism). Call it after they are drawn."""
         first = tensor.own_heads(self.num_heads).start
         self.tensor, self.num_heads = tensor, self.num_heads // tensor.size
         own = range(self.num_heads) if self.context is None else self.context.own_heads(self.num_heads)
@@ -132,9 +132,11 @@ class MLA(nn.Module):
             self.feed = Feed(self.kv_a, tensor=True)
 
     def forward(self, x: Operand | Tensor, rope_2SP: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, S, D], normalised and made for `self.feed`; rope as from `rope_table`; mask as from `document_mask`, or
-        None: every position sees all before it -> [B, S, D]. With `context` or `tensor` x and the result are this
-        rank's positions, rope and mask those of whole sequences."""
+        """Apply attention to x [B, S, D], normed and made for `self.feed`; return [B, S, D].
+
+        rope: from `rope_table`. mask: from `document_mask`; None: plain causal. With `context` or `tensor`, x and the
+        result cover this rank's positions; rope and mask cover whole sequences.
+        """
         group_2SP = rope_2SP if self.context is None else self.context.own(rope_2SP)
         own_2SP = group_2SP if self.tensor is None else self.tensor.own(group_2SP)
         if self.tensor is None:
@@ -146,13 +148,13 @@ class MLA(nn.Module):
         return self._expanded(q_BSx, kv_BSx, k_rope, rope_2SP, mask)
 
     def knows_logits(self, device: torch.device, documents: bool) -> bool:
-        """Whether `max_logits` is raised on this device. documents: whether attention stays within them."""
+        """Return whether `max_logits` is raised on this device. documents: whether attention stays within documents."""
         if isinstance(self.core, AttentionCore):
             return True
         return returns_lse(device, self.core_dtype, sum(self.q_widths), self.kv_widths[1], documents)
 
     def cached(self, x: Operand | Tensor, rope_2SP: Tensor, cache: "LatentCache") -> Tensor:
-        """As `forward` for the T positions behind those in `cache`, which come to be in it. x [B, T, D]; rope: of these
+        """Apply attention to the T positions after those in `cache`, and append them to it. x [B, T, D]; rope: of these
         positions. Without gradients."""
         first = cache.length == 0
         q_BTx = self._queries(x)
@@ -170,23 +172,24 @@ class MLA(nn.Module):
         return self.o(torch.einsum("bhtc,hvc->bthv", out_BHTC, w_v_HVC).flatten(2))
 
     def _by_head(self, x_BSx: Tensor) -> Tensor:
-        """[B, S, H, ...]."""
+        """View x as [B, S, H, ...]."""
         return x_BSx.unflatten(-1, (self.num_heads, -1))
 
     def _latent(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Operand | Tensor, Tensor]:
-        """c_kv [B, S, C] made for `kv_feed`, k_r [B, S, 1, R]; turned, but where the norm of keys comes before."""
+        """Return c_kv [B, S, C] made for `kv_feed`, and k_r [B, S, 1, R], rotated unless the norm of keys comes
+        first."""
         c_kv_BSC, k_rope = self._unexpanded(x, rope_2SP)
         return self.kv_norm(c_kv_BSC, self.kv_feed), k_rope
 
     def _unexpanded(self, x: Operand | Tensor, rope_2SP: Tensor) -> tuple[Tensor, Tensor]:
-        """c_kv before its norm, and k_r as `_latent` has it."""
+        """Return c_kv before its norm, and k_r as in `_latent`."""
         c_kv_BSC, k_rope_BSR = self.kv_a(x).split(self.kv_a_widths, -1)
         k_rope = k_rope_BSR[:, :, None]
         return c_kv_BSC, k_rope if self.k_head_norm is not None else apply_rope(k_rope, rope_2SP)
 
     def _gathered(self, x: Operand | Tensor, rope_2SP: Tensor, tensor: TensorSplit) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of own heads as `q` (`q_b`) and `kv_b` make them, and k_r, at all positions of the
-        tensor group. For the order see `models.tensor`."""
+        """Return queries, keys and values of own heads as `q` (`q_b`) and `kv_b` make them, and k_r, at all positions
+        of the tensor group. `models.tensor` explains the order."""
         c_kv_BsC, k_rope = self._unexpanded(x, rope_2SP)
         kv_begun = tensor.begin(torch.cat([normed(c_kv_BsC, self.kv_norm), k_rope[:, :, 0]], -1))
         if self.q_a is None:
@@ -200,8 +203,11 @@ class MLA(nn.Module):
     def _expanded(
         self, q_BSx: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention among these positions, of queries [B, S, H (N + R)], keys and values [B, S, H (N + V)] as the
-        projections make them; k_r as from `_latent`, rope of whole sequences -> [B, S, D]."""
+        """Attend among these positions; return [B, S, D].
+
+        Queries [B, S, H (N + R)], keys and values [B, S, H (N + V)] as the projections make them; k_r from `_latent`;
+        rope of whole sequences.
+        """
         q_BSHd, kv_BSHx = self._by_head(q_BSx), self._by_head(kv_BSx)
         if self.context is not None:  # from here to the result: all positions, own heads
             k_rope = self.context.for_heads(k_rope[:, :, 0], self.num_heads // self.context.size)
@@ -222,17 +228,17 @@ class MLA(nn.Module):
         return y_BSD if self.tensor is None else self.tensor.scatter(y_BSD)
 
     def _queries(self, x: Operand | Tensor) -> Tensor:
-        """[B, S, H (N + R)]."""
+        """Return the queries [B, S, H (N + R)]."""
         if self.q_a is None or self.q_norm is None:
             return self.q(x)
         return self.q_b(self.q_norm(self.q_a(x), self.q_feed))
 
 
 class LatentCache:
-    """What one MLA keeps of the positions behind: `latent_BLx` [B, L, C + R], c_kv and k_r, in the core's format; with
-    QK norm `rstd_BHL` [B, H, L] FP32 of the keys, else None.
+    """Past positions of one MLA layer: `latent_BLx` [B, L, C + R], c_kv and k_r, in the core's format; with QK norm
+    `rstd_BHL` [B, H, L] FP32 of the keys, else None.
 
-    capacity: positions there is room for. Made for the weights as they are: those of kv_b are kept beside it.
+    capacity: maximum number of positions. A cache is valid for the current weights: it holds those of kv_b.
     """
 
     def __init__(self, attn: MLA, batch: int, capacity: int):
@@ -255,7 +261,7 @@ class LatentCache:
         return None if self._rstd is None else self._rstd[:, :, : self.length]
 
     def append(self, latent_BTC: Tensor, k_rope_BTR: Tensor, unturned_BTR: Tensor) -> None:
-        """T more positions. unturned: k_r before RoPE, which the norm of keys takes in."""
+        """Append T positions. unturned: k_r before RoPE, which the norm of keys includes."""
         start, self.length = self.length, self.length + latent_BTC.shape[1]
         assert self.length <= self._room.shape[1], f"the cache has room for {self._room.shape[1]} positions"
         width = latent_BTC.shape[2]
@@ -269,5 +275,5 @@ class LatentCache:
             self._rstd[:, :, start : self.length] = (mean_BHT + self._eps).rsqrt()
 
     def cut(self, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Discard the positions from `length` on."""
         self.length = min(self.length, length)

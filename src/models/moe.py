@@ -2,17 +2,17 @@
 
     y = FFN_shared(u) + sum over the K chosen experts i of g_i FFN_i(u)
 
-The shared experts are one feed-forward layer of so many times an expert's width. The routed ones are two grouped GEMMs
-over rows sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is linear: so the
-experts' outputs need not be kept for g's gradient. The sum over a token's experts runs in the plan's `moe.accumulate`
-format.
+The shared experts are one feed-forward layer of num_shared_experts times an expert's width. The routed ones are two
+grouped GEMMs over rows sorted by expert. The weight g_i is applied inside SwiGLU, before the down projection, which is
+linear: so the experts' outputs are not saved for g's gradient. The sum over a token's experts runs in the plan's
+`moe.accumulate` format.
 
-How tokens come to experts that are in other processes is the dispatcher's matter: see `dispatch`.
+The dispatcher moves tokens to experts in other processes: see `dispatch`.
 
-What the norm before this layer has to deliver is `feed`. If tokens travel in FP8, they are quantised once, by the norm,
-for the shared and the routed experts; else they are quantised after the permutation. The router reads the plain tensor
-in both cases; where it is a stream that grows with depth (`norm_position=post`), through a norm of its own, without
-gain, so that scores do not saturate.
+The norm before this layer delivers `feed`. If tokens travel in FP8, the norm quantises them once for the shared and the
+routed experts; otherwise they are quantised after the permutation. The router reads the plain tensor in both cases. If
+the stream grows with depth (`norm_position=post`), the router has its own norm, without gain, so that scores do not
+saturate.
 
 Legend: B batch, S sequence, T = B S tokens, D hidden, F expert width, E experts, K chosen experts of a token, R = T K
 rows.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """Gated feed-forward layers D -> F -> D, E of them, or those of this process. gate_up [E, 2F, D], down [E, D, F].
 
-    combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: what `gate_up` wants,
+    combine, accumulate: formats of an expert's output and of the sum over a token's. rows_feed: the Feed of `gate_up`,
     where tokens do not travel as an Operand. keep_rows: see `precision.ffn`.
     """
 
@@ -59,11 +59,11 @@ class Experts(nn.Module):
         dispatch = plan.tensor(f"{layer}dispatch", "moe.dispatch")
         self.combine = plan.tensor(f"{layer}combine", "moe.combine").dtype
         self.accumulate = plan.tensor(f"{layer}accumulate", "moe.accumulate").dtype
-        self.dispatch = None if dispatch.is_fp8 else dispatch.dtype  # of tokens that travel as they are
+        self.dispatch = None if dispatch.is_fp8 else dispatch.dtype  # of tokens that travel unquantised
         self.rows_feed = None if dispatch.is_fp8 else Feed(self.gate_up)
 
     def keep(self, experts: range) -> None:
-        """Hold these experts only."""
+        """Keep these experts only."""
         self.gate_up.keep(experts)
         self.down.keep(experts)
 
@@ -76,8 +76,10 @@ class Experts(nn.Module):
         grad: GradRows | None = None,
         choices: int = -1,
     ) -> Tensor:
-        """x [T, D], the chosen experts (0: the first one here) and their weights, what to add [T, D] -> [T, D]; see
-        `precision.ffn`."""
+        """Apply the experts to x [T, D] and add `add` [T, D]; return [T, D]; see `precision.ffn`.
+
+        expert_TK: the chosen experts (0: the first one here). weight_TK: their weights.
+        """
         return expert_ffn(
             x,
             expert_TK,
@@ -133,16 +135,19 @@ class MoE(nn.Module):
         self.feed = Feed(self.shared.gate_up, *at_once, tensor=True)
 
     def spread(self, group: "ProcessGroup", slots: Slots | None = None) -> None:
-        """Expert parallelism: this process keeps its share of the experts, tokens travel to those of the group, in
-        `slots` if there are any. After the weights are drawn (they are cut), before the arena is made. UserError where
-        that cannot be."""
+        """Keep this process's share of the experts and send tokens to those of the group, in `slots` if given (expert
+        parallelism).
+
+        Call it after the weights are drawn (they are split) and before the arena is made. UserError where this is
+        impossible.
+        """
         experts = self.gate.num_experts
         dispatcher = AllToAllDispatcher(group, experts) if slots is None else SlotDispatcher(slots, experts)
         self.experts.keep(dispatcher.experts)
         self.dispatcher = dispatcher
 
     def forward(self, x: Operand | Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D], made for `self.feed`; the T tokens of `batch` sequences of one length.
+        """Apply the layer to x [T, D], made for `self.feed`; the T tokens of `batch` sequences of one length.
 
         Returns y [T, D] in the residual stream's dtype, the weighted balance loss (0-d FP32) and the load [E] int64.
         """

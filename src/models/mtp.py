@@ -1,23 +1,23 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Depth k = 1 ... D sees the state of depth k - 1 (depth 0 is the main model) and the embedding of the token k places on,
-and predicts the token after that:
+Depth k = 1 ... D reads the state of depth k - 1 (depth 0 is the main model) and the embedding of the token k positions
+ahead, and predicts the token after that:
 
     x^k_i = M_k [RMSNorm(Emb(t_{i+k})) ; RMSNorm(h^{k-1}_i)]          enorm, hnorm; order as in the published weights
     h^k   = RMSNorm(Block_k(x^k))
     p(t_{i+k+1}) = softmax(head(h^k_i))
 
-With `norm_position=post` the embedding is scaled to the stream's size, so that both halves need no norm; the one norm
-is on what the projection makes, and nothing is normed behind the block:
+With `norm_position=post` the embedding is scaled to the stream's size, so that both halves need no norm. The one norm
+is on the projection's output, and there is no norm after the block:
 
     x^k_i = RMSNorm(M_k [Emb(t_{i+k}) ; h^{k-1}_i])                   gain from 1: there is no residual to scale it for
 
-Embedding and head are the main model's. Which state is handed on differs between sources; here, as in transformers
-5.17's `MtpModel`, it is the one after the norm, for the main model and for each depth.
+Embedding and head are the main model's. Sources differ in which state is passed on; here, as in transformers 5.17's
+`MtpModel`, it is the one after the norm, for the main model and for each depth.
 
-All depths run on S positions, so that shapes stay the same. At the last k places there is no token to predict: they
-carry no language-model loss, and causality keeps them from the others. (Depth 1 has a true input everywhere; deeper
-ones repeat the last token there.)
+All depths run on S positions, so that shapes stay the same. The last k positions have no token to predict: they carry
+no language-model loss, and causality keeps them from the others. (Depth 1 has a true input everywhere; deeper ones
+repeat the last token there.)
 
 Legend: B batch, S sequence, D hidden, E experts, P pairs of rotary dimensions.
 """
@@ -33,7 +33,7 @@ from precision import Linear, Plan
 
 
 class MTPBlock(MoEBlock):
-    """One depth: a block with experts behind a projection of two normalised inputs."""
+    """One depth: a projection of two normed inputs, then a block with experts."""
 
     def __init__(
         self, plan: Plan, name: str, attn: MLA, moe: MoE, hidden_size: int, eps: float, post_gain: float | None = None
@@ -56,7 +56,7 @@ class MTPBlock(MoEBlock):
         cache: LatentCache | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """h [B, S, D]: state of the depth before. embedded [B, S, D]: tokens k places on.
+        """Run one depth. h [B, S, D]: state of the previous depth. embedded [B, S, D]: tokens k positions ahead.
 
         Returns this depth's state [B, S, D], the weighted balance loss (0-d FP32) and the load [E] int64.
         """
@@ -67,9 +67,10 @@ class MTPBlock(MoEBlock):
 
 
 def tokens_ahead(sequence: Tensor, k: int, length: int) -> Tensor:
-    """sequence [B, S + 1, ...] -> [B, S, ...]: at place i what was at i + k; beyond the end the last entry.
+    """Shift sequence [B, S + 1, ...] by k: return [B, S, ...] with entry i + k at position i; past the end the last
+    entry.
 
-    Contiguous in all cases: blocks that are given different layouts would be compiled separately.
+    The result is always contiguous: blocks would be compiled separately for different layouts.
     """
     ahead = sequence[:, k : k + length]
     missing = length - ahead.shape[1]

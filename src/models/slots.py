@@ -1,27 +1,27 @@
-"""Experts spread over processes, and no host that waits: tokens travel in fixed slots.
+"""Expert parallelism without host synchronisation: tokens travel in fixed slots.
 
-`dispatch.AllToAllDispatcher` sends as many rows as there are, and so the host has to learn how many. Here each pair of
-processes has C slots, more than it usually needs, and the experts of a process room for N choices:
+`dispatch.AllToAllDispatcher` sends exactly the rows that are needed, so the host must learn their number. Here each
+pair of processes has C slots, more than it usually needs, and the experts of a process have room for N choices:
 
     C = f x T x (1 - (1 - 1/P)^K), T at most         N = f x T x K, P x C x min(K, E/P) at most
 
-so every shape is known before, and what is in use is a number on the device: what is not, is no expert's (`expert =
-E/P`), and kernels skip it. The numbers are those of the other way, bit for bit: rows come in the same order, and
-experts' kernels end where the last expert's rows do.
+So every shape is known in advance, and the number of used slots stays on the device. Unused slots belong to no expert
+(`expert = E/P`), and kernels skip them. The results equal the AllToAllDispatcher's bit for bit: rows come in the same
+order, and experts' kernels end where the last expert's rows do.
 
-*When there are too many.* `Slots.fill` is the largest share of its room that anything needed since the step began, on
-the device (of room that may be too little: C below T, or N below its most). Above 1, rows or choices were left out: the
-step is dropped on all ranks (`trainer.step.guard`), and f grows when the host reads the verdict. f is
-`parallel.dispatch_capacity`; memory grows with it.
+*Overflow.* `Slots.fill` is the largest used share of any room since the step began, on the device (counting only room
+that may be too small: C below T, or N below its maximum). Above 1, rows or choices were left out: the step is dropped
+on all ranks (`trainer.step.guard`), and f grows when the host reads the verdict. f is `parallel.dispatch_capacity`;
+memory grows with it.
 
-*Beside the shared experts.* What is sent and its arrival run on a stream of their own, from `begin` to `finish`; so
-does its backward pass, which autograd runs where the forward pass ran: gradients of tokens travel back beside the
-shared experts' backward pass. The way back of results, and of their gradients, is waited for.
+*Overlap with the shared experts.* Rows are sent and received on a separate stream, from `begin` to `finish`. So is the
+backward pass of that part, because autograd runs it on the forward stream: gradients of tokens return during the shared
+experts' backward pass. The return of results, and of their gradients, does not overlap.
 
-Without gradients (evaluation), the other way is taken, which needs no more room than there is.
+Without gradients (evaluation), the AllToAllDispatcher is used, which needs no extra room.
 
-With delayed scales the host reads once whether the arena has them; after that it does not wait. One that was lost
-again makes `fill` infinite: the step is dropped, and the host looks again.
+With delayed scales the host reads once whether the arena has them; after that it does not wait. A scale that was lost
+again makes `fill` infinite: the step is dropped, and the host checks again.
 """
 
 from collections.abc import Iterator
@@ -44,37 +44,37 @@ UNIT = 16  # slots: blocks of rows of whole words then begin at multiples of 16 
 
 @dataclass
 class Slots:
-    """What the dispatchers of a model share. capacity: f; fill: see the module docstring, 0-d FP32."""
+    """State shared by a model's dispatchers. capacity: f; fill: see the module docstring, 0-d FP32."""
 
     transport: Transport
     capacity: float
     fill: Tensor
     known: set[int] = field(default_factory=set)
-    """Dispatchers whose scales the arena has."""
+    """Dispatchers whose scales are in the arena."""
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.fill.device, priority=-1) if self.fill.is_cuda else None
 
     def fit(self, fill: float) -> None:
-        """Make more room where so large a share of it was needed that it may not last. Infinite: a scale was missing,
-        and is looked for again."""
+        """Enlarge the room if this largest share shows that it may not suffice. Infinite: a scale was missing; check
+        again."""
         if fill == torch.inf:
             self.known.clear()
         elif fill > NEARLY_FULL:
             self.capacity *= fill * SPARE
 
     def sizes(self, tokens: int, chosen: int, each: int) -> tuple[int, int]:
-        """C and N for T tokens of K choices, with `each` experts in a process."""
+        """Return C and N for T tokens of K choices, with `each` experts per process."""
         P = dist.get_world_size(self.transport.group)
         return room(self.capacity, tokens, chosen, P, each)
 
     def need(self, share: Tensor) -> None:
-        """Note the share of some room that is needed, 0-d."""
+        """Record the needed share of some room, 0-d."""
         torch.maximum(self.fill, share.float(), out=self.fill)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What follows runs on a stream of its own, behind what was launched before; until `join`."""
+        """Run the code inside on a separate stream, after everything launched before; it is in use until `join`."""
         if self.stream is None:
             yield
             return
@@ -83,13 +83,14 @@ class Slots:
             yield
 
     def join(self) -> None:
-        """The current stream waits for that one."""
+        """Make the current stream wait for that one."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
 def room(capacity: float, tokens: int, chosen: int, processes: int, each: int) -> tuple[int, int]:
-    """C and N of the module docstring: slots for each pair of processes, and choices for the experts of one."""
+    """Return C and N of the module docstring: slots per pair of processes, and choices for the experts of one
+    process."""
     share = 1 - (1 - 1 / processes) ** chosen
     slots = -(-min(tokens, int(capacity * tokens * share) + 1) // UNIT) * UNIT
     return slots, min(int(capacity * tokens * chosen) + 1, processes * slots * min(chosen, each))
@@ -97,22 +98,22 @@ def room(capacity: float, tokens: int, chosen: int, processes: int, each: int) -
 
 @dataclass
 class _Exchange:
-    """`precision.wire.Exchange` by slots. sent, received [P] int64: of them in use."""
+    """`precision.wire.Exchange` by slots. sent, received [P] int64: slots in use."""
 
     transport: Transport
     sent: Tensor
     received: Tensor
 
     def there(self, *rows: Tensor) -> list[Tensor]:
-        """[P C, ...] -> the same."""
+        """Send [P C, ...]; return the same shape."""
         return self.transport.exchange(_contiguous(rows), self.sent, self.received, keep=True)
 
     def back(self, *rows: Tensor) -> list[Tensor]:
-        """[P C, ...] -> the same."""
+        """Return [P C, ...] to the senders; same shape."""
         return self.transport.exchange(_contiguous(rows), self.received, self.sent, keep=False)
 
     def largest(self, x: Tensor) -> Tensor:
-        """0-d, over the group."""
+        """Return the group's maximum, 0-d."""
         return largest(x, self.transport.group)
 
 
@@ -122,7 +123,8 @@ def _contiguous(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @dataclass
 class _Begun:
-    """arrived: what `send` returns. x, held: until those who read them on the other stream have ended."""
+    """State between the two calls. arrived: the result of `send`. x, held: kept alive until the other stream has read
+    them."""
 
     x: Operand | Tensor
     held: tuple[Tensor, Tensor]
@@ -134,7 +136,8 @@ class _Begun:
 
 
 class SlotDispatcher:
-    """See the module docstring. experts: the global ones that are here. UserError if they cannot be spread evenly."""
+    """Dispatcher with fixed slots; see the module docstring. experts: the global ones that are here. UserError if they
+    cannot be spread evenly."""
 
     traceable = False
 
@@ -161,7 +164,7 @@ class SlotDispatcher:
         grad = GradFormat.of(down, begun.dy_known) if is_operand else None
         x, expert_AK, weight_AK = begun.arrived
         choices = begun.room
-        if not begun.parcels.kernels:  # plain ops have shapes of what is there
+        if not begun.parcels.kernels:  # plain ops need exact shapes
             choices = int((expert_AK < len(self.experts)).sum())
         y_AD = experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
         return bring_back(y_AD, add_TD, begun.parcels, begun.exchange, grad, experts.accumulate)
@@ -202,7 +205,7 @@ class SlotDispatcher:
         return _Begun(x, (expert_TK, weight_TK), parcels, exchange, (x_AD, expert_AK, weight_AK), room, dy_known)
 
     def _known(self, experts: RoutedExperts) -> tuple[bool, bool]:
-        """Whether the arena has scales of x and of dy: with delayed scales, once they have a history, for good."""
+        """Return whether the arena has scales of x and of dy: with delayed scales, from the first history on."""
         gate_up, down = experts.gate_up, experts.down
         read = [
             slot if layer.recipe.delayed else None

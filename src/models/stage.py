@@ -1,13 +1,13 @@
-"""Pipeline parallelism: a stage is some neighbouring blocks; a rank computes one stage, or several.
+"""Pipeline parallelism: a stage is a run of consecutive blocks; a rank computes one stage or several.
 
     the first one    embedding, its blocks
     the last one     its blocks, final norm, head, multi-token prediction
 
-With several stages a rank the stages go round the ranks (arXiv 2104.04473, section 2.2): of p ranks, rank i has the
+With several stages per rank they are assigned in turn (arXiv 2104.04473, section 2.2): of p ranks, rank i has the
 stages i, p + i, 2 p + i, ...
 
-A stage passes on its stream [B, S, D]. With MTP the embedded tokens [B, S + 1, D] travel beside it, unchanged, and
-their gradient comes back the same way: the embedding stays one tensor of the first stage. The balance loss of a block
+A stage passes on its stream [B, S, D]. With MTP the embedded tokens [B, S + 1, D] are passed on beside it, unchanged,
+and their gradient returns the same way: the embedding stays one tensor of the first stage. The balance loss of a block
 enters the backward pass in its own stage (`attach`). Losses, loads and amaxes of other stages' blocks are zero here;
 the step sums them, or takes the largest, over all ranks.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Number `index` of `count`: the main model's blocks `begin` to `end`, which is not one of them."""
+    """Stage `index` of `count`: the main model's blocks from `begin` up to, but not including, `end`."""
 
     index: int
     count: int
@@ -44,14 +44,14 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it has head and MTP."""
+        """Whether it has the head and MTP."""
         return self.index == self.count - 1
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This process's place in a pipeline: its `stages`, the first ones first. owners: the rank of each stage of all.
-    group: the ranks of the pipeline."""
+    """This process's position in a pipeline: its `stages`, in order. owners: the rank of every stage. group: the ranks
+    of the pipeline."""
 
     stages: tuple[Stage, ...]
     owners: tuple[int, ...]
@@ -59,27 +59,28 @@ class Pipeline:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first stage is computed here."""
+        """Whether this process computes the first stage."""
         return self.stages[0].is_first
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage is computed here."""
+        """Whether this process computes the last stage."""
         return self.stages[-1].is_last
 
     def receive(self, stage: Stage, shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the stage before one of these sends, from another rank; on the device of `like`."""
+        """Receive the previous stage's output from another rank, on the device of `like`."""
         x = torch.empty(shape, dtype=dtype, device=like.device)
         torch.distributed.recv(x, group=self.group, group_src=self.owners[stage.index - 1])
         return x
 
     def send(self, stage: Stage, x: Tensor) -> None:
-        """What one of these stages made, to the next stage, of another rank."""
+        """Send a stage's output to the next stage, on another rank."""
         torch.distributed.send(x.contiguous(), group=self.group, group_dst=self.owners[stage.index + 1])
 
 
 def block_flops(plan: Plan, sequence_length: int) -> tuple[list[float], float]:
-    """FLOPs of a token forward: of each block of the main model, and of head and MTP together. plan: the model's."""
+    """Return the forward FLOPs per token of each block of the main model, and of head and MTP together. plan: the
+    model's."""
     blocks, last = [0.0] * plan.num_layers, 0.0
     rows = [(name, row.flops_per_token) for name, row in plan.gemms.items()]
     rows += [(name, row.flops_per_token(sequence_length)) for name, row in plan.cores.items()]
@@ -93,8 +94,8 @@ def block_flops(plan: Plan, sequence_length: int) -> tuple[list[float], float]:
 
 
 def divide(flops: Sequence[float], last: float, stages: int) -> list[int]:
-    """Numbers of neighbouring blocks of each stage, at least one, so that the slowest stage has least to do. last: what
-    the last stage does besides."""
+    """Return the number of consecutive blocks of each stage, at least one, that minimises the slowest stage's work.
+    last: FLOPs that the last stage adds."""
     before = [0.0, *accumulate(flops)]
     # best[n]: the first n blocks on the stages so far: FLOPs of the slowest one, and the numbers
     best = {n: (before[n], [n]) for n in range(1, len(flops) + 1)}
@@ -112,12 +113,15 @@ def divide(flops: Sequence[float], last: float, stages: int) -> list[int]:
 
 
 def divide_in_turn(flops: Sequence[float], last: float, ranks: int, per_rank: int) -> list[int]:
-    """As `divide`, of several stages a rank, so that the slowest rank has least to do: the rank that has the last stage
-    has fewer blocks in all of its stages, and none in the last one where head and MTP are as much as others' stages."""
+    """As `divide` for several stages per rank, minimising the slowest rank's work.
+
+    The rank that has the last stage has fewer blocks in all of its stages, and none in the last one where head and MTP
+    are as much work as others' stages.
+    """
     stages, mean = ranks * per_rank, (sum(flops) + last) / ranks
 
     def filled(most: float) -> list[int]:
-        """Each stage with as many blocks as a rank of so many FLOPs has room for, and the last one with the rest."""
+        """Fill each stage with as many blocks as a rank of so many FLOPs has room for; the last one gets the rest."""
         counts: list[int] = []
         for stage in range(stages - 1):
             room = most / per_rank
@@ -137,7 +141,7 @@ def divide_in_turn(flops: Sequence[float], last: float, ranks: int, per_rank: in
 
 
 def attach(x: Tensor, loss: Tensor) -> Tensor:
-    """x, whose backward pass is the one of `loss` (0-d), too."""
+    """Return x with the backward pass of `loss` (0-d) attached."""
     return _Attach.apply(x, loss)
 
 

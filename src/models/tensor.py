@@ -1,8 +1,8 @@
 """Tensor parallelism: heads of MLA and vocabulary over t neighbouring ranks (Megatron-LM, arXiv 1909.08053), with
-sequence parallelism for what lies between (arXiv 2205.05198).
+sequence parallelism for the layers between (arXiv 2205.05198).
 
-The t ranks of a tensor group read the same sequences. Outside attention, embedding and head rank j has a piece of the
-positions, as in a context group. Inside it has a part of the weights:
+The t ranks of a tensor group read the same sequences. Outside attention, embedding and head, rank j holds a piece of
+the positions, as in a context group. Inside them it holds a part of the weights:
 
     q or q_b, kv_b    rows of the heads j H/t to (j + 1) H/t        columns in the paper's words
     o                 columns of the same heads                     rows in the paper's words
@@ -12,20 +12,21 @@ positions, as in a context group. Inside it has a part of the weights:
     scatter   partial sums of all positions -> sum at own ones      backward: gather
 
 The latents are gathered, not x, and the rotated key in the same message. Without a latent of queries q reads the
-gathered x. Gradients of what is gathered are sums over own heads: they are added over the ranks in FP32, and rounded
-once. The head reads the state at all positions of the group; its loss is one number on all t ranks (`precision.head`).
+gathered x. Gradients of gathered tensors are sums over own heads: they are added over the ranks in FP32 and rounded
+once. The head reads the state at all positions of the group; its loss is the same on all t ranks (`precision.head`).
 
-A gather is two operators, `begin` and `finish`, so that GEMMs run between them, in both directions: what `finish`
-starts in the backward pass, `begin` waits for. Autograd runs first what was made last:
+A gather is two operators, `begin` and `finish`, so that GEMMs run between them in both directions: `finish` starts a
+communication in the backward pass, and `begin` waits for it. Autograd runs the latest operators first:
 
     forward     kv_a; begin kv; q_a; begin q; finish kv; kv_b; finish q; q_b
     backward    q_b; its sum starts; kv_b; its sum starts; q's is there; q_a; kv's is there; kv_a
 
-so that kv_b's two GEMMs hide the sum of q's gradients, and q_a's the sum of the other. What o needs is not hidden.
+So kv_b's two GEMMs hide the sum of q's gradients, and q_a's hide the sum of the other. The scatter after o is not
+hidden.
 
-All other weights are the same on the t ranks. Each rank sees own positions only, so that their gradients are partial
-sums, which are added up once a step (`trainer.parallel.shard_views.add_up`). With context parallelism too, a tensor
-group has a piece of the sequence, and its heads are exchanged among the ranks of the context group.
+All other weights are the same on the t ranks. Each rank sees its own positions only, so their gradients are partial
+sums, which are added up once per step (`trainer.parallel.shard_views.add_up`). Combined with context parallelism, a
+tensor group has a piece of the sequence, and its heads are exchanged among the ranks of the context group.
 
 Legend: B batch, S positions of the tensor group, D width, H heads, V vocabulary, t ranks of the group.
 """
@@ -44,19 +45,20 @@ if TYPE_CHECKING:
 
 
 CUT = {"attn.q": 0, "attn.q_b": 0, "attn.kv_b": 0, "attn.o": 1, "lm_head": 0}
-"""The dimension of a weight [N, K] that ranks have parts of, by op of the precision plan."""
+"""The dimension of a weight [N, K] that is split over ranks, by op of the precision plan."""
 
 
 class TensorSplit(ContextSplit):
-    """This process's place in a tensor group: `rank` of `size`. Its methods that send are collectives of the group."""
+    """This process's position in a tensor group: `rank` of `size`. Methods that communicate are collectives of the
+    group."""
 
     def __init__(self, group: "ProcessGroup"):
         super().__init__(group)
         self.cut: list[tuple[nn.Module, int]] = []
-        """Modules whose `weight` is this rank's part, and the dimension that is cut."""
+        """Modules whose `weight` is this rank's part, and the dimension that is split."""
 
     def keep(self, layer: nn.Module, dim: int) -> None:
-        """Hold this rank's part of the layer's weight only. Before the arena is made."""
+        """Keep this rank's part of the layer's weight only. Call it before the arena is made."""
         part = layer.weight.detach().chunk(self.size, dim)[self.rank]  # type: ignore[operator]
         layer.weight = nn.Parameter(part.clone())
         if isinstance(layer, Linear):
@@ -64,33 +66,33 @@ class TensorSplit(ContextSplit):
         self.cut.append((layer, dim))
 
     def begin(self, x_BsD: Tensor) -> tuple[Tensor, Tensor]:
-        """Send own positions [B, S/t, D]. What `finish` takes."""
+        """Start to send own positions [B, S/t, D]; return the argument of `finish`."""
         return _Begin.apply(x_BsD, self.size, self.name)
 
     def finish(self, begun: tuple[Tensor, Tensor]) -> Tensor:
-        """All positions of the group [B, S, D], once they are there."""
+        """Return all positions of the group [B, S, D], once they have arrived."""
         return _Finish.apply(*begun, self.size, self.name)
 
     def gather(self, x_BsD: Tensor) -> Tensor:
-        """Own positions [B, S/t, D] -> all of the group [B, S, D]."""
+        """Gather own positions [B, S/t, D] into all of the group [B, S, D]."""
         return self.finish(self.begin(x_BsD))
 
     def scatter(self, x_BSD: Tensor) -> Tensor:
-        """Partial sums at all positions of the group [B, S, D] -> their sum at own positions [B, S/t, D]."""
+        """Sum partial sums at all positions of the group [B, S, D]; return the sum at own positions [B, S/t, D]."""
         return _Scatter.apply(x_BSD, self.size, self.name)
 
     def pieces(self, x: Tensor) -> Tensor:
-        """The x of each rank, [t, ...], without gradient."""
+        """Return the x of each rank, [t, ...], without gradient."""
         return gather(x, self.size, self.name)
 
     def max(self, x: Tensor) -> Tensor:
-        """Largest of the group, without gradient."""
+        """Return the group's maximum, without gradient."""
         return reduce(x, "max", self.name)
 
 
 class _Begin(torch.autograd.Function):
-    """x [B, s, D] -> an autograd edge [B, s, D] of the gradient, FP32 without memory; x of all ranks [t, B, s, D],
-    perhaps still on its way."""
+    """x [B, s, D] -> an autograd edge [B, s, D] for the gradient, FP32 without memory; and x of all ranks [t, B, s, D],
+    perhaps still in transit."""
 
     @staticmethod
     def forward(ctx, x_BsD: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Its gradient comes to `_Begin` perhaps still on its way."""
+    """Second half of a gather. Its gradient reaches `_Begin` perhaps still in transit."""
 
     @staticmethod
     def forward(ctx, edge_BsD: Tensor, pieces_tBsD: Tensor, size: int, group: str) -> Tensor:
@@ -132,7 +134,9 @@ class _Scatter(torch.autograd.Function):
 class SplitLookup(torch.autograd.Function):
     """Rows of a table [V/t, D] whose other rows are on the other ranks: tokens int64 [...] of this rank -> [..., D].
 
-    Each rank looks up what it has of all ranks' tokens. Of each token one summand is not zero: the sum is exact."""
+    Each rank looks up its own words among all ranks' tokens. One summand of each token is not zero, so the sum is
+    exact.
+    """
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Tensor, table: Tensor, split: TensorSplit) -> Tensor:

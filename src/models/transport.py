@@ -1,12 +1,12 @@
-"""How blocks of rows come from each of P processes to each other one, without the host.
+"""Exchange of blocks of rows among P processes without host synchronisation.
 
-Each process has tensors of P blocks of C rows, block p for process p, of which the first so many are in use: a number
-that is on the device, while C is fixed. So no size has to be known to the host, and a CUDA graph can hold it all.
+Each process has tensors of P blocks of C rows, block p for process p. C is fixed; the number of used rows in a block is
+on the device. So the host needs no size, and a CUDA graph can hold the whole exchange.
 
     EqualSplits       one collective a tensor, whole blocks, used or not: any network, and gloo
     SymmetricMemory   GPUs of one node that write into each other's memory over NVLink: rows in use only, all tensors in
-                      one go. A barrier before, so that everybody has read what came last, and one behind, when all
-                      is there. Plain stores and torch's barriers; nothing of NVLink multicast
+                      one go. One barrier before, when all processes have read the previous rows, and one after, when
+                      all rows have arrived. Plain stores and torch's barriers; nothing of NVLink multicast
 """
 
 import os
@@ -28,36 +28,35 @@ class Transport(Protocol):
     group: dist.ProcessGroup
 
     def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
-        """rows [P * C, ...] each, contiguous, rows of whole 32-bit words; C may differ between them. sent, arriving [P]
-        int64: how many of each C are in use, to and from each process. Returns what came, of the same shapes.
+        """Exchange rows [P * C, ...], contiguous, of whole 32-bit words; return the received rows, of the same shapes.
 
-        arriving: None: all are. keep: the result is the caller's, with zeros in rows that are not in use; else these
-        hold anything, and it is valid until the next call only.
+        C may differ between the tensors. sent, arriving [P] int64: how many of each C are in use, to and from each
+        process. arriving None: all are. keep: the caller owns the result, with zeros in unused rows; otherwise unused
+        rows hold anything, and the result is valid only until the next call.
         """
         ...
 
 
 class EqualSplits:
-    """Collectives of equal blocks."""
+    """Transport by collectives of equal blocks."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
     def exchange(self, rows: tuple[Tensor, ...], sent: Tensor, arriving: Tensor | None, keep: bool) -> list[Tensor]:
-        """See `Transport`: unused rows are sent as they are, zeros."""
+        """See `Transport`; unused rows are sent too, as zeros."""
         out = [torch.empty_like(one) for one in rows]
         for ours, theirs in zip(rows, out, strict=True):
-            # as bytes: the numbers are not looked at, and not every backend knows every format
+            # as bytes: the values do not matter, and not every backend supports every format
             dist.all_to_all_single(theirs.view(torch.uint8), ours.view(torch.uint8), group=self.group)
         return out
 
 
 class SymmetricMemory:
-    """Stores into other GPUs' memory. wait: seconds after which a process that waits for another one ends with an
-    error of its GPU; 0: never.
+    """Transport by stores into other GPUs' memory. wait: seconds after which a process that waits for another one ends
+    with a GPU error; 0: never.
 
-    The memory, of the largest exchange so far, is made by the first one, and again by one that is larger: a collective
-    that waits.
+    The first exchange allocates the memory, and so does a later one that is larger: a collective that synchronises.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, wait: float = 0.0):
@@ -98,7 +97,7 @@ class SymmetricMemory:
         dist.barrier(self.group)  # no process writes into the old memory any more
         self._handle = self._inboxes = None
         self._inbox = torch.empty(0)
-        size = -(-size // 2**21) * 2**21  # what GPUs map, at least
+        size = -(-size // 2**21) * 2**21  # the smallest unit that GPUs map
         self._inbox = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
         self._handle = symm_mem.rendezvous(self._inbox, self.group.group_name)
         buffers = [self._handle.get_buffer(p, (size,), torch.uint8) for p in range(self._size)]
@@ -106,7 +105,7 @@ class SymmetricMemory:
 
 
 def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the processes of the group are of one machine, with GPUs of their own that reach each other's memory.
+    """Return whether the processes of the group are on one machine, with separate GPUs that reach each other's memory.
     A collective."""
     here = socket.gethostname(), device.index if device.type == "cuda" else None
     found: list = [None] * dist.get_world_size(group)
@@ -120,7 +119,7 @@ def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def check_shares_memory(group: dist.ProcessGroup, device: torch.device) -> None:
-    """UserError where `SymmetricMemory` cannot work. A collective."""
+    """Raise a UserError where `SymmetricMemory` cannot work. A collective."""
     if not shares_memory(group, device):
         raise UserError(
             "parallel.dispatch=symmetric: the ranks of an expert group are not GPUs of one node that reach each "

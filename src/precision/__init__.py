@@ -1,4 +1,5 @@
-"""Numerics: formats, the precision plan, scales, and the layers that compute by them. Knows GEMMs, knows no model."""
+"""Number formats, the precision plan, scales, and the layers that compute by them. This package knows GEMMs, but no
+model."""
 
 from precision.lazy import attach
 

@@ -1,9 +1,9 @@
 """`AmaxProbe`: reports which sublayer went bad first.
 
-An identity at the end of a sublayer that records the absolute maximum of the tensor in the forward pass and of its
-gradient in the backward pass, in arena rows of its own. In every recipe, BF16 included, the rows show after a dropped
-step where the first non-finite number appeared, without running anything again; the cost is one read of the tensor each
-way.
+A probe is an identity at the end of a sublayer. It records the absolute maximum of the tensor in the forward pass, and
+of its gradient in the backward pass, in its own arena rows. After a dropped step these rows show where the first
+non-finite number appeared, without a second run. This works in every recipe, BF16 included, and costs one read of the
+tensor each way.
 """
 
 import torch
@@ -26,8 +26,8 @@ class _AmaxProbe(torch.autograd.Function):
 
 
 class AmaxProbe(nn.Module):
-    """Identity that records amax(x) as row NAME and the amax of x's gradient as row NAME:grad. Without an arena:
-    identity."""
+    """Identity that records amax(x) in row NAME and the amax of x's gradient in row NAME:grad. It records nothing until
+    it is bound to an arena."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -35,11 +35,11 @@ class AmaxProbe(nn.Module):
         self.grad_slot = Slot([f"{name}:grad"], None)
 
     def slots(self) -> list[Slot]:
-        """Arena rows of this module, in forward order."""
+        """Return this module's arena rows, in forward order."""
         return [self.slot, self.grad_slot]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, unchanged."""
+        """Return x unchanged."""
         if self.slot.amax is None or self.grad_slot.amax is None:
             return x
         return _AmaxProbe.apply(x, self.slot.amax, self.grad_slot.amax)

@@ -1,24 +1,25 @@
 """The attention core: softmax(scale Q K^T) V with a causal mask, softmax in FP32.
 
-On a GPU it is cuDNN's, asked for by name: PyTorch's own order of preference does not take it, and flash attention has
-no MLA (its d_qk of 192 differs from its d_v of 128). It is asked for causality, never given a mask: with one, its
-backward pass on Hopper has made NaNs (pytorch issue 196678).
+*On a GPU* cuDNN computes it, called by name: PyTorch's own selection skips cuDNN, and flash attention does not support
+MLA (d_qk of 192, d_v of 128). cuDNN is called with its causal flag and never with a mask: its masked backward pass has
+produced NaNs on Hopper (pytorch issue 196678).
 
-cuDNN takes BF16 and FP16, head sizes that are multiples of 8 up to 256 on Hopper, and two positions or more; for what
-is left PyTorch picks among its other kernels, as it does for runs that ask for deterministic algorithms. The operator
-is called directly: a choice made by a context manager is lost where a compiled block is computed again in its backward
-pass.
+cuDNN supports BF16 and FP16, head sizes that are multiples of 8 up to 256 on Hopper, and two positions or more. In all
+other cases, and when a run asks for deterministic algorithms, PyTorch selects among its other kernels. The operator is
+called directly, because a selection made by a context manager is lost when a compiled block is recomputed in its
+backward pass.
 
-MLA's head sizes differ, but PyTorch's fused CPU kernel wants one, so there v is padded with zeros and the result cut.
+*On a CPU* PyTorch's fused kernel requires d_qk = d_v. So v is padded with zeros and the result is cut.
 
-The log-sum-exp that a kernel keeps for its backward pass also bounds the largest logit: see `max_logits`.
+The log-sum-exp that a kernel saves for backward also bounds the largest logit: see `max_logits`.
 
-Within documents: a position i sees positions j with start(i) <= j <= i. On a GPU our own kernel does that
-(`kernels.document_attention`), which skips whatever is not seen; elsewhere, and in FP32, PyTorch with a boolean mask,
-which is also the definition that the kernel is tested against. Neither cuDNN way serves: a mask is what it has made
-NaNs with, and its variable-length backward pass in PyTorch 2.11 takes d_qk for the longest document and writes outside
-its memory (pytorch pull request 186142). Flash attention wants one head size and a list of documents whose length the
-host knows. flex_attention rounds 192 up to 256, and outside a compiled graph fills memory with scores.
+*Within documents* position i sees positions j with start(i) <= j <= i. On a GPU our own kernel computes this
+(`kernels.document_attention`) and skips everything that is masked. Elsewhere, and in FP32, PyTorch with a boolean mask
+computes it; this is also the reference that the kernel is tested against. The alternatives do not work: masked cuDNN
+has produced NaNs; cuDNN's variable-length backward pass in PyTorch 2.11 mistakes d_qk for the longest document and
+writes outside its memory (pytorch pull request 186142); flash attention requires one head size and a list of documents
+whose length the host knows; flex_attention rounds 192 up to 256, and outside a compiled graph it materialises the
+scores.
 """
 
 import math
@@ -37,9 +38,9 @@ LOG_2 = math.log(2)
 def attention_core(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, max_logits_H: Tensor | None = None
 ) -> Tensor:
-    """q, k [B, H, S, d_qk], v [B, H, S, d_v], one dtype -> [B, H, S, d_v]. Position i sees positions up to i, with a
-    mask (`document_mask`, for this dtype and these head sizes) only those of its document.
+    """Compute causal attention of q, k [B, H, S, d_qk] and v [B, H, S, d_v], one dtype; return [B, H, S, d_v].
 
+    mask: from `document_mask`, for this dtype and these head sizes; restricts each position to its own document.
     max_logits [H] FP32: raised as in `max_logits`, if the kernel returns a log-sum-exp (`returns_lse`).
     """
     out, lse = _attention(q, k, v, scale, mask)
@@ -50,15 +51,15 @@ def attention_core(
 
 
 def returns_lse(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int, documents: bool) -> bool:
-    """Whether `attention_core` on this device has a log-sum-exp, with these head sizes and two positions or more.
-    documents: whether it stays within them."""
+    """Return whether `attention_core` gets a log-sum-exp on this device, for these head sizes and two positions or
+    more. documents: whether attention stays within documents."""
     if device.type != "cuda":
         return True
     return (_kernel_takes if documents else _cudnn_takes)(device, dtype, d_qk, d_v)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The result, and the log-sum-exp of each row's logits [B, H, S] or [B, H, S, 1], or None."""
+    """Return the result, and the log-sum-exp of each row's logits [B, H, S] or [B, H, S, 1], or None."""
     if mask is not None and mask.dtype is torch.int32:
         return torch.ops.octet.document_attention(q, k, v, mask, scale)
     if not q.is_cuda:
@@ -74,7 +75,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """PyTorch's fused kernel, by name for its log-sum-exp. It wants one head size: zeros fill the narrower one."""
+    """Call PyTorch's fused kernel by name, for its log-sum-exp. It requires d_qk = d_v, so the narrower one is padded
+    with zeros."""
     width, wide = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (t if t.shape[-1] == wide else F.pad(t, (0, wide - t.shape[-1])) for t in (q, k, v))
     bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
@@ -86,13 +88,14 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) 
 def latent_attention(
     q: Tensor, latent: Tensor, rank: int, scale: float, key_factor_BHL: Tensor | None = None
 ) -> Tensor:
-    """Attention of all heads to one shared key and value a position: softmax(scale q latent^T) latent, cut to `rank`.
+    """Attend from all heads to one shared key and value per position: softmax(scale q latent^T) latent, cut to `rank`.
 
-    q [B, H, T, C], latent [B, L, C], one dtype -> [B, H, T, rank]; the T queries are the last of the L positions, and
-    each sees the positions up to its own. Softmax in FP32. The heads are queries of one head, so that nothing is
-    repeated for them; what is cut off is cheaper than values in memory of their own.
+    q [B, H, T, C], latent [B, L, C], one dtype; returns [B, H, T, rank]. The T queries are the last of the L positions,
+    and each sees the positions up to its own. Softmax is in FP32. The heads are computed as queries of one head, so the
+    latent is not repeated for them; cutting the result is cheaper than a separate copy of the values.
 
-    key_factor [B, H, L] FP32: multiplies the scores of a key, head by head. No kernel takes that: two products then.
+    key_factor [B, H, L] FP32: multiplies the scores of a key, per head. No kernel supports this, so two products
+    compute it.
     """
     B, H, T, _ = q.shape
     mask = None
@@ -110,10 +113,11 @@ def latent_attention(
 
 
 def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -> Tensor:
-    """What `attention_core` needs to stay within documents, to be made once for all blocks.
+    """Return the mask that keeps `attention_core` within documents; one mask serves all blocks.
 
-    bounds [2, B, S] int32: the first position of each position's document, and the one behind its last. Returns them
-    where the kernel will serve q, k and v of this dtype and these head sizes, else who sees whom [B, 1, S, S] bool.
+    bounds [2, B, S] int32: the first position of each position's document, and the one after its last. Returned
+    unchanged where the kernel supports q, k and v of this dtype and these head sizes; else as a boolean mask [B, 1, S,
+    S].
     """
     if _kernel_takes(bounds_2BS.device, dtype, d_qk, d_v):
         return bounds_2BS.contiguous()
@@ -121,14 +125,15 @@ def document_mask(bounds_2BS: Tensor, dtype: torch.dtype, d_qk: int, d_v: int) -
 
 
 def visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Who sees whom [S, S] or [B, 1, S, S] bool, of what `document_mask` made; None: every position all up to it."""
+    """Return which positions are visible, [S, S] or [B, 1, S, S] bool, for a mask from `document_mask`. None: plain
+    causal."""
     if mask is None:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if mask.dtype is torch.bool else _within(mask)
 
 
 def _within(bounds_2BS: Tensor) -> Tensor:
-    """[B, 1, S, S] bool."""
+    """Return the boolean mask [B, 1, S, S] of these document bounds."""
     start_BS = bounds_2BS[0]
     place_S = torch.arange(start_BS.shape[1], device=start_BS.device)
     return ((place_S >= start_BS[..., None]) & (place_S <= place_S[:, None]))[:, None]
@@ -145,7 +150,7 @@ def _kernel_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int)
 
 
 def _cudnn_takes(device: torch.device, dtype: torch.dtype, d_qk: int, d_v: int) -> bool:
-    """Of two positions or more."""
+    """Return whether cuDNN supports this; assumes two positions or more."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and max(d_qk, d_v) <= 256

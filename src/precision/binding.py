@@ -1,4 +1,4 @@
-"""Between a model and its arena: bind the slots once parameters exist, begin a step."""
+"""Connects a model to its arena: `bind` once the parameters exist, `begin_step` before each step."""
 
 import torch
 from torch import nn
@@ -14,17 +14,17 @@ from precision.scaling import ScalingArena
 
 
 def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingArena:
-    """Give every slot of the model its rows in a new arena on `device`, every `MaxLogits` its row, every `Kurtosis` its
-    sums, and make the compute weights.
+    """Create the arena on `device`, bind every slot, `MaxLogits` and `Kurtosis` of the model to it, and make the
+    compute weights.
 
-    Call it after the parameters are materialised there. Rows are named as in the plan, in the order of the model's
-    modules.
+    Call it after the parameters are materialised on `device`. Rows are named as in the plan, in the order of the
+    model's modules.
     """
     layers = [m for m in model.modules() if isinstance(m, Linear | GroupedLinear | AmaxProbe | AttentionCore)]
     slots = [slot for layer in layers for slot in layer.slots()]
     for layer in layers:
         if isinstance(layer, Linear | GroupedLinear) and layer.te is None:
-            get_backend(layer.recipe.backend)  # imported now: compiled code cannot
+            get_backend(layer.recipe.backend)  # import it now: compiled code cannot
     arena = ScalingArena(slots, plan.config.scaling, plan.delayed, device)
     arena.max_logits = bind_max_logits([m for m in model.modules() if isinstance(m, MaxLogits)], device)
     bind_kurtosis([m for m in model.modules() if isinstance(m, Kurtosis)], device)
@@ -33,6 +33,6 @@ def bind(model: nn.Module, plan: Plan, device: torch.device | str) -> ScalingAre
 
 
 def begin_step(model: nn.Module, arena: ScalingArena) -> None:
-    """Start a training step: forget the amaxes of the step before, quantise every weight once."""
+    """Start a training step: reset the previous step's amaxes and quantise every weight once."""
     arena.begin_step()
     refresh_weights(model, force=True)

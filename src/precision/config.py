@@ -1,7 +1,7 @@
 """The precision section of the config tree: the table, its exceptions, the scaling.
 
-One choice of `configs/precision/*.yaml` fills it. Every cell of the table is a decision; a cell left at null is an
-error as soon as the model has something that needs it. `plan.py` turns this into one row a GEMM.
+One file of `configs/precision/*.yaml` fills it. Every cell of the table is a decision. A cell left at null is an error
+as soon as the model needs it. `plan.py` resolves this into one row per GEMM.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,8 @@ from enum import Enum
 
 
 class Precision(Enum):
-    """What an op computes in. `fp8`: scaled by `precision.scaling`, with its formats forward and backward."""
+    """Format that an op computes in. `fp8` is scaled by `precision.scaling`, which also sets its forward and backward
+    formats."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -25,7 +26,7 @@ class Method(Enum):
 
 
 class Granularity(Enum):
-    """How much of a tensor shares one scale: all of it, a row, or a block (1 x 128 of activations, 128 x 128 of
+    """How much of a tensor shares one scale: the whole tensor, a row, or a block (1 x 128 of activations, 128 x 128 of
     weights)."""
 
     tensor = "tensor"
@@ -41,15 +42,16 @@ class Fp8Format(Enum):
 
 
 class Accumulation(Enum):
-    """How the products of an FP8 GEMM are summed: in FP32, or by a Hopper GPU's tensor cores alone, in about 14 bits,
-    which loses 1 % of a sum over 2,048 numbers of one sign, and 43 % of one over 65,536 (scripts/bench/sums.py)."""
+    """How the products of an FP8 GEMM are summed: in FP32, or by a Hopper GPU's tensor cores alone, in about 14
+    bits. The latter loses 1 % of a sum over 2,048 numbers of one sign, and 43 % of one over 65,536
+    (scripts/bench/sums.py)."""
 
     fp32 = "fp32"
     fast = "fast"
 
 
 class BackendChoice(Enum):
-    """Which implementation serves the GEMMs; `auto` is resolved per op in the plan."""
+    """Implementation of the GEMMs; the plan resolves `auto` per op."""
 
     auto = "auto"
     reference = "reference"
@@ -84,20 +86,20 @@ class MoeTable:
     shared: Precision | None = None
     """GEMMs of the shared experts."""
     router: Precision | None = None
-    """Input of the router; its scores are FP32 always."""
+    """Input of the router; its scores are always FP32."""
     experts: Precision | None = None
     """Grouped GEMMs of the routed experts."""
     dispatch: Precision | None = None
-    """Tokens on their way to the experts."""
+    """Tokens sent to the experts."""
     combine: Precision | None = None
-    """Expert outputs on their way back."""
+    """Expert outputs sent back."""
     accumulate: Precision | None = None
     """Weighted sum over a token's experts."""
 
 
 @dataclass
 class MtpTable:
-    """Precision of what multi-token prediction adds to a block."""
+    """Precision of the GEMMs that multi-token prediction adds to a block."""
 
     proj: Precision | None = None
     """The projection M [2H -> H]."""
@@ -115,7 +117,7 @@ class GradTable:
 
 @dataclass
 class OptimTable:
-    """Precision of what the optimizer keeps."""
+    """Precision of optimizer state."""
 
     master: Precision | None = None
     """Weights that are updated."""
@@ -125,7 +127,7 @@ class OptimTable:
 
 @dataclass
 class Table:
-    """One decision an op. The only place where a precision is chosen."""
+    """One decision per op. The only place where a precision is chosen."""
 
     embed: Precision | None = None
     """Embedding output, MTP's too."""
@@ -142,7 +144,7 @@ class Table:
     mtp: MtpTable = field(default_factory=MtpTable)
     """Multi-token prediction."""
     lm_head: Precision | None = None
-    """Logits; the loss is FP32 always."""
+    """Logits; the loss is always FP32."""
     grad: GradTable = field(default_factory=GradTable)
     """Gradients."""
     optim: OptimTable = field(default_factory=OptimTable)
@@ -151,12 +153,12 @@ class Table:
 
 @dataclass
 class RulesException:
-    """GEMMs (and dispatches) whose name matches a glob are in another precision than the table's."""
+    """Overrides the table for GEMMs (and dispatches) whose name matches a glob."""
 
     match: str = ""
     """Glob over row names, as the plan prints them: `mtp.*`, `layers.*.attn.o`, `layers.1.moe.experts.*`."""
     precision: Precision | None = None
-    """What they compute in; null: bf16, or the table's if `accumulation` is given."""
+    """Format they compute in; null: bf16, or the table's if `accumulation` is given."""
     accumulation: Accumulation | None = None
     """How their FP8 products are summed; null: as `precision.accumulation`."""
 
@@ -186,9 +188,9 @@ class ScalingConfig:
     max_jump: float = 16.0
     """An amax enters a delayed scale's history as at most this many times the largest that is there."""
     margin: int = 0
-    """Powers of two kept free between a tensor's amax and the format's largest value."""
+    """Powers of two left free between a tensor's amax and the format's largest value."""
     power_of_two: bool = False
-    """Round scales down to powers of two: scaling then adds no rounding error of its own."""
+    """Round scales down to powers of two, so that scaling adds no rounding error of its own."""
     forward: Fp8Format = Fp8Format.e4m3
     """Format of activations and weights."""
     backward: Fp8Format = Fp8Format.e5m2
@@ -197,32 +199,31 @@ class ScalingConfig:
 
 @dataclass
 class LossScaleConfig:
-    """Dynamic loss scaling of a table with FP16 in it, as torch.amp.GradScaler does it: doubled after `interval` good
+    """Dynamic loss scaling for a table that contains FP16, as in torch.amp.GradScaler: doubled after `interval` good
     steps in a row, halved after a bad one."""
 
     initial: float = 2.0**16
-    """What the loss is multiplied by at first; a power of two."""
+    """Initial factor of the loss; a power of two."""
     interval: int = 2000
-    """Good steps in a row after which the scale is doubled."""
+    """Good steps in a row before the scale is doubled."""
     minimum: float = 1.0
-    """The scale is never halved below it; gradients that are not finite at this scale count as a bad step of any other
-    cause. A power of two."""
+    """Lower bound of the scale, a power of two. Non-finite gradients at this scale count as an ordinary bad step."""
 
 
 @dataclass
 class PrecisionConfig:
-    """Everything that decides what runs in which format."""
+    """Everything that decides which op runs in which format."""
 
     name: str = "custom"
     """Name of the recipe, for the plan and the run folder."""
     backend: BackendChoice = BackendChoice.auto
-    """Which implementation serves the GEMMs."""
+    """Implementation of the GEMMs."""
     accumulation: Accumulation = Accumulation.fp32
     """How FP8 products are summed: fp32 (a Hopper GPU's partial sums are promoted every 128) or fast (its ~14 bits)."""
     never_slower: bool = False
     """Leave an op in BF16 if FP8 is slower on this GPU by the table of measured rates."""
     table: Table = field(default_factory=Table)
-    """One decision an op."""
+    """One decision per op."""
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """Scaling of what the table puts in FP8."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)

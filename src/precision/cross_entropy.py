@@ -2,12 +2,12 @@
 
     loss = mean over valid t of  logsumexp(z_t) - z_t[y_t]           dz_t = (softmax(z_t) - onehot(y_t)) / valid
 
-All that a backward pass needs of the logits z [T, V] is dz, so it is computed with the loss and written where the
-logits were, in their own format: `cross_entropy_rows`, an operator of PyTorch's that graphs can hold. On a GPU it is a
-kernel (`precision.kernels.cross_entropy`); elsewhere its twin below, which converts slices of rows to FP32 in a small
-buffer that stays in a CPU's cache.
+The backward pass needs only dz of the logits z [T, V]. So `cross_entropy_rows`, a PyTorch operator that graphs can
+hold, computes dz together with the loss and overwrites the logits with it, in their own format. On a GPU it is a kernel
+(`precision.kernels.cross_entropy`). Elsewhere the reference below computes it, which converts slices of rows to FP32 in
+a small buffer that stays in a CPU's cache.
 
-`cross_entropy` is for logits that exist. `precision.head` never makes all of them.
+`cross_entropy` takes logits that exist. `precision.head` never materialises all of them.
 
 Legend: B batch, S sequence, T tokens, V vocabulary.
 """
@@ -24,9 +24,9 @@ _SLICE_ELEMENTS = 1 << 18  # of the twin's FP32 buffer
 
 
 def plain_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Tensor:
-    """Losses [T] FP32, times weight; with `gradient` dz, times weight, is left in the memory of the logits.
+    """Return the losses [T] FP32, times weight; with `gradient`, overwrite the logits with dz, times weight.
 
-    logits [T, V]: any floating dtype, rows contiguous. target [T]: int64; IGNORED ones give a loss of 0 and a row of
+    logits [T, V]: any floating dtype, rows contiguous. target [T]: int64; an IGNORED target has loss 0 and a row of
     zeros. weight: 0-d FP32.
     """
     T, V = logits.shape
@@ -51,11 +51,11 @@ def plain_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -
 
 
 class VocabularySplit(Protocol):
-    """The ranks that the words are cut over, evenly and in order; this one has part `rank` of them."""
+    """Ranks that share the vocabulary, in equal parts and in order; this rank has part `rank`."""
 
     @property
     def rank(self) -> int:
-        """Which part."""
+        """Index of this rank's part."""
         ...
 
     @property
@@ -64,22 +64,24 @@ class VocabularySplit(Protocol):
         ...
 
     def max(self, x: Tensor) -> Tensor:
-        """Largest of all ranks."""
+        """Return the largest value over all ranks."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over all ranks."""
+        """Return the sum over all ranks."""
         ...
 
     def gather(self, x_BsD: Tensor) -> Tensor:
-        """Own positions -> all; the gradient is summed in FP32."""
+        """Gather this rank's positions into all positions; the gradient is summed in FP32."""
         ...
 
 
 def split_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool, split: VocabularySplit) -> Tensor:
-    """`cross_entropy_rows` of logits [T, V / ranks] of this rank's words; target: of all words. Losses [T] are those of
-    the whole vocabulary, on every rank. 12 bytes a row travel: the largest logit, the sum of exponentials, the target's
-    logit."""
+    """Compute `cross_entropy_rows` for logits [T, V / ranks] of this rank's words; target: over all words.
+
+    Every rank returns the losses [T] of the whole vocabulary. Ranks exchange 12 bytes per row: the largest logit, the
+    sum of exponentials, the target's logit.
+    """
     z, ignored_T = logits.float(), target == IGNORED
     z -= split.max(z.amax(1))[:, None]
     own = target - split.rank * z.shape[1]
@@ -112,13 +114,13 @@ def _shape(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool) -> Te
 
 
 def mean_weight(target: Tensor) -> Tensor:
-    """What makes a mean of a sum over the targets [...] that are not IGNORED: 1 / their number, 0-d FP32, on their
-    device."""
+    """Return the factor that turns a sum over the targets [...] that are not IGNORED into their mean: 1 / their number,
+    0-d FP32, on their device."""
     return (target != IGNORED).sum().clamp_(min=1).reciprocal()
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See the module docstring. Backward scales the kept dz in place: autograd refuses to run it a second time."""
+    """See the module docstring. Backward scales the saved dz in place, so autograd refuses to run it a second time."""
 
     @staticmethod
     def forward(ctx, logits_TV: Tensor, target_T: Tensor) -> Tensor:
@@ -132,12 +134,13 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (dz_TV,) = ctx.saved_tensors
         for rows in dz_TV.split(max(1, (1 << 26) // dz_TV.shape[1])):
-            rows.copy_(rows.float().mul_(grads[0]))  # in FP32: as a factor of BF16 the gradient would be rounded first
+            rows.copy_(rows.float().mul_(grads[0]))  # in FP32: a BF16 factor would round the gradient first
         return dz_TV, None
 
 
 def cross_entropy(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Mean cross entropy in nats over the targets that are not IGNORED, 0-d FP32; 0 if all are. Backward works once.
+    """Return the mean cross entropy in nats over the targets that are not IGNORED, 0-d FP32; 0 if all are IGNORED.
+    Backward runs once.
 
     logits [B, S, V]: any floating dtype. target [B, S]: int64.
     """

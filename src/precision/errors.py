@@ -1,9 +1,16 @@
-"""Errors that are not bugs: the command line prints them in one line, all others with their traceback."""
+"""Errors that are not bugs: the command line prints them in one line, and all others with their traceback."""
+
+from typing import NoReturn
 
 
 class UserError(ValueError):
-    """The user gave something wrong, or a file of theirs is. The message names key, value and fix. Exit code 2."""
+    """A wrong setting or file of the user. The message names key, value and fix. Exit code 2."""
 
 
 class RunError(RuntimeError):
-    """The machine or another program failed. The message has the reason and what to do. Exit code 1."""
+    """A failure of the machine or of another program. The message gives the reason and the fix. Exit code 1."""
+
+
+def refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
+    """Raise a UserError for a config value, in the common form."""
+    raise UserError(f"{key}={value}: {why}; {fix}")

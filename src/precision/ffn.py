@@ -1,11 +1,11 @@
-"""Gated feed-forward layers, plain and over experts: from the operand that a norm made to a token's sum over experts.
+"""Gated feed-forward layers, dense and over experts: from a norm's operand to the sum over a token's experts.
 
     gated_ffn    y = w_down (silu(w_gate x) * w_up x)
     expert_ffn   y = sum over the K chosen experts of weight * FFN_expert(x)  (+ add)
 
-Where the backend has kernels for the whole layer (`cuda`, both GEMMs in one precision), they run as one operator each
-way: see `kernels.ffn_ops`. Elsewhere the layer is put together from the ops of `fused` and the linears, which is what
-it means.
+Where the backend has kernels for the whole layer (`cuda`, both GEMMs in one precision), the layer runs as one operator
+each way: see `kernels.ffn_ops`. Elsewhere it is composed of the ops of `fused` and the linears, which define the
+result.
 
 Legend: T tokens, K chosen experts of a token, R = T K rows, D hidden, E experts.
 """
@@ -28,8 +28,10 @@ from precision.scaling import record_amax
 def gated_ffn(
     x: Operand | Tensor, gate_up: Linear, down: Linear, down_feed: Feed, kurtosis: Kurtosis | None = None
 ) -> Tensor:
-    """x [..., D] -> [..., D]. gate_up: gate first. down_feed: the Feed of `down`. kurtosis: of what `down` reads,
-    before it is cast."""
+    """Apply the dense layer to x [..., D]; return [..., D].
+
+    gate_up: gate first. down_feed: the Feed of `down`. kurtosis: observes the input of `down` before it is cast.
+    """
     if has_kernels(gate_up, down):
         return _fused(x, gate_up, down, kurtosis=kurtosis)
     return down(swiglu(gate_up(x), down_feed, kurtosis=kurtosis))
@@ -52,14 +54,14 @@ def expert_ffn(
     kurtosis: Kurtosis | None = None,
     keep_rows: bool = True,
 ) -> Tensor:
-    """x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D] -> add + the weighted sum, [T, D] in add's dtype;
-    without add in combine's.
+    """Apply the experts chosen for each token; return add + the weighted sum, [T, D] in add's dtype, or in combine's
+    without add.
 
-    rows_feed: what `gate_up` wants, where tokens do not travel as an Operand. combine, accumulate: formats of the
-    experts' outputs and of the sum. grad: with what the output gradient is cast, if it has been FP8 before.
-    choices: how many of the T K there are, the others being expert E, which is none; -1: all. kurtosis: as in
-    `gated_ffn`, of all experts' rows. keep_rows: kernels for experts in BF16 keep x's rows, T K of them, and do not
-    gather them from x again in the backward pass.
+    x [T, D], expert [T, K] int64, weight [T, K] FP32, add [T, D]. rows_feed: the Feed of `gate_up`, where tokens do not
+    travel as an Operand. combine, accumulate: formats of the experts' outputs and of the sum. grad: scale and amax row
+    for the output gradient, if it has been FP8 before. choices: how many of the T K choices are real; the others are
+    expert E, which means none; -1: all. kurtosis: as in `gated_ffn`, over all experts' rows. keep_rows: kernels for
+    experts in BF16 save x's rows, T K of them, instead of gathering them from x again in the backward pass.
     """
     if has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32:
         return _fused(x, gate_up, down, expert_TK, weight_TK, add, grad, choices, kurtosis, keep_rows)
@@ -73,13 +75,16 @@ def expert_ffn(
 
 
 def has_kernels(gate_up: Linear | GroupedLinear, down: Linear | GroupedLinear) -> bool:
-    """Whether the whole layer runs in kernels (`is_fused`). Not while an observer is set (see `observe`)."""
+    """Return whether the whole layer runs in kernels (`is_fused`). False while an observer is set (see `observe`)."""
     return not is_observed() and is_fused(gate_up.recipe, down.recipe)
 
 
 def is_fused(gate_up: GemmRecipe, down: GemmRecipe) -> bool:
-    """Whether the backend has kernels for a whole layer of these recipes; they round where BF16 results are summed in
-    FP32. Of such a layer x and the first GEMM's result are kept, of experts in BF16 x's rows instead (`keep_rows`)."""
+    """Return whether the backend has kernels for a whole layer of these recipes.
+
+    They round where BF16 results are summed in FP32. Such a layer saves x and the first GEMM's result; experts in BF16
+    save x's rows instead of x (`keep_rows`).
+    """
     plain = gate_up.output.dtype == torch.bfloat16
     return gate_up == down and gate_up.backend == "cuda" and gate_up.input.bytes <= 2 and plain
 
@@ -113,7 +118,7 @@ def _fused(
         rows = tuple(row for slot in slots if slot is not None for row in (slot.scale, slot.amax))
         places = tuple(slot.place for slot in slots if slot is not None)
         if grad is not None:
-            # a scale of 0 is none: with current scaling the gradient between the GEMMs still takes its own
+            # scale 0 means no scale: with current scaling the gradient between the GEMMs still uses its own
             between = rows[4] if of_grads is recipe else torch.zeros_like(grad.scale)
             rows = *rows[:2], *grad, between, rows[5]
             places = places[0], None, places[2]  # dy was shown where it was cast first
@@ -128,8 +133,8 @@ def _fused(
 
 
 class _Fixed(NamedTuple):
-    """What `_Ffn` reads and has no gradient. w1, w2: operands of gate_up and down, as they are and transposed. h:
-    what down reads; d1: the gradient of gate_up's output, [dg, du]."""
+    """Inputs of `_Ffn` without a gradient. w1, w2: operands of gate_up and down, plain and transposed. h: the input of
+    down. d1: the gradient of gate_up's output, [dg, du]."""
 
     x: Tensor
     x_inv: Tensor | None
@@ -158,9 +163,11 @@ class _Fixed(NamedTuple):
 
 
 class _Ffn(torch.autograd.Function):
-    """Both GEMMs, the activation between them, and for experts the way to their rows and back. Of carrier, weight1,
-    weight2, weight and add gradients are taken; the rest are the fields of `_Fixed`, one by one, so that autograd and
-    Dynamo see each tensor."""
+    """Both GEMMs and the activation between them; for experts also the permutation to their rows and back.
+
+    carrier, weight1, weight2, weight and add receive gradients. The other arguments are the fields of `_Fixed`, one by
+    one, so that autograd and Dynamo see each tensor.
+    """
 
     @staticmethod
     def forward(ctx, carrier, weight1, weight2, weight, add, *fixed) -> Tensor:

@@ -7,11 +7,11 @@
     E4M3    float8_e4m3fn  1, 4, 3         448       2^-9                    FP8 activations, weights (and gradients)
     E5M2    float8_e5m2    1, 5, 2         57344     2^-16                   FP8 gradients: range before digits
 
-E4M3 has no infinity and one NaN code per sign; E5M2 has both. What `.to(float8)` makes of a value out of range differs
-between devices and versions (NaN, infinity, or the largest value even for Inf), so every cast here clamps explicitly:
-finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf, therefore
-every cast also records the absolute maximum of its input (see `scaling`), and a step with a non-finite maximum is
-dropped.
+E4M3 has no infinity and one NaN code per sign; E5M2 has both. The result of `.to(float8)` for a value out of range
+differs between devices and versions (NaN, infinity, or the largest value even for Inf). So every cast here clamps
+explicitly: finite values and infinities saturate at the largest value, NaN stays NaN. A saturating cast hides an Inf;
+therefore every cast also records the absolute maximum of its input (see `scaling`), and a step with a non-finite
+maximum is dropped.
 
 Source of the formats: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
@@ -50,42 +50,42 @@ BY_NAME = {f.name: f for f in (FP32, BF16, FP16, E4M3, E5M2)}
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """FP8 of x * scale: the product in FP32, clamped to the format's range, rounded once to nearest even. NaN stays
-    NaN.
+    """Return x * scale in FP8: multiplied in FP32, clamped to the format's range, rounded once to nearest even. NaN
+    stays NaN.
 
-    x: any shape, floating point. scale: FP32, broadcastable to x. Returns a tensor of x's shape in `fmt.dtype`.
+    x: any shape, floating point. scale: FP32, broadcastable to x. The result has x's shape and `fmt.dtype`.
     """
     scaled = x.to(torch.float32, copy=True).mul_(scale).clamp_(-fmt.max, fmt.max)
     return scaled.to(fmt.dtype)
 
 
 def read_back(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """The numbers that FP8 data [..., R, C] stand for, FP32. scale_inv: [], or one for each number, row, or block of
-    128 along a dimension, as `Operand` and `WeightOperand` have it."""
+    """Return the values of FP8 data [..., R, C] in FP32. scale_inv: [], or one per number, row, or block of 128 along a
+    dimension, as in `Operand` and `WeightOperand`."""
     for dim in (-2, -1) if scale_inv.dim() else ():
         if scale_inv.shape[dim] not in (1, data.shape[dim]):
             scale_inv = scale_inv.repeat_interleave(128, dim).narrow(dim, 0, data.shape[dim])
-    return data.float().mul_(scale_inv)
+    return fp8_values(data).float().mul_(scale_inv)
 
 
 def fp8_values(data: Tensor) -> Tensor:
-    """The FP8 numbers as BF16, exactly (BF16 holds every E4M3 and E5M2 value), NaN and infinities included.
+    """Convert FP8 exactly, NaN and infinities included: to FP32 on a CPU, which multiplies in FP32, else to BF16.
 
-    Integer arithmetic on the codes: several times faster on a CPU than `.to(bfloat16)`, and the same everywhere. E5M2
-    is the upper byte of an FP16. An E4M3 code moved into a BF16's exponent and mantissa fields is the number times
-    2^-120; its NaN code then has to be turned into BF16's by hand.
+    On a CPU integer arithmetic on the codes is several times as fast as a cast. E5M2 is the upper byte of an FP16. An
+    E4M3 code moved into the exponent and mantissa fields of an FP32 is the number times 2^-120; its NaN is set apart.
     """
-    if data.dtype == torch.float8_e5m2:
-        return data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16).to(torch.bfloat16)
     if data.device.type != "cpu" or torch.compiler.is_compiling():
-        return data.to(torch.bfloat16)
-    bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(4)
-    bits.bitwise_and_(-0x7810)  # sign, 4 exponent bits and 3 mantissa bits; the sign extension is masked away
-    is_nan = bits.bitwise_and(0x07F0).add_(0x0010).bitwise_right_shift_(11).neg_()  # -1 (all ones: a NaN) or 0
-    values = bits.view(torch.bfloat16).mul_(2.0**120)
-    return values.view(torch.int16).bitwise_or_(is_nan).view(torch.bfloat16)
+        return data.to(torch.float32 if data.device.type == "cpu" else torch.bfloat16)
+    if data.dtype == torch.float8_e5m2:
+        return data.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    bits = data.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)
+    bits.bitwise_and_(-0x78100000)  # sign, 4 exponent bits and 3 mantissa bits; the sign extension is masked away
+    values = bits.view(torch.float32).mul_(2.0**120)
+    is_nan = data.view(torch.int8).bitwise_and(0x7F).eq(0x7F)
+    return values.masked_fill_(is_nan, torch.nan) if is_nan.any() else values
 
 
 def static_scale(bound: float, largest: float) -> float:
-    """The largest power of two that maps numbers up to `bound`, and what BF16 may round them up by, into a format."""
+    """Return the largest power of two that maps numbers up to `bound`, after rounding to BF16, into a format with this
+    largest value."""
     return 2.0 ** math.floor(math.log2(largest / (bound * (1 + 2.0**-7))))

@@ -1,4 +1,4 @@
-"""Attention whose products run in FP8, forward and backward: the definition of right, plain PyTorch on any device.
+"""Attention with all products in FP8, forward and backward: the reference in plain PyTorch, on any device.
 
     1, 3   S  = q k^T        E4M3  E4M3     forward, and again backward
     2      O  = P v          E4M3  E4M3     P = exp(z - max) x 256, divided by the sum of the unrounded P
@@ -7,17 +7,17 @@
     6      dQ = dS k         E5M2  E4M3     dS = P (dP - D), D = rowsum(dO O)
     7      dK = dS^T q       E5M2  E4M3
 
-Products are summed in FP32; O leaves in BF16. Rules that matter more than any format:
+Products are summed in FP32; O is returned in BF16. Two rules matter more than any format:
 
-- D is made of the dO that makes dP, read back from FP8, and of O in BF16, which is made of the same FP8 v. What rounds
-  dP, v or O apart from the others breaks sum_j dS_ij = 0, where attention is peaked.
+- D uses the same dO as dP, read back from FP8, and O in BF16, computed from the same FP8 v. Rounding dP, v or O
+  differently breaks sum_j dS_ij = 0 where attention is peaked.
 - The largest P of a row is exact: scale 256 on exp(z - max), which is 1 there.
 
-Scales: q and k that are normed (`model.qk_norm`) have |x| <= sqrt(d), so a power of two serves for good, and their
-amax is only watched. Else they are scaled like v, dO and dS: one scale a tensor, delayed or the tensor's own.
+Scales: normed q and k (`model.qk_norm`) have |x| <= sqrt(d), so they have a static power of two as scale, and their
+amax is only recorded. Otherwise they are scaled like v, dO and dS: one scale per tensor, delayed or current.
 
-Both passes are operators: graphs hold them, and recomputation keeps what the first returns. Heads are taken one after
-the other where S^2 scores of all of them would be large.
+Both passes are operators: graphs hold them, and recomputation keeps the forward result. Heads are processed one after
+the other where the S^2 scores of all of them would be large.
 
 Legend: B batch, H heads, S sequence, d width of a query and key, V of a value.
 """
@@ -38,11 +38,11 @@ from precision.rows import CoreRow, GemmRecipe
 from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 
 P_FORWARD, P_BACKWARD = 256.0, 448.0
-_SCORES = 1 << 24  # of heads that are taken together
+_SCORES = 1 << 24  # scores of the heads that are processed together
 
 
 class AttentionCore(nn.Module):
-    """The core of a plan row in FP8: softmax(scale q k^T) v."""
+    """Attention core of a plan row in FP8: softmax(scale q k^T) v."""
 
     def __init__(self, row: CoreRow):
         super().__init__()
@@ -54,7 +54,7 @@ class AttentionCore(nn.Module):
         self.scores_slot = Slot([f"{row.name}.scores:grad"], row.recipe.grad)
 
     def slots(self) -> list[Slot]:
-        """Arena rows, in forward order: q and k (watched only, if their scale is static), v, dO, dS."""
+        """Return the arena rows in forward order: q and k (recorded only, if their scale is static), v, dO, dS."""
         return [self.q_slot, self.k_slot, self.v_slot, self.grad_slot, self.scores_slot]
 
     def forward(
@@ -66,7 +66,8 @@ class AttentionCore(nn.Module):
         mask: Tensor | None = None,
         max_logits_H: Tensor | None = None,
     ) -> Tensor:
-        """As `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16 -> [B, H, S, V] in BF16."""
+        """Compute the same as `attention.attention_core`: q, k [B, H, S, d], v [B, H, S, V] in BF16; returns [B, H, S,
+        V] BF16."""
         if not self.in_fp8:
             return attention_core(q, k, v, scale, mask, max_logits_H)
         operands = [*self._cast(q, self.q_slot), *self._cast(k, self.k_slot), *quantize(v, self.v_slot, self.recipe)]
@@ -75,7 +76,7 @@ class AttentionCore(nn.Module):
         return _Core.apply(q, k, v, *operands, mask, *rows, max_logits_H, scale, self.recipe)
 
     def _cast(self, x: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
-        """FP8 of queries or keys and its inverse scale; records the amax."""
+        """Return queries or keys in FP8 and their inverse scale; record the amax."""
         if self.static is None:
             return quantize(x, slot, self.recipe)
         assert slot.amax is not None, "precision.bind(model, ...) has not been called"
@@ -86,7 +87,8 @@ class AttentionCore(nn.Module):
 
 
 class _Core(torch.autograd.Function):
-    """See the module docstring. q, k, v are autograd's edges; their FP8 and inverse scales are computed with."""
+    """See the module docstring. q, k, v are the autograd edges; their FP8 data and inverse scales enter the
+    products."""
 
     @staticmethod
     def forward(
@@ -127,7 +129,7 @@ def _forward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """O [B, H, S, V] BF16 and the log-sum-exp of each row's scores [B, H, S] FP32."""
+    """Return O [B, H, S, V] BF16 and the log-sum-exp of each row's scores [B, H, S] FP32."""
     out = torch.empty(v8.shape, dtype=torch.bfloat16, device=v8.device)
     lse = torch.empty(q8.shape[:3], device=q8.device)
     seen = visible(mask, q8.shape[2], q8.device)
@@ -168,18 +170,18 @@ def _backward(
     power_of_two: bool,
     delayed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, FP32, of the operands' shapes; raises ds_amax."""
+    """Return dq, dk, dv in FP32, of the operands' shapes; raise ds_amax."""
     seen, fmt = visible(mask, q8.shape[2], q8.device), BY_NAME[fmt_name]
     dq, dk, dv = (torch.empty(t.shape, device=t.device) for t in (q8, k8, v8))
 
     def gradients(part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """P, dO and dS of some heads, before P and dS are cast."""
+        """Return P, dO and dS of some heads, before P and dS are cast."""
         p = torch.exp(_scores(q8[:, part], q_inv, k8[:, part], k_inv, seen, scale) - lse[:, part, :, None])
         dout, v = read_back(dout8[:, part], dout_inv), read_back(v8[:, part], v_inv)
         total = (dout * out[:, part].float()).sum(-1, keepdim=True)
         return p, dout, p * (dout @ v.mT - total)
 
-    # a scale that is known needs one pass; asking a GPU whether it is would wait for it
+    # a known scale needs one pass; asking a GPU whether it is known would synchronise
     if delayed and ds_scale.device.type == "cpu" and bool(ds_scale > 0):
         factor = ds_scale
     else:
@@ -209,17 +211,17 @@ def _(dout8, dout_inv, q8, q_inv, k8, k_inv, v8, *rest) -> tuple[Tensor, Tensor,
 
 
 def _scores(q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Scores z, FP32; -inf where nothing is seen."""
+    """Return the scores z in FP32; -inf where masked."""
     return (read_back(q8, q_inv) @ read_back(k8, k_inv).mT * scale).masked_fill(~seen, -torch.inf)
 
 
 def _of_p(p: Tensor, scale: float) -> Tensor:
-    """Probabilities, cast to E4M3 under a constant and read back."""
+    """Cast probabilities to E4M3 under a constant scale and read them back."""
     return saturating_cast(p, p.new_tensor(scale), BY_NAME["e4m3"]).float() / scale
 
 
 def _heads(q8: Tensor) -> Iterator[slice]:
-    """Heads in parts whose scores are not too many."""
+    """Yield slices of heads whose scores fit `_SCORES`."""
     B, H, S, _ = q8.shape
     each = max(1, min(H, _SCORES // (B * S * S)))
     return (slice(start, min(start + each, H)) for start in range(0, H, each))

@@ -1,13 +1,12 @@
-"""Ops that make the operands of GEMMs: norm -> operand, SwiGLU -> operand, permutation -> operand, each with its
-backward.
+"""Ops that produce the operands of GEMMs: norm -> operand, SwiGLU -> operand, permutation -> operand, each with its
+backward pass.
 
-Quantising in the op that produces a tensor saves a pass over it, so these return what their `Feed` asks for: an
-`Operand` if a consumer computes in FP8, else a plain tensor. Without a feed they are plain ops. Here they are written
-in PyTorch; a backend with kernels of its own fuses the cast.
+Quantising in the op that produces a tensor saves a pass over it. So these ops return what their `Feed` requests: an
+`Operand` if a consumer computes in FP8, else a plain tensor. Without a feed they are plain ops. They are written in
+PyTorch here; a backend with its own kernels fuses the cast.
 
-Their backward passes are written out, in FP32, and keep what costs least: the norm its input (the residual stream,
-which is there anyway) and one number a row; SwiGLU its input. T tokens, K experts a token, R = T K rows, D and F
-features.
+Their backward passes are explicit, in FP32, and save little: the norm its input (the residual stream, which exists
+anyway) and one number per row; SwiGLU its input. T tokens, K experts per token, R = T K rows, D and F features.
 """
 
 import torch
@@ -21,13 +20,13 @@ from precision.operand import Feed, Operand, stand_in
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype. A forward method must not return what `to` has handed on as it was, nor what an operation in place
-    has made: torch 2.11, tracing it, leaves out the gradient silently."""
+    """Return x in dtype, or x itself if it has that dtype. torch 2.11 silently drops the gradient of a traced forward
+    method that returns the result of a no-op `to` or of an in-place op."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x / rms(x) * gain. rstd [..., 1] is kept; dx = rstd (g - n mean(g n)) with n = x rstd, g = dy gain."""
+    """y = x / rms(x) * gain. Saves rstd [..., 1]. dx = rstd (g - n mean(g n)) with n = x rstd, g = dy gain."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
@@ -81,7 +80,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """rows[r] = x[index[r]]; backward: each token sums its K rows, in FP32. inverse [T, K]: their numbers."""
+    """rows[r] = x[index[r]]. Backward: each token sums its K rows in FP32. inverse [T, K]: their numbers."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """out[t] = sum over k of rows[inverse[t, k]]; backward: each row takes its token's gradient."""
+    """out[t] = sum over k of rows[inverse[t, k]]. Backward: each row receives its token's gradient."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +110,8 @@ class _Combine(torch.autograd.Function):
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, D]: the rows of each token, added up one after the other in `dtype`. A row beyond the last is none."""
+    """Return the sum of each token's rows [T, D], added one after the other in `dtype`. An index past the last row adds
+    nothing."""
     if rows.shape[0] < inverse.numel():
         inverse, rows = inverse.clamp(max=rows.shape[0]), F.pad(rows, (0, 0, 0, 1))
     *some, last = inverse.unbind(1)
@@ -124,7 +124,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
-    """x as the consumers behind `feed` want it: quantised once if any of them computes in FP8."""
+    """Return x as the consumers of `feed` need it: quantised once if any of them computes in FP8."""
     if feed is None or feed.slot is None or feed.recipe is None:
         return x
     data, scale_inv = quantize(x, feed.slot, feed.recipe)
@@ -132,7 +132,7 @@ def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
 
 
 class _Hide(torch.autograd.Function):
-    """x -> a stand-in of its shape without memory; the gradient passes."""
+    """Replace x by a stand-in of its shape without memory; the gradient passes through."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -150,10 +150,10 @@ def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
 def rms_norm(
     x: Tensor, gain: Tensor | None, eps: float, feed: Feed | None = None, kernels: str = "reference"
 ) -> Operand | Tensor:
-    """RMSNorm (arXiv 1910.07467) of x [..., D] with gain [D] FP32, or without: FP32 inside, result in x's dtype.
+    """Apply RMSNorm (arXiv 1910.07467) to x [..., D] with gain [D] FP32, or without; FP32 inside, result in x's dtype.
 
-    kernels: `cuda` norms BF16 with a gain and casts in one kernel; without gain it is plain ops, which a compiled block
-    fuses.
+    kernels: `cuda` norms BF16 with a gain and casts in one kernel; without gain these are plain ops, which a compiled
+    block fuses.
     """
     fits = x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda"))
     if kernels == "cuda" and gain is not None and fits and not is_observed():
@@ -174,7 +174,7 @@ def _norm_and_cast(x: Tensor, gain: Tensor, eps: float, feed: Feed | None) -> Op
 
 
 class _NormAndCast(torch.autograd.Function):
-    """`_RmsNorm`, and its result in FP8, from one kernel."""
+    """`_RmsNorm` with its result in FP8, from one kernel."""
 
     @staticmethod
     def forward(
@@ -212,10 +212,10 @@ class _NormAndCast(torch.autograd.Function):
 def swiglu(
     gate_up: Tensor, feed: Feed | None = None, row_weight: Tensor | None = None, kurtosis: Kurtosis | None = None
 ) -> Operand | Tensor:
-    """silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first -> [..., F]; FP32 inside.
+    """Return silu(gate) * up (arXiv 2002.05202) of gate_up [..., 2F], gate first, as [..., F]; FP32 inside.
 
-    row_weight [...] FP32: multiplies each row. A router's weight applied here spares keeping the experts' outputs, and
-    its gradient falls out of SwiGLU's. kurtosis: is given the result before it is cast.
+    row_weight [...] FP32: multiplies each row. With the router's weight applied here the experts' outputs are not
+    saved, and its gradient comes with SwiGLU's. kurtosis: observes the result before it is cast.
     """
     h = _SwiGlu.apply(gate_up, row_weight)
     if kurtosis is not None:
@@ -224,10 +224,11 @@ def swiglu(
 
 
 def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed | None = None) -> Operand | Tensor:
-    """Rows of tokens in the experts' order: x [T, D], index [R] int64 (the token of each row) -> [R, D].
+    """Gather the rows of tokens in the experts' order: x [T, D], index [R] int64 (the token of each row); returns [R,
+    D].
 
-    inverse [T, K] int64: the K rows of each token. An Operand travels as FP8 with its scales; a tensor is delivered as
-    `feed` asks. The gradient of a token is the FP32 sum over its rows.
+    inverse [T, K] int64: the K rows of each token. An Operand is gathered as FP8 with its scales; a tensor is delivered
+    as `feed` requests. The gradient of a token is the FP32 sum over its rows.
     """
     if not isinstance(x, Operand):
         return deliver(_Gather.apply(x, index, inverse), feed)
@@ -237,7 +238,7 @@ def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed 
 
 
 class _GatherEdge(torch.autograd.Function):
-    """The autograd edge of `_Gather` where the values travel as FP8 beside it."""
+    """Autograd edge of `_Gather` where the values are gathered as FP8 beside it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -252,6 +253,6 @@ class _GatherEdge(torch.autograd.Function):
 
 
 def combine_rows(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of each token's rows, in `dtype`: rows [R, D] in the experts' order -> [T, D]. index, inverse as in
+    """Sum each token's rows in `dtype`: rows [R, D] in the experts' order; returns [T, D]. index, inverse: as in
     `gather_rows`."""
     return _Combine.apply(rows, index, inverse, dtype)

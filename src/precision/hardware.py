@@ -1,4 +1,4 @@
-"""The GPU in use, on which the choice of backends depends."""
+"""The GPU in use; the choice of backends depends on it."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """name: as the driver gives it (`NVIDIA H200`). capability: major and minor, (9, 0) for Hopper."""
+    """A GPU. name: from the driver (`NVIDIA H200`). capability: major and minor, (9, 0) for Hopper."""
 
     name: str
     capability: tuple[int, int]
 
     @property
     def sm(self) -> str:
-        """The architecture as compilers write it: sm_90."""
+        """The architecture as compilers write it, for example sm_90."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
 def detect(device: torch.device | str) -> Gpu | None:
-    """The GPU behind a device; None for a CPU, and where torch sees no GPU."""
+    """Return the GPU behind a device; None for a CPU, and where torch sees no GPU."""
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

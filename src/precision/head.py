@@ -1,26 +1,27 @@
-"""The head and its loss in one: cross entropy of h w^T without all logits ever in memory.
+"""The head and its loss in one op: cross entropy of h w^T that never holds all logits in memory.
 
-32,768 tokens by 163,840 words are 10.7 GB of logits in BF16, and as much of their gradient. So the tokens are taken in
-chunks, and each chunk goes all the way while its logits exist:
+The logits of 32,768 tokens over 163,840 words are 10.7 GB in BF16, and their gradient is as large. So tokens are
+processed in chunks, and each chunk runs all four products while its logits exist:
 
     z [c, V]   = x w^T                      fprop
     dz         = (softmax(z) - onehot) / valid       over z, in its memory (`precision.cross_entropy`)
     dx [c, D]  = dz w                       dgrad
     dw [V, D] += dz^T x                     wgrad, an FP32 sum over chunks
 
-Saved for backward are dx [T, D] and dw, not x or logits; backward multiplies them by the gradient of the loss, which is
-known only then. dw is handed to autograd as it is and becomes the master's `.grad`.
+dx [T, D] and dw are saved for backward, not x or logits. Backward multiplies them by the gradient of the loss, which is
+known only then. autograd receives dw as it is, and it becomes the master's `.grad`.
 
-The three GEMMs are those of the head's plan row, through its backend's door (Transformer Engine's modules have none:
-beside them a head in BF16 is torch's, and a head of theirs in FP8 is computed whole, by Linear and `cross_entropy`).
+The three GEMMs are those of the head's plan row, called through its backend. Transformer Engine's modules have no such
+interface: with them a BF16 head uses torch's GEMMs, and an FP8 head is computed unchunked, by Linear and
+`cross_entropy`.
 
-In FP8 x is cast once, and dz chunk by chunk: under the history's scale, or where scales are a tensor's own, the
-chunk's. It is the gradient of a loss of weight 1, whatever weight multiplies it later. But in FP16 that would be 0: dz
-and dx are gradients of `loss_scale` times the loss then, which backward takes out of the factor that it is given.
+In FP8 x is cast once and dz per chunk: under the delayed scale, or with current scaling per tensor, under the chunk's
+own. dz is the gradient of a loss of weight 1, whatever weight multiplies it later. In FP16 that would underflow to 0:
+there dz and dx are gradients of `loss_scale` times the loss, and backward divides its factor by loss_scale.
 
-With the words cut over ranks (tensor parallelism) each one computes the logits of its words at all positions of the
-group. Maxima, sums and targets' logits are shared (`split_rows`), dx is summed over the ranks in FP32, dw is that of
-own words.
+With tensor parallelism the words are split over ranks. Each rank computes the logits of its words at all positions of
+the group. Ranks share maxima, sums and targets' logits (`split_rows`) and sum dx in FP32; dw covers the rank's own
+words.
 
 Legend: B batch, S sequence, T tokens, c tokens of a chunk, D hidden, V vocabulary.
 """
@@ -33,9 +34,9 @@ from precision.cross_entropy import VocabularySplit, cross_entropy, cross_entrop
 from precision.linear import Linear
 from precision.rows import TE, GemmRecipe
 
-_CHUNK_BYTES = 1 << 28  # of a chunk's logits
-_MIN_ROWS = 2048  # fewer would have wgrad move its FP32 sum for longer than it multiplies
-_ROUND = 128  # chunks of tokens are multiples of what a GEMM's tile holds
+_CHUNK_BYTES = 1 << 28  # size of a chunk's logits
+_MIN_ROWS = 2048  # with fewer, wgrad would take longer to move its FP32 sum than to multiply
+_ROUND = 128  # chunks are multiples of a GEMM's tile
 
 
 def linear_cross_entropy(
@@ -45,13 +46,14 @@ def linear_cross_entropy(
     loss_scale: Tensor | None = None,
     split: VocabularySplit | None = None,
 ) -> Tensor:
-    """Mean cross entropy, in nats, of lm_head(h) over the targets that are not IGNORED; 0-d FP32. Backward works once.
+    """Return the mean cross entropy, in nats, of lm_head(h) over the targets that are not IGNORED; 0-d FP32. Backward
+    runs once.
 
-    h [B, S, D]. target [B, S]: int64. loss_scale: 0-d FP32, what the loss will be multiplied by before its backward
-    pass; None: not much. Without gradients, or under no_grad, only the loss is computed.
+    h [B, S, D]. target [B, S]: int64. loss_scale: 0-d FP32, the factor of the loss before its backward pass; None: no
+    scaling. Without gradients, or under no_grad, only the loss is computed.
 
-    split: lm_head has this rank's words, h is at its part of the S positions. Every rank returns the mean of all
-    positions; its gradient is to be the same on each, and counts on each.
+    split: lm_head holds this rank's words, and h this rank's part of the S positions. Every rank returns the mean over
+    all positions. Its gradient must be the same on each rank, and counts on each.
     """
     if split is not None:
         h_BSD = split.gather(h_BSD)
@@ -68,12 +70,13 @@ def linear_cross_entropy(
 
 
 def is_chunked(recipe: GemmRecipe) -> bool:
-    """Whether a head of this recipe is computed in chunks; a whole one keeps its input and its logits' gradient."""
+    """Return whether a head of this recipe is computed in chunks. An unchunked one saves its input and its logits'
+    gradient."""
     return not recipe.is_fp8 or recipe.backend != TE
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See the module docstring. Backward scales the kept dw in place: autograd refuses to run it a second time."""
+    """See the module docstring. Backward scales the saved dw in place, so autograd refuses to run it a second time."""
 
     @staticmethod
     def forward(
@@ -104,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         dh_TD, dw_VD, loss_scale = ctx.saved_tensors
         factor = ctx.ranks * (grads[0] if loss_scale is None else grads[0] / loss_scale)
-        if dh_TD is not None:  # in FP32: as a factor of BF16 the gradient would be rounded first
+        if dh_TD is not None:  # in FP32: a BF16 factor would round the gradient first
             dh_TD = dh_TD.float().mul_(factor).to(dh_TD.dtype)
         if dw_VD is not None:
             into = dw_VD if ctx.weight_dtype == dw_VD.dtype else torch.empty_like(dw_VD, dtype=ctx.weight_dtype)
@@ -123,8 +126,11 @@ def _in_chunks(
     loss_scale: Tensor | None,
     split: VocabularySplit | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and dw [V, D] FP32 if wanted, for a gradient of 1, or of loss_scale; dh is written into dh_TD if given.
-    arena_rows: scale, amax and place of x and of dz, if they are cast."""
+    """Return the loss, and dw [V, D] FP32 if wanted, for a gradient of 1, or of loss_scale; write dh into dh_TD if
+    given.
+
+    arena_rows: scale, amax and place of x and of dz, if they are cast.
+    """
     backend = get_backend(recipe.backend)
     weight = mean_weight(target_T) if loss_scale is None else mean_weight(target_T) * loss_scale
     gradient = wants_dw or dh_TD is not None
@@ -157,7 +163,7 @@ def _in_chunks(
             if wants_dw:
                 dw_VD = _add_wgrad(dw_VD, dz, x_cD, inv, backend, recipe)
             dz_cV = dz = None
-        del z_cV  # before the next chunk's are made
+        del z_cV  # before the next chunk's logits are made
     loss = torch.cat(losses).sum() if losses else weight.new_zeros(())
     return loss if loss_scale is None else loss / loss_scale, dw_VD
 
@@ -165,8 +171,8 @@ def _in_chunks(
 def _add_wgrad(
     dw: Tensor | None, dz: GradOperand, x: Tensor, x_inv: Tensor | None, backend: Backend, recipe: GemmRecipe
 ) -> Tensor:
-    """dw + dz^T x in FP32, in dw's memory if there is one."""
-    if x.is_cuda and x.dtype is torch.bfloat16 and backend.name != "reference":  # cuBLAS adds up in FP32, in place
+    """Return dw + dz^T x in FP32, in dw's memory if there is one."""
+    if x.is_cuda and x.dtype is torch.bfloat16 and backend.name != "reference":  # cuBLAS accumulates in FP32, in place
         if dw is None:
             return torch.mm(dz.data.t(), x, out_dtype=torch.float32)
         return torch.addmm(dw, dz.data.t(), x, out_dtype=torch.float32, out=dw)
@@ -175,7 +181,8 @@ def _add_wgrad(
 
 
 def chunk_rows(tokens: int, vocabulary: int, logit_bytes: int) -> int:
-    """Tokens of a chunk: equal chunks, as few as keep a chunk's logits near _CHUNK_BYTES, but not below _MIN_ROWS."""
+    """Return the tokens per chunk: equal chunks, as few as keep a chunk's logits near _CHUNK_BYTES, at least
+    _MIN_ROWS."""
     most = max(_CHUNK_BYTES // (vocabulary * logit_bytes), _MIN_ROWS, 1)
     chunks = max(1, -(-tokens // most))
     return max(1, -(-tokens // (chunks * _ROUND)) * _ROUND)

@@ -1,16 +1,15 @@
-"""Kurtosis of activations, taken in passing while a step is sampled (see `observe`).
+"""Kurtosis of activations, measured while a step is sampled (see `observe`).
 
     kurtosis(x) = mean(x^4) / mean(x^2)^2          uncentred, over the features of one token (arXiv 2505.20524)
 
-A `Kurtosis` is called with a tensor of the model; by itself it does nothing. While a sampler is set (`observe`), it
-adds to `sums` [2] FP64 the kurtosis of every k-th token, and the number of these tokens. Rows of zeros stand for no
-token and do not count. `sequences` [2] gets the same of all the numbers of a sequence together
-(the rows of it that are looked at), which also sees a few huge tokens: what the code of that paper measures. Rows that
-are in no sequence any more, the experts', count as one.
+A `Kurtosis` module is called with a tensor of the model and does nothing unless a sampler is set (`observe`). Then it
+adds to `sums` [2] FP64 the kurtosis of every k-th token and the number of these tokens. Rows of zeros are padding and
+do not count. `sequences` [2] holds the same over all sampled numbers of a sequence together, as the code of that paper
+measures it; this also detects a few huge tokens. The experts' rows belong to no sequence and count as one.
 
-`sums` is a view into one buffer of the model, bound like the rows of the arena (`bind`), with a version counter of its
-own: one module's write must not invalidate what another one saved. In a graph the module is an operator that changes
-its sums, which it does when it is sampled, so that the graph is the same in all steps.
+`sums` is a view into one buffer of the model, bound like the rows of the arena (`bind`). Each view has its own version
+counter: one module's write must not invalidate what another one saved. In a graph the module is an operator that
+mutates its sums only when it is sampled, so the graph is the same in all steps.
 """
 
 from collections.abc import Iterable
@@ -25,16 +24,17 @@ from precision.proof import STATISTICS, refused
 
 
 class _Row:
-    """What a module holds of the buffer: no buffer of the module's, so that no checkpoint knows of it."""
+    """A module's rows of the buffer. They are not registered as buffers of the module, so checkpoints do not contain
+    them."""
 
     def __init__(self):
         self.both: Tensor | None = None
-        self.sums: Tensor | None = None  # the halves of `both`: graphs take them as they are
+        self.sums: Tensor | None = None  # the halves of `both`, made once because graphs take them as they are
         self.sequences: Tensor | None = None
 
 
 class Kurtosis(nn.Module):
-    """Takes the kurtosis of what passes at `place` of a block."""
+    """Measures the kurtosis of the tensor at `place` of a block."""
 
     def __init__(self, place: str):
         super().__init__()
@@ -51,7 +51,7 @@ class Kurtosis(nn.Module):
         return self.row.sequences
 
     def forward(self, x: Tensor, beside: Tensor | None = None) -> None:
-        """x [..., D]; beside [..., E]: more features of the same tokens."""
+        """Add the kurtosis of x [..., D]. beside [..., E]: more features of the same tokens."""
         both = self.row.both
         if both is None:
             return
@@ -62,7 +62,7 @@ class Kurtosis(nn.Module):
 
 
 def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Tensor:
-    """Give each module its row of a new buffer FP64, of which the sums over tokens [modules, 2] are returned."""
+    """Give each module its row of a new FP64 buffer; return the sums over tokens [modules, 2]."""
     found = list(modules)
     both = torch.zeros(len(found), 4, dtype=torch.float64, device=device)
     for i, module in enumerate(found):
@@ -72,7 +72,7 @@ def bind_kurtosis(modules: Iterable[Kurtosis], device: torch.device | str) -> Te
 
 @torch.no_grad()
 def add_plain_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None) -> None:
-    """Raise sums [2] by those of rows x [R, D] and beside [R, E]. In FP32 inside. (So x^4 is 0 below 1e-11.)"""
+    """Add the kurtosis of rows x [R, D] and beside [R, E] to sums [2]; computed in FP32 (so x^4 is 0 below 1e-11)."""
     squares = [part.float().square() for part in (x, beside) if part is not None]
     second = torch.stack([square.sum(-1).double() for square in squares]).sum(0)
     fourth = torch.stack([torch.linalg.vector_norm(square, dim=-1).double().square() for square in squares]).sum(0)
@@ -84,7 +84,7 @@ def add_plain_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None) ->
 
 @torch.no_grad()
 def add_sequence_kurtosis(sequences: Tensor, rows: Tensor, beside: Tensor | None, of_row: Tensor, count: int) -> None:
-    """Raise sequences [2] by those of rows [R, D] and beside [R, E], row r in sequence of_row[r] of `count`."""
+    """Add the kurtosis of rows [R, D] and beside [R, E] to sequences [2]; row r is in sequence of_row[r] of `count`."""
     squares = [part.float().square() for part in (rows, beside) if part is not None]
     width = sum(square.shape[-1] for square in squares)
     second = torch.stack([square.sum(-1).double() for square in squares]).sum(0)
@@ -97,7 +97,7 @@ def add_sequence_kurtosis(sequences: Tensor, rows: Tensor, beside: Tensor | None
 
 
 def _take(both: Tensor, x: Tensor, beside: Tensor | None) -> None:
-    """Of every k-th row. both [4]: sums over tokens, sums over sequences."""
+    """Add the kurtosis of every k-th row. both [4]: sums over tokens, sums over sequences."""
     sums, sequences = both[:2], both[2:]
     rows, more = (None if part is None else part.detach().flatten(0, -2) for part in (x, beside))
     assert rows is not None

@@ -1,4 +1,4 @@
-"""Packages that import a name when it is first used, so that a config is checked before torch is imported.
+"""Lazy package imports: a name is imported at its first use, so that a config is checked before torch is imported.
 
 `__init__.pyi` beside a package's `__init__.py` lists its names, for type checkers and for `attach` alike (PEP 562).
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def attach(package: str) -> tuple[list[str], Callable[[str], Any]]:
-    """`__all__` and `__getattr__` of a package, from the `from MODULE import NAME as NAME` lines of its stub."""
+    """Return `__all__` and `__getattr__` of a package, from the `from MODULE import NAME as NAME` lines of its stub."""
     stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi")
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     home = {alias.name: str(node.module) for node in imports for alias in node.names}

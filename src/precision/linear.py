@@ -32,10 +32,10 @@ The parameter is the FP32 master weight. The compute weight is BF16(master), or 
 from FP32 would change 1.7 % of E4M3 values, and layouts that gather BF16 would compute other numbers. The compute
 weight (`operand`) is made once after each change of the masters, not in each microbatch: `refresh_weights` does it.
 
-Where ranks share a weight, each holds a shard of the master. FSDP gathers the whole compute weight for as long as it is
-used: in `gather_dtype`, from which `receive` makes the operand; or in FP8 that each rank made of its part with
-`quantize_part`, which `receive_quantized` takes as it is. Meanwhile the layer's `weight` is an autograd edge: a tensor
-of the master's shape and dtype that takes gradients and holds no memory.
+Where ranks share a weight, each holds a shard of the master, and FSDP gathers the whole compute weight while it is in
+use. It gathers either `gather_dtype`, from which `receive` makes the operand, or FP8 that each rank made from its part
+with `quantize_part` and that `receive_quantized` takes as it is. Meanwhile the layer's `weight` is an autograd edge: a
+tensor of the master's shape and dtype that receives gradients and holds no memory.
 
 A plain tensor x is quantised here. In FP8 only the FP8 x is saved for backward. dw leaves its kernel in the dtype of
 the weight that autograd sees, FP32, and is added to FP32 sums.
@@ -57,8 +57,8 @@ from precision.scaling import Slot
 
 
 class _Gemms(torch.autograd.Function):
-    """All three GEMMs. carrier is x's autograd edge; x, x_inv its operand; weight the master parameter, w_* its
-    operand; grad_* what the output gradient's slot has."""
+    """All three GEMMs. carrier: x's autograd edge; x, x_inv: its operand. weight: the master parameter; w_*: its
+    operand. grad_*: scale, amax and place of the output gradient's slot."""
 
     @staticmethod
     def forward(
@@ -108,15 +108,15 @@ class _Gemms(torch.autograd.Function):
 
 
 def quantize(x: Tensor, slot: Slot, recipe: GemmRecipe) -> tuple[Tensor, Tensor]:
-    """FP8 data and inverse scales of x [..., K] under an input slot; records its amax. Straight-through: no autograd
-    edge."""
+    """Return FP8 data and inverse scales of x [..., K] under an input slot, without an autograd edge
+    (straight-through); record its amax."""
     assert slot.scale is not None and slot.amax is not None, "precision.bind(model, ...) has not been called"
     backend = get_backend(recipe.backend)
     return backend.quantize(x.detach(), slot.scale, slot.amax, recipe.input, recipe, slot.place)
 
 
 class _GemmLayer(nn.Module):
-    """What Linear and GroupedLinear share: the master weight, its operand, the slots, the call."""
+    """Common part of Linear and GroupedLinear: the master weight, its operand, the slots, the call."""
 
     def __init__(self, row: GemmRow, shape: tuple[int, ...]):
         super().__init__()
@@ -125,7 +125,7 @@ class _GemmLayer(nn.Module):
         self.operand: WeightOperand | None = None
         self.operand_version = -1
         self._shown = 0
-        self.is_sharded = False  # the operand is made by `receive`, whenever the weight has been gathered
+        self.is_sharded = False  # whether `receive` makes the operand, whenever the weight has been gathered
         self.input_slot: Slot | None = None
         self.weight_slot: Slot | None = None
         self.grad_slot: Slot | None = None
@@ -138,24 +138,25 @@ class _GemmLayer(nn.Module):
         self.te: TransformerEngineGemm | None = None
         if row.recipe.backend == TE:
             self.te = TransformerEngineGemm(row, len(shape) == 3, (self.input_slot, self.weight_slot, self.grad_slot))
-            self.input_slot = None  # it quantises x itself: a Feed is to deliver the plain tensor
+            self.input_slot = None  # it quantises x itself: a Feed must deliver the plain tensor
 
     def slots(self) -> list[Slot]:
-        """Arena rows of this layer, in forward order."""
+        """Return this layer's arena rows, in forward order."""
         input_slot = self.input_slot if self.te is None else self.te.input_slot
         return [slot for slot in (input_slot, self.weight_slot, self.grad_slot) if slot is not None]
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """What a shared weight travels in: the compute weight's format, BF16 for what will be quantised."""
+        """Dtype in which a shared weight is gathered: the compute weight's format, BF16 if it is quantised
+        afterwards."""
         return torch.bfloat16 if self.recipe.is_fp8 else self.recipe.input.dtype
 
     @torch.no_grad()
     def receive(self, weight: Tensor, given: Tensor | None = None) -> list[Tensor]:
-        """Make the operand from the whole compute weight [(G,) N, K] in `gather_dtype`, and record its amax. given: the
-        scale, 0-d, where it is not to follow from this amax.
+        """Make the operand from the whole compute weight [(G,) N, K] in `gather_dtype`, and record its amax. given: a
+        0-d scale that replaces the one derived from this amax.
 
-        Returns what was made beside `weight`, whose memory may be freed until the next call: that one fills it again.
+        Returns the tensors made beside `weight`. Their memory may be freed until the next call, which fills it again.
         Empty if the operand is `weight` itself.
         """
         if self.weight_slot is None:
@@ -168,7 +169,7 @@ class _GemmLayer(nn.Module):
         if given is not None:
             scale, recipe = given, recipe.under_given_scale
         kept = tuple(t for t in self.operand or () if t is not None)
-        # a backward pass that waits for these numbers gets them again: the same ones, so this is no change to it
+        # a pending backward pass gets the same numbers again, so for autograd this is no change
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with same(kept):
             self.operand = backend.quantize_weight(weight, scale, amax, recipe.input, recipe, self.operand)
@@ -177,9 +178,10 @@ class _GemmLayer(nn.Module):
 
     @torch.no_grad()
     def quantize_part(self, part: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """FP8 data and inverse scales of BF16(part): rows of the master, or some of its experts.
+        """Return FP8 data and inverse scales of BF16(part): rows of the master, or some of its experts.
 
-        scale: of the whole, 0-d or one an expert, or not read (blocks). amax: raised to the part's, of scale's shape.
+        scale: of the whole weight, 0-d or one per expert; not read with blocks. amax: raised to the part's, of scale's
+        shape.
         """
         backend = get_backend(self.recipe.backend)
         data, inv = backend.quantize_part(part, scale, amax, self.recipe.input, self.recipe)
@@ -188,9 +190,10 @@ class _GemmLayer(nn.Module):
 
     @torch.no_grad()
     def receive_quantized(self, data: Tensor, scale_inv: Tensor, backward: bool = True) -> list[Tensor]:
-        """As `receive`, of a weight that was quantised in parts: data, its bytes [(G,) N, K], are the operand.
+        """Take a weight that was quantised in parts as the operand; otherwise as `receive`. data: its bytes [(G,) N,
+        K].
 
-        backward: whether a backward pass will read it, before it is received again.
+        backward: whether a backward pass reads it before it is received again.
         """
         old, data = self.operand, data.view(self.recipe.input.dtype)
         if old is not None:
@@ -198,7 +201,7 @@ class _GemmLayer(nn.Module):
             if (old.data.data_ptr(), old.scale_inv.data_ptr()) != (data.data_ptr(), scale_inv.data_ptr()):
                 old = None
         kept = tuple(t for t in old or () if t is not None)
-        # a backward pass that waits for these numbers gets them again
+        # a pending backward pass gets the same numbers again
         with torch.autograd._unsafe_preserve_version_counter(kept):  # pyright: ignore[reportPrivateImportUsage]
             self.operand = get_backend(self.recipe.backend).weight_operand(data, scale_inv, self.recipe, old, backward)
         return [] if self.operand.data_t is None else [self.operand.data_t]
@@ -223,7 +226,7 @@ class _GemmLayer(nn.Module):
         self.operand_version = self.weight._version
 
     def _show(self, weight: Tensor, made: WeightOperand) -> None:
-        """Show a weight to the sampler, once a step."""
+        """Show a weight to the sampler, once per step."""
         if is_sampled() and self._shown != sampling_number():
             self._shown = sampling_number()
         elif not is_observed():
@@ -247,7 +250,7 @@ class _GemmLayer(nn.Module):
             carrier = x
             data, inv = quantize(x, self.input_slot, self.recipe)
         rows, recipe = (self.grad_slot.scale, self.grad_slot.amax, self.grad_slot.place), self.recipe
-        if grad is not None:  # shown where it was cast first
+        if grad is not None:  # it was shown where it was cast first
             rows, recipe = (grad.scale, grad.amax, None), recipe.under_given_scale
         return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe)
 
@@ -259,21 +262,22 @@ class Linear(_GemmLayer):
         super().__init__(row, (row.out_features, row.in_features))
 
     def forward(self, x: Tensor | Operand) -> Tensor:
-        """x [..., in_features] -> [..., out_features] in the row's output format."""
+        """Apply the layer to x [..., in_features]; return [..., out_features] in the row's output format."""
         return self._gemms(x, None)
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """What multiplies, as plain numbers [out_features, in_features]: of FP8 what it stands for, in FP32."""
+        """Return the weight as multiplied, [out_features, in_features]; an FP8 weight is read back into FP32."""
         assert self.operand is not None, "compute weights are missing: call precision.refresh_weights(model)"
         data, scale_inv = self.operand.data, self.operand.scale_inv
         return data if scale_inv is None else read_back(data, scale_inv)
 
 
 class GroupedLinear(_GemmLayer):
-    """One linear a group: rows offsets[g-1] to offsets[g] meet weight[g]. weight: FP32 master [groups, out, in].
+    """One linear per group: rows offsets[g-1] to offsets[g] are multiplied by weight[g]. weight: FP32 master [groups,
+    out, in].
 
-    experts: which groups of the plan row these are; all of them, but for expert parallelism.
+    experts: the groups of the plan row held here; all of them, except with expert parallelism.
     """
 
     def __init__(self, row: GemmRow):
@@ -281,8 +285,8 @@ class GroupedLinear(_GemmLayer):
         self.experts = range(row.groups)
 
     def keep(self, experts: range) -> None:
-        """Hold these groups only: weight [len(experts), out, in]. Before the arena is made; the masters may be on the
-        meta device. UserError for Transformer Engine."""
+        """Keep only these groups: weight [len(experts), out, in]. Call it before the arena is made; the masters may be
+        on the meta device. UserError for Transformer Engine."""
         if self.te is not None:
             raise UserError(
                 "precision.backend=transformer_engine: its experts stay in one process; set parallel.expert=1 or "
@@ -294,24 +298,27 @@ class GroupedLinear(_GemmLayer):
             self.weight_slot.part = experts
 
     def forward(self, x: Tensor | Operand, offsets: Tensor, grad: GradRows | None = None) -> Tensor:
-        """x [R, in_features], offsets [groups] int32 (cumulative ends, the last is R) -> [R, out_features]. grad: what
-        the output gradient is cast with, where that is not the layer's own."""
+        """Apply the groups to x [R, in_features]; return [R, out_features].
+
+        offsets [groups] int32: cumulative ends, the last is R. grad: scale and amax row for the output gradient, where
+        they are not the layer's own.
+        """
         return self._gemms(x, offsets, grad)
 
 
 def gemm_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
-    """Every Linear and GroupedLinear of a model, in the order of its modules."""
+    """Return every Linear and GroupedLinear of a model, in the order of its modules."""
     return [m for m in model.modules() if isinstance(m, Linear | GroupedLinear)]
 
 
 def refresh_weights(model: nn.Module, force: bool = False) -> None:
-    """Bring the compute weights up to date with their masters: those whose master changed, or all with `force`.
+    """Update the compute weights from their masters: those whose master changed, or all with `force`.
 
-    A training step calls it once with force (amaxes are recorded afresh); a model calls it before each forward pass,
-    when it costs a comparison a layer.
+    A training step calls it once with force, which also records the amaxes again. A model calls it before each forward
+    pass, where it costs one comparison per layer.
     """
     for layer in gemm_layers(model):
-        if layer.is_sharded:  # made again whenever it is gathered
+        if layer.is_sharded:  # the operand is made again whenever the weight is gathered
             continue
         if force or layer.operand_version != layer.weight._version:
             layer.refresh_weight()

@@ -1,13 +1,13 @@
-"""Operand: a tensor made ready for the GEMMs that read it.
+"""Operand: a tensor prepared for the GEMMs that read it.
 
-A norm's output feeds several GEMMs, some in FP8 and some in BF16 (`attn.q` and `attn.kv_a`), and must be quantised
-once, by the kernel that makes it. So what travels from a fused op to a `Linear` is not a tensor but an Operand: the FP8
-data with its scale, and perhaps the BF16 tensor beside it. A `Feed` records, at construction, what the consumers of one
+A norm's output feeds several GEMMs, some in FP8 and some in BF16 (`attn.q` and `attn.kv_a`). It must be quantised once,
+by the kernel that makes it. So a fused op passes not a tensor but an Operand to a `Linear`: the FP8 data with its
+scale, and the BF16 tensor beside it where one is needed. A `Feed` records, at construction, what the consumers of one
 tensor need.
 
 Autograd sees one edge, the `carrier`: the BF16 tensor itself if a consumer reads it, else a stand-in of its shape that
-owns no memory. Consumers return the gradient of the *unquantised* tensor to it (straight-through, as every FP8 recipe
-does).
+owns no memory. Consumers return the gradient of the *unquantised* tensor to it (straight-through, as in every FP8
+recipe).
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from precision.scaling import Slot
 
 @dataclass
 class Operand:
-    """x [..., features] as GEMMs want it.
+    """x [..., features] in the form that GEMMs read.
 
     carrier: autograd edge of x's shape; holds x's values only if `kept`. data: FP8 of x * scale, same shape. scale_inv:
-    FP32, what data is multiplied by to read it: [] per tensor, [..., 1] per row, [..., ceil(features / 128)] per block.
+    FP32, multiplies data to recover x: [] per tensor, [..., 1] per row, [..., ceil(features / 128)] per block.
     """
 
     carrier: Tensor
@@ -37,14 +37,14 @@ class Operand:
 
     @property
     def tensor(self) -> Tensor:
-        """The plain tensor beside the FP8 data; exists if the Feed has a consumer that reads it."""
+        """The plain tensor beside the FP8 data; it exists if the Feed has a consumer that reads it."""
         assert self.kept, (
             "this Operand carries FP8 only: its Feed was made without tensor=True and without a BF16 consumer"
         )
         return self.carrier
 
     def read(self) -> Tensor:
-        """The numbers that the FP8 data stand for, FP32."""
+        """Return the values of the FP8 data in FP32."""
         return read_back(self.data, self.scale_inv)
 
     @property
@@ -53,7 +53,7 @@ class Operand:
         return self.carrier.shape
 
 
-register_pytree_node(  # who hooks into a module's backward pass by its arguments (FSDP) has to find the autograd edge
+register_pytree_node(  # FSDP finds a module's autograd edge by flattening its arguments
     Operand,
     lambda x: ([x.carrier, x.data, x.scale_inv], x.kept),
     lambda tensors, kept: Operand(*tensors, kept=kept),  # pyright: ignore[reportCallIssue]
@@ -61,10 +61,11 @@ register_pytree_node(  # who hooks into a module's backward pass by its argument
 
 
 class GradRows(NamedTuple):
-    """What an output gradient is cast with that has been FP8 already, on its way here: the scale that it came with (0-d
-    FP32; a scale a tensor only) and a place for its amax, which was recorded where it was cast first.
+    """Scale and amax row for an output gradient that has been FP8 before.
 
-    Cast again under the same scale, or the same power of two, a number that was FP8 comes out as it went in.
+    scale: the one that it arrived with (0-d FP32; per tensor only). amax: receives the amax, which was recorded where
+    the gradient was cast first. A second cast under the same scale, or the same power of two, leaves FP8 values
+    unchanged.
     """
 
     scale: Tensor
@@ -79,10 +80,10 @@ class Consumer(Protocol):
 
 
 class Feed:
-    """What the consumers of one tensor need of it: FP8 in which slot, the plain tensor, or both.
+    """The forms in which the consumers of one tensor need it: FP8 in which slot, the plain tensor, or both.
 
-    Consumers in FP8 come to share one arena row and one quantisation. `tensor=True`: another consumer (a router)
-    reads the plain tensor.
+    Consumers in FP8 share one arena row and one quantisation. `tensor=True`: another consumer (a router) reads the
+    plain tensor.
     """
 
     def __init__(self, *consumers: Consumer, tensor: bool = False):
@@ -96,5 +97,5 @@ class Feed:
 
 
 def stand_in(like: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of `like` that owns no memory: an autograd edge without values."""
+    """Return a tensor of the shape and dtype of `like` that owns no memory: an autograd edge without values."""
     return like.new_zeros(()).expand(like.shape)

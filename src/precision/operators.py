@@ -1,11 +1,11 @@
-"""Custom operators of PyTorch with the least possible overhead.
+"""Custom PyTorch operators with the least possible overhead.
 
-`torch.library.custom_op` puts three layers of Python around each call: one asks whether autograd has to know (operators
-here are called inside an `autograd.Function`, or of what needs no gradient), one counts versions (what is changed here
-is a row of the arena, or a sum, and is not saved for backward), one keeps Dynamo away. They take as long as launching
-a kernel does. Here autograd's keys fall through in C++, and the function is called.
+`torch.library.custom_op` puts three layers of Python around each call. One checks whether autograd is involved
+(operators here are called inside an `autograd.Function`, or on tensors without gradients), one counts versions (these
+operators mutate rows of the arena, or sums, which are not saved for backward), one keeps Dynamo out. Together they take
+as long as a kernel launch. Here autograd's keys fall through in C++, and the function is called.
 
-Compiled graphs take these operators as they are, with a function that returns results of the right shape:
+Compiled graphs hold these operators as they are, given a function that returns results of the right shape:
 
     @operator("twice")
     def twice(x: Tensor) -> Tensor: ...
@@ -24,8 +24,8 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function the operator octet::NAME, on CPUs and on GPUs; its annotations become the schema. Results carry
-    no gradient. mutates_args: what it changes in place."""
+    """Register a function as the operator octet::NAME, on CPUs and GPUs; its annotations become the schema. Results
+    carry no gradient. mutates_args: the arguments it changes in place."""
 
     def define(function: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))

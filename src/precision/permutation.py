@@ -1,6 +1,6 @@
-"""Tokens to their experts' rows and back, on one device.
+"""Permutation of tokens to their experts' rows and back, on one device.
 
-A token that chose K experts becomes K rows; rows are sorted by expert, so that a grouped GEMM finds each expert's rows
+A token that chose K experts becomes K rows. Rows are sorted by expert, so that a grouped GEMM finds each expert's rows
 together:
 
     index   [R]     the token of each row, R = T K
@@ -10,7 +10,7 @@ together:
 A choice may be none, written as expert E: it makes no row, and inverse holds a row that does not exist.
 
 The sort is stable, so a token's place within its expert follows from the order of tokens alone. Everything stays on the
-device: counts come out of a binary search in the sorted list, and no shape depends on them.
+device: a binary search in the sorted list yields the counts, and no shape depends on them.
 
 Legend: T tokens, K chosen experts of a token, R = T K rows, E experts.
 """
@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 128  # kernels that keep the rows of a whole layer have each expert's in multiples of it
+TILE = 128  # kernels that hold the rows of a whole layer pad each expert's to multiples of it
 
 
 def rows_in_tiles(choices: int, experts: int) -> int:
-    """How many rows may come up at the most where so many choices are in tiles; memory is made for so many."""
+    """Return the largest possible number of rows when so many choices are padded to tiles; memory is allocated for
+    it."""
     return (choices + experts * (TILE - 1) + TILE - 1) // TILE * TILE
 
 

@@ -1,14 +1,14 @@
-"""A model that computes in FP8, in BF16 for a while: what its recipe would compute without the casts.
+"""Temporary BF16 for an FP8 model: it computes what its recipe would compute without the casts.
 
     with in_bf16(model):
         model(tokens).total.backward()
 
-Each GEMM in FP8 takes the BF16 variant of its row (`GemmRecipe.in_bf16`): the same backend, the same master weights,
-BF16(master) as it is instead of FP8 made from that. What feeds it is delivered as a plain tensor, and so tokens travel
-to their experts in BF16 too. Everything else is in BF16 or FP32 anyway and stays.
+Each FP8 GEMM uses the BF16 variant of its row (`GemmRecipe.in_bf16`): the same backend and master weights, and
+BF16(master) instead of the FP8 made from it. Its feeds deliver plain tensors, so tokens also travel to their experts in
+BF16. Everything else is in BF16 or FP32 anyway and does not change.
 
-Afterwards layers and feeds are what they were: the same operands in the same memory. Where ranks share weights,
-nothing may be gathered when it begins or ends; what travels then is BF16, and `trainer.parallel` sees to that.
+Afterwards layers and feeds are restored, with the same operands in the same memory. Where ranks share weights, no
+weight may be gathered when the context begins or ends; inside, weights are gathered in BF16 (`trainer.parallel`).
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from precision.rows import TE
 
 @contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Inside, no GEMM of the model computes in FP8. Nothing of it may be compiled. AssertionError for Transformer
-    Engine, whose modules decide by themselves."""
+    """Run every GEMM of the model without FP8 inside this context. No part of the model may be compiled. AssertionError
+    for Transformer Engine, whose modules decide for themselves."""
     with ExitStack() as after:
         for layer in gemm_layers(model):
             assert layer.recipe.backend != TE, "Transformer Engine's modules have no BF16 variant here"
@@ -41,7 +41,7 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 def _switch(after: ExitStack, layer: Linear | GroupedLinear) -> None:
-    """One layer. Version -1: its compute weight is made when it is next wanted."""
+    """Switch one layer. Version -1: its compute weight is made at the next use."""
     _set(after, layer, recipe=layer.recipe.in_bf16, operand=None, operand_version=-1)
     _set(after, layer, input_slot=None, weight_slot=None, grad_slot=None)
 
@@ -51,7 +51,7 @@ def _feeds(model: nn.Module) -> list[Feed]:
 
 
 def _set(after: ExitStack, thing: object, **values: Any) -> None:
-    """Set attributes, and back to what they were in the end."""
+    """Set attributes, and restore them at the end."""
     for name, value in values.items():
         after.callback(setattr, thing, name, getattr(thing, name))
         setattr(thing, name, value)

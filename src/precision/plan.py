@@ -1,9 +1,9 @@
 """The precision plan: op -> precision. The only place where a precision is decided.
 
-`PrecisionConfig` decides by op; `Plan` resolves it for one model: while the model is built, each GEMM asks for its row
-by name and gets a `GemmRow` with all that its layer has to know. So the plan describes the model that exists, and no
-layer asks "if fp8". `finish()` then checks that every rule hit something. The plan is printed by a dry run and kept in
-the run folder.
+`PrecisionConfig` decides per op; `Plan` resolves it for one model. While the model is built, each GEMM asks for its row
+by name and gets a `GemmRow` with everything its layer needs. So the plan describes the model that exists, and no layer
+asks "if fp8". `finish()` then checks that every rule matched something. A dry run prints the plan, and the run folder
+holds it.
 
 A row has three GEMMs, for y = x w^T:
 
@@ -11,8 +11,8 @@ A row has three GEMMs, for y = x w^T:
     dgrad  dx = dy w        dy in `grad` format, w as above
     wgrad  dw = dy^T x      dy as above, x as it was `saved`
 
-with products summed by `accumulation`: in FP32, but for rows in FP8 whose `precision.accumulation` is `fast`.
-Results are in the residual stream's format (the router's in FP32), weight gradients go into FP32 sums.
+`accumulation` sets how products are summed: in FP32, except in FP8 rows whose `precision.accumulation` is `fast`.
+Results have the residual stream's format (the router's FP32). Weight gradients are added to FP32 sums.
 """
 
 import copy
@@ -47,14 +47,14 @@ GEMM_OPS = (
 TENSOR_OPS = ("embed", "norm", "residual", "attn.core", "moe.dispatch", "moe.combine", "moe.accumulate")
 TRAINER_OPS = ("grad.accumulate", "grad.reduce", "optim.master", "optim.moments")
 FP8_OPS = {*GEMM_OPS, "moe.dispatch", "attn.core"} - {"moe.router"}
-RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # what exceptions apply to, and a core in FP8; mtp.* does not mean its norms
+RULED_OPS = {*GEMM_OPS, "moe.dispatch"}  # exceptions apply to these, and to a core in FP8; mtp.* excludes norms
 NO_KERNEL = "attn.core=fp8 has no GPU kernel yet: attention stays in BF16; precision.backend=reference emulates it"
 UNBOUNDED = (
     "attn.core=fp8 without model.qk_norm: nothing bounds queries and keys, and models like this diverge with attention "
     "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
 )
 BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: scales want FP32 sums of 128 products"
-FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM: what the tensor cores' layouts want
+FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
 
 
 @dataclass
@@ -68,10 +68,10 @@ class _Rule:
 
 
 class Plan:
-    """Resolved precision of one model. Build the model with it, then `finish()`.
+    """Resolved precision of one model. Build the model with it, then call `finish()`.
 
-    gpu: what it will run on (None: a CPU), and tokens: of a microbatch (None: not known), choose the backends. saved:
-    `backends()` of the plan with which the run began, to choose the same again.
+    gpu (None: a CPU) and tokens of a microbatch (None: not known) determine the backends. saved: `backends()` of the
+    plan with which the run began, to choose the same again.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Plan:
 
     @property
     def delayed(self) -> bool:
-        """Whether FP8 tensors are scaled by their history."""
+        """Whether FP8 tensors use delayed scales."""
         return self.config.scaling.method is Method.delayed
 
     def gemm(
         self, name: str, op: str, in_features: int, out_features: int, groups: int = 1, rows_per_token: float = 1.0
     ) -> GemmRow:
-        """The row of one GEMM; registers it. UserError if it is undecided, decided twice, or cannot run in FP8."""
+        """Register one GEMM and return its row. UserError if it is undecided, decided twice, or cannot run in FP8."""
         if op not in GEMM_OPS:
             raise ValueError(f"{name}: {op!r} is no GEMM op of the precision table; ops are {', '.join(GEMM_OPS)}")
         precision, why = self._decide(name, op)
@@ -131,7 +131,7 @@ class Plan:
         return row
 
     def tensor(self, name: str, op: str) -> Format:
-        """Format of something that is no GEMM; registers it."""
+        """Register a tensor or op that is not a GEMM, and return its format."""
         if op not in TENSOR_OPS:
             raise ValueError(f"{name}: {op!r} is no tensor op of the precision table; ops are {', '.join(TENSOR_OPS)}")
         precision, why = self._decide(name, op)
@@ -155,7 +155,8 @@ class Plan:
     def core(
         self, name: str, num_heads: int, qk_head_dim: int, v_head_dim: int, qk_bound: float | None = None
     ) -> CoreRow:
-        """The row of an attention core; registers it. qk_bound: of queries and keys, if they are normed."""
+        """Register an attention core and return its row. qk_bound: the bound of queries and keys, if they are
+        normed."""
         fmt = self.tensor(name, "attn.core")
         scaling = replace(self.config.scaling, granularity=Granularity.tensor)
         grad = E5M2 if fmt.is_fp8 else fmt
@@ -168,11 +169,11 @@ class Plan:
         return self.cores[name]
 
     def amax_probe(self, name: str) -> AmaxProbe:
-        """A module that records the amax of what passes through it, forward and backward. See `amax_probe`."""
+        """Return a module that records the amax of its input, forward and backward. See `amax_probe`."""
         return AmaxProbe(name)
 
     def finish(self) -> None:
-        """Called when the model is complete. UserError for a rule that matched nothing."""
+        """Check the complete plan. UserError for a rule that matched nothing."""
         for rule in self._rules:
             if not rule.hits:
                 raise UserError(
@@ -192,31 +193,31 @@ class Plan:
 
     @property
     def is_fp16(self) -> bool:
-        """Whether anything computes in FP16, so that the loss has to be scaled."""
+        """Whether anything computes in FP16, so that the loss must be scaled."""
         rows = [row.recipe.input for row in self.gemms.values()] + [row.format for row in self.tensors.values()]
         return FP16 in rows
 
     def backends(self) -> dict[str, Any]:
-        """Who serves each GEMM and for what machine it was chosen: plain values, kept with the run."""
+        """Return the backend of each GEMM and the machine it was chosen for, as plain values saved with the run."""
         return self._resolver.state()
 
     def served_by(self, backend: str) -> bool:
-        """Whether any GEMM is served by that backend."""
+        """Return whether any GEMM uses that backend."""
         return any(row.recipe.backend == backend for row in self.gemms.values())
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about the choice of backends, a line each."""
+        """Notes for the user about the choice of backends, one per line."""
         return self._resolver.notes
 
     @property
     def kernels(self) -> str:
-        """Backend of what is no GEMM: norms with their casts."""
+        """Backend of the ops that are not GEMMs: norms with their casts."""
         return self._resolver.kernels
 
     @property
     def fp8_share(self) -> float:
-        """Share of the model's GEMM FLOPs that runs in FP8 (attention's core not counted)."""
+        """Share of the model's GEMM FLOPs that runs in FP8, without attention's core."""
         total = sum(row.flops_per_token for row in self.gemms.values())
         return sum(row.flops_per_token for row in self.gemms.values() if row.recipe.is_fp8) / total if total else 0.0
 
@@ -231,7 +232,7 @@ class Plan:
         )
 
     def fp8_shares_at(self, sequence_length: int) -> tuple[float, float]:
-        """`fp8_share` and `blocks_fp8_share` with attention's core counted, at so many positions."""
+        """Return `fp8_share` and `blocks_fp8_share` with attention's core counted, at this sequence length."""
         rows = [(row.flops_per_token, row.recipe.is_fp8, row.op == "lm_head") for row in self.gemms.values()]
         rows += [(row.flops_per_token(sequence_length), row.recipe.is_fp8, False) for row in self.cores.values()]
         blocks = [(flops, is_fp8) for flops, is_fp8, is_head in rows if not is_head]
@@ -243,8 +244,8 @@ class Plan:
         return share(whole), share(blocks)
 
     def of_blocks(self, layers: Collection[int], last: bool) -> "Plan":
-        """The rows of these blocks of the main model, and of what stands beside the blocks; with `last` those of MTP,
-        else without a width of the head."""
+        """Return the rows of these blocks of the main model and of everything outside the blocks. With `last` also the
+        rows of MTP; without it the head has width 0."""
 
         def own(name: str) -> bool:
             kind, _, rest = name.partition(".")
@@ -259,12 +260,12 @@ class Plan:
         return found
 
     def to_text(self) -> str:
-        """The plan as a table, equal rows of consecutive blocks on one line."""
+        """Return the plan as a table, with equal rows of consecutive blocks on one line."""
         shares = self.fp8_share, self.blocks_fp8_share
         return plan_text(self.config, self.gemms, self.tensors, self.cores, self.notes, shares)
 
     def _note(self, text: str) -> None:
-        """Once."""
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -299,7 +300,7 @@ class Plan:
         return table, "table"
 
     def _accumulation(self, name: str) -> Accumulation:
-        """How the products of a GEMM in FP8 are summed."""
+        """Return how the products of an FP8 GEMM are summed."""
         decided: dict[Accumulation, str] = {}
         for rule in self._rules:
             if rule.accumulation is not None and rule.pattern.fullmatch(name):
@@ -316,7 +317,7 @@ class Plan:
         return accumulation
 
     def _recipe(self, precision: Precision, output: Format, backend: str, accumulation: Accumulation) -> GemmRecipe:
-        """One object for each kind of GEMM, so that equal layers share it."""
+        """Return the recipe of a kind of GEMM; equal layers share one object."""
         accumulation = accumulation if precision is Precision.fp8 else Accumulation.fp32
         key = precision, output, backend, accumulation
         if key not in self._recipes:
@@ -330,7 +331,7 @@ class Plan:
 
 
 def _module_in_all_blocks(name: str) -> str:
-    """A glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.*`."""
+    """Return a glob for the module of a GEMM in all blocks: `layers.1.moe.shared.down` -> `*.moe.*`."""
     parts = name.split(".")
     return f"*.{parts[2]}.*" if len(parts) > 2 else name
 

@@ -1,15 +1,15 @@
-"""Whether the kernels are right here: what the self-test found on this GPU, with this torch, Triton and source.
+"""Results of the kernels' self-test on this GPU, with this torch, Triton and source.
 
-    prove(gpu)      at the start of a run: what was found before, or run the self-test now, a few seconds
-    recall(gpu)     what was found before, if anything
-    refused         op: why it does without kernels here
+    prove(gpu)      at the start of a run: return the cached result, or run the self-test now, a few seconds
+    recall(gpu)     return the cached result, if there is one
+    refused         op: why it runs without kernels here
 
-Where the casts are wrong, `cuda` serves nothing. Where the GEMMs of linears are, or those of experts, it serves the
-other (`resolve`). The rest takes its twin.
+Where the casts are wrong, `cuda` serves nothing. Where only the GEMMs of linears or only those of experts are wrong, it
+serves the others (`resolve`). Every other op falls back to its reference.
 
-What is found is kept in the user's cache folder under those four names, so the test runs once for each of them. Ranks
-of a node wait for the first one. The test runs in processes of its own (`precision.selftest`): a kernel that reads
-outside its memory leaves the GPU unusable for the process that launched it, and many compile at once.
+Results are cached in the user's cache folder under those four names, so the test runs once for each combination. Ranks
+of a node wait for the first one. The test runs in separate processes (`precision.selftest`): a kernel that accesses
+memory out of bounds leaves the GPU unusable for the process that launched it, and many kernels compile at once.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ LOSS, OPTIMIZER, ROUTER, STATISTICS = "cross entropy", "AdamW", "choice of exper
 MUON, PEERS, ROTARY = "Muon", "tokens over shared memory", "rotary embedding"
 PACKAGE = Path(__file__).parent
 PROCESSES = 16  # compile at once
-PATIENCE = 300.0  # seconds for all of them; minutes only where something hangs
+PATIENCE = 300.0  # seconds for all of them; minutes pass only where something hangs
 
 refused: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What kernels are right or wrong on. source: a digest of theirs and their checks'."""
+    """The versions for which a result is valid. source: a digest of the kernels and their checks."""
 
     gpu: str
     torch: str
@@ -52,7 +52,7 @@ class Combination:
 
     @classmethod
     def here(cls, gpu: Gpu) -> "Combination":
-        """With the versions of this process."""
+        """Return the combination of this GPU and this process."""
         return cls(gpu.name, torch.__version__, _triton_version(), _source_digest())
 
     def __str__(self) -> str:
@@ -61,7 +61,8 @@ class Combination:
 
 @dataclass(frozen=True)
 class Proof:
-    """wrong: op: how its kernels differ. unproved: why some were not checked; empty if all were. seconds: it took."""
+    """Result of the self-test. wrong: op: how its kernels differ. unproved: why some were not checked; empty if all
+    were. seconds: its duration."""
 
     combination: Combination
     wrong: dict[str, str] = field(default_factory=dict)
@@ -74,12 +75,12 @@ class Proof:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For the environment of a run."""
+        """The result as plain values, for the environment of a run."""
         return {"proved": self.is_proved, **asdict(self)}
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """The result as one line, for the log."""
         if self.wrong:
             ops = ", ".join(self.wrong)
             return f"kernels: wrong with {self.combination}, so not used for {ops} ({next(iter(self.wrong.values()))})"
@@ -89,7 +90,7 @@ class Proof:
 
 
 def prove(gpu: Gpu, folder: Path | None = None) -> Proof:
-    """What the self-test finds here, now or before; takes effect at once. Waits for another process that runs it."""
+    """Return the self-test's result, cached or new, and apply it. Waits for another process that runs the test."""
     here = Combination.here(gpu)
     file = _file(here, folder)
     try:
@@ -102,14 +103,14 @@ def prove(gpu: Gpu, folder: Path | None = None) -> Proof:
 
 
 def recall(gpu: Gpu, folder: Path | None = None) -> Proof | None:
-    """What was found here before, if anything; takes effect at once."""
+    """Return the cached result, if there is one, and apply it."""
     here = Combination.here(gpu)
     proof = _read(_file(here, folder), here)
     return None if proof is None else _adopt(proof)
 
 
 def latest() -> Proof | None:
-    """What is in effect; None where nothing has been proved or recalled, as on a CPU."""
+    """Return the result in effect; None if nothing has been proved or recalled, as on a CPU."""
     return _latest
 
 
@@ -130,7 +131,7 @@ def _file(here: Combination, folder: Path | None) -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's; where there is no home that can be written to, a folder of the user's among the temporary ones."""
+    """Return the user's cache folder; without a writable home, a folder of the user's in the temporary directory."""
     home = os.environ.get("HOME", "")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or (Path(home) / ".cache" if home else ""))
     if cache.is_absolute() and os.access(next(path for path in (cache, *cache.parents) if path.exists()), os.W_OK):
@@ -142,13 +143,13 @@ def _read(file: Path, here: Combination) -> Proof | None:
     try:
         kept = json.loads(file.read_text())
         proof = Proof(Combination(**kept.pop("combination")), **kept)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not there, or no longer what was written
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # missing, or not in the format written
         return None
     return proof if proof.combination == here else None
 
 
 def _keep(proof: Proof, file: Path) -> Proof:
-    """What was not proved may be at the next start."""
+    """Save a complete result; an incomplete one is tried again at the next start."""
     if not proof.unproved:
         descriptor, new = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         with os.fdopen(descriptor, "w") as written:
@@ -158,7 +159,7 @@ def _keep(proof: Proof, file: Path) -> Proof:
 
 
 def _run(here: Combination) -> Proof:
-    """The self-test, in some processes."""
+    """Run the self-test in several processes."""
     began, wrong, unproved = time.monotonic(), {}, ""
     count = max(1, min(PROCESSES, (os.cpu_count() or 1)))
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -184,10 +185,11 @@ def _run(here: Combination) -> Proof:
 
 
 def read_report(text: str, code: int, errors: str) -> tuple[dict[str, str], str]:
-    """What a process of the self-test has found: op: how its kernels differ; and what it did not come to, in a word.
+    """Return the failures of a self-test process, op: how its kernels differ; and why it did not finish, or an empty
+    string.
 
-    text: a line of JSON before each check, with its op, and one after it, with its failure, or why it is unproved: its
-    GPU had no memory for it. A check in which the process died has failed; those behind it, and those of a process that
+    text: one JSON line before each check, with its op, and one after it, with its failure, or with the reason that it
+    is unproved (no GPU memory). A check in which the process died has failed. Later checks, and those of a process that
     began none, were not run.
     """
     lines = [json.loads(line) for line in text.splitlines()]
@@ -213,7 +215,7 @@ def _triton_version() -> str:
 
 
 def _source_digest() -> str:
-    """Of the kernels, their checks, and the casts and scales that both go by."""
+    """Return a digest of the kernels, their checks, and the casts and scales that both use."""
     files = [*(PACKAGE / "kernels").glob("*.py"), *(PACKAGE / "selftest").glob("*.py")]
     files += [PACKAGE / "formats.py", PACKAGE / "scaling.py"]
     digest = hashlib.sha256()

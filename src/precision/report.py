@@ -17,7 +17,7 @@ def plan_text(
     notes: Iterable[str],
     fp8_shares: tuple[float, float],
 ) -> str:
-    """The whole plan, a line a row. fp8_shares: of the GEMM FLOPs of the model, and of its blocks."""
+    """Return the whole plan, one line per row. fp8_shares: of the GEMM FLOPs of the model, and of its blocks."""
     scaling = config.scaling
     lines = [f"precision plan: {config.name}"]
     if any(row.recipe.is_fp8 for row in gemms.values()):
@@ -52,7 +52,8 @@ def _gemm_cells(row: GemmRow) -> tuple[str, ...]:
 
 
 def _merge(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
-    """Rows that differ only in a run of block numbers become one: layers.3-60.attn.o. Order: by first appearance."""
+    """Merge rows that differ only in a run of block numbers into one: layers.3-60.attn.o. Order: by first
+    appearance."""
     runs: dict[tuple[str, ...], list[list[int]]] = {}
     for name, cells in rows:
         match = _BLOCK.match(name)

@@ -1,4 +1,4 @@
-"""Which backend serves a row of the plan, and whether FP8 pays there.
+"""The choice of a backend for each row of the plan, and of BF16 where FP8 is slower.
 
     `precision.backend`   BF16 and FP8 rows                                          FP32 and FP16 rows
     reference             reference                                                  reference
@@ -6,18 +6,17 @@
     transformer_engine    transformer_engine; refused where it is missing            reference; FP16 refused
     auto                  the fastest that can serve here, by the measured rates     reference
 
-`auto` without measured rates for this GPU or this kind of op keeps the recipe and takes cuda on sm_90, Transformer
-Engine on newer GPUs where it is installed, else reference; the plan has a note about it. BF16 rows take that same
-default: the rates compare FP8. Transformer Engine's modules return BF16, so rows with another result (the router's
-FP32) stay with reference.
+Without measured rates for this GPU or kind of op, `auto` keeps the recipe and uses cuda on sm_90, Transformer Engine on
+newer GPUs where it is installed, else reference; the plan has a note about it. BF16 rows use that same default: the
+rates compare FP8. Transformer Engine's modules return BF16, so rows with another result (the router's FP32) stay with
+reference.
 
-`precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row is left in BF16.
+`precision.never_slower`: where the best FP8 backend was measured to be slower than BF16, the row stays in BF16.
 
-Where the self-test found the products of linears or of experts wrong (`precision.proof`), `auto` gives these rows to
+Where the self-test found the products of linears or of experts wrong (`precision.proof`), `auto` assigns these rows to
 reference, with a note, and `cuda` refuses them.
 
-What was chosen is kept with the run (`saved`) and taken again when it continues, as long as GPU and settings are the
-same.
+The choice is saved with the run (`saved`) and used again on resume, as long as GPU and settings are the same.
 """
 
 import math
@@ -36,14 +35,14 @@ from precision.rows import CUDA, REFERENCE, TE
 
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
-FAR = math.log(8.0)  # a measured shape that is so far away is a poor estimate
+FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
 FAR_NOTE = "is judged by a shape far from it"
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """What the choice looks at. groups: 1 for a linear; rows None: the tokens of a call are not known. accumulation: of
-    its products, if it will be in FP8."""
+    """The properties of a GEMM that its backend depends on. groups: 1 for a linear. rows None: the tokens of a call are
+    not known. accumulation: of its products, if it runs in FP8."""
 
     name: str
     out_features: int
@@ -56,7 +55,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Choice:
-    """precision may be lower than asked for (never_slower); why: the reason, else None."""
+    """A resolved row. precision may be lower than requested (never_slower); why: the reason, else None."""
 
     precision: Precision
     backend: str
@@ -64,10 +63,9 @@ class Choice:
 
 
 class Resolver:
-    """Chooses for one model on one machine. UserError at once if the configured backend cannot serve here.
+    """Chooses backends for one model on one machine. UserError at once if the configured backend cannot serve here.
 
-    tokens: of a microbatch. saved: what `state()` returned when the run began. notes: what a user should know, a line
-    each.
+    tokens: of a microbatch. saved: `state()` from the run's start. notes: for the user, one per line.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Resolver:
         self._saved = self._usable(saved)
 
     def _fixed(self) -> tuple[list[str], str]:
-        """The one backend that the config names."""
+        """Return the one backend that the config names."""
         name = self._config.backend.value
         problem = cuda_problem(self._gpu) if name == CUDA else None
         if name == TE:
@@ -102,7 +100,7 @@ class Resolver:
         return [] if name == REFERENCE else [name], name
 
     def _auto(self) -> tuple[list[str], str]:
-        """Backends that can serve here and are worth asking for, and the one without measured rates."""
+        """Return the backends worth considering here, and the one to use without measured rates."""
         if cuda_problem(self._gpu) is None:
             able = [CUDA]
             if TE in self._rates.runs and te_problem(self._gpu, self._config.scaling) is None:
@@ -114,7 +112,7 @@ class Resolver:
         return able, TE if able and newer else REFERENCE
 
     def _te_problem(self) -> str | None:
-        """Why Transformer Engine cannot serve what it would be asked for."""
+        """Return why Transformer Engine cannot serve this scaling, or None."""
         asked = te_scaling(self._config.scaling)
         problem = te_problem(self._gpu, asked)
         if problem is None and asked != self._config.scaling:
@@ -122,7 +120,7 @@ class Resolver:
         return problem
 
     def choose(self, gemm: Gemm, precision: Precision) -> Choice:
-        """Who serves a row that the table and its rules put in `precision`."""
+        """Return the backend of a row that the table and its rules put in `precision`."""
         if precision is Precision.fp16 and self._config.backend not in (BackendChoice.auto, BackendChoice.reference):
             name = self._config.backend.value
             raise UserError(
@@ -140,11 +138,11 @@ class Resolver:
 
     @property
     def kernels(self) -> str:
-        """Backend of what is no GEMM: cuda where it serves GEMMs by default, else reference."""
+        """Backend of ops that are not GEMMs: cuda where it serves GEMMs by default, else reference."""
         return CUDA if self._default == CUDA else REFERENCE
 
     def state(self) -> dict[str, Any]:
-        """What was chosen, and for what: plain values for a file of the run."""
+        """Return the choices and their conditions as plain values, for a file of the run."""
         rows = {
             name: {
                 "precision": choice.precision.value,
@@ -165,7 +163,7 @@ class Resolver:
         }
 
     def _usable(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Rows of an earlier start of this run; none if it was another machine or other settings."""
+        """Return the rows of an earlier start of this run; none if the machine or the settings differ."""
         if saved is None:
             return {}
         now = self._circumstances()
@@ -176,7 +174,7 @@ class Resolver:
         return saved.get("rows", {}) if same else {}
 
     def _again(self, gemm: Gemm) -> Choice | None:
-        """The choice of the run's start, if it can still be made."""
+        """Return the choice of the run's start, if it is still valid."""
         row = self._saved.get(gemm.name)
         if row is None or row["backend"] not in (REFERENCE, *self._candidates):
             return None
@@ -185,7 +183,7 @@ class Resolver:
         if self._served(row["backend"], gemm) != row["backend"]:
             return None
         if row.get("accumulation", Accumulation.fast.value) != gemm.accumulation.value:
-            return None  # other times count (a run without the key summed fast)
+            return None  # other rates apply (a run without the key summed fast)
         precision, why = Precision(row["precision"]), row["why"]
         if precision is not Precision.fp8 and not str(why).startswith(NEVER_SLOWER):
             return None  # the table was different then
@@ -196,7 +194,7 @@ class Resolver:
         if not rated:
             return Choice(Precision.fp8, self._served(self._default, gemm))
         candidates = [name for name in self._candidates if self._served(name, gemm) == name]
-        if self._candidates and not candidates:  # none of them is right here
+        if self._candidates and not candidates:  # no candidate is correct here
             return Choice(Precision.fp8, REFERENCE)
         kind = "grouped" if gemm.groups > 1 else "linear"
         shape = (gemm.out_features, gemm.in_features, gemm.groups)
@@ -215,11 +213,12 @@ class Resolver:
         return Choice(Precision.fp8, best)
 
     def _bf16(self, gemm: Gemm) -> str:
-        """Who serves a row in BF16. Of the head not Transformer Engine: its tokens are to be taken in chunks."""
+        """Return the backend of a row in BF16. The head does not use Transformer Engine: it processes tokens in
+        chunks."""
         return REFERENCE if self._default == TE and gemm.name == HEAD else self._served(self._default, gemm)
 
     def _served(self, backend: str, gemm: Gemm) -> str:
-        """Who serves the row if `backend` is to."""
+        """Return the backend that serves the row if `backend` is preferred."""
         if backend == CUDA and (problem := wrong_products(gemm.groups)) is not None:
             if self._config.backend is not BackendChoice.auto:
                 raise UserError(f"precision.backend=cuda: {problem}; set precision.backend=auto or reference")
@@ -231,7 +230,7 @@ class Resolver:
         return REFERENCE if backend == TE and gemm.output is not BF16 else backend
 
     def _note_far(self, gemm: Gemm, entry: Entry) -> None:
-        """Once."""
+        """Add a note about a distant measured shape, once."""
         if any(FAR_NOTE in note for note in self.notes):
             return
         rows = "" if gemm.rows is None else f", {gemm.rows} rows"

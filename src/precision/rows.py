@@ -1,4 +1,4 @@
-"""Rows of the precision plan: what was decided for each GEMM and tensor. `plan` makes them, layers read them."""
+"""Rows of the precision plan: the decision for each GEMM and tensor. `plan` makes them, layers read them."""
 
 from dataclasses import dataclass, replace
 
@@ -10,10 +10,10 @@ REFERENCE, CUDA, TE = "reference", "cuda", "transformer_engine"
 
 @dataclass(frozen=True)
 class GemmRecipe:
-    """What a layer computes with; the same object for equal layers, so that equal blocks compile once (it holds no
-    names).
+    """Formats, scaling and backend of a layer. Equal layers share one object, so that equal blocks compile once; it
+    holds no names.
 
-    input, grad: formats of the operands of the forward and of the gradient. saved: format of x kept for backward.
+    input, grad: formats of the operands of the forward and of the gradient. saved: format of x saved for backward.
     output: format of y and dx. accumulation: of the products of all three.
     """
 
@@ -31,7 +31,7 @@ class GemmRecipe:
 
     @property
     def reads_fp8(self) -> bool:
-        """Whether x may come quantised: Transformer Engine's modules quantise it themselves."""
+        """Whether x may arrive quantised: Transformer Engine's modules quantise it themselves."""
         return self.is_fp8 and self.backend != TE
 
     @property
@@ -45,13 +45,15 @@ class GemmRecipe:
 
     @property
     def scales_tensors(self) -> bool:
-        """Whether a tensor (of a stack: each expert's) has one scale."""
+        """Whether a tensor (in a stack: each expert's) has one scale."""
         return self.scaling.granularity is Granularity.tensor
 
     def parts_stand_alone(self, rows: int | None, even: bool) -> bool:
-        """Whether a part of a weight can be quantised by itself, into the same FP8 as the whole: under a given scale,
-        or in 128 x 128 blocks that belong to one part. rows: of a part; None: whole experts. even: all parts are of one
-        size."""
+        """Return whether a part of a weight can be quantised alone, into the same FP8 as the whole.
+
+        This holds under a given scale, and for 128 x 128 blocks that each belong to one part. rows: of a part; None:
+        whole experts. even: all parts have one size.
+        """
         if not self.reads_fp8:
             return False
         blocks = self.scaling.granularity is Granularity.block and even and (rows is None or rows % 128 == 0)
@@ -59,22 +61,22 @@ class GemmRecipe:
 
     @property
     def under_given_scale(self) -> "GemmRecipe":
-        """The same, with a tensor cast under the scale that is given, not under its own. Rows and blocks always have
-        their own."""
+        """This recipe with tensors cast under a given scale instead of their own. Rows and blocks always use their
+        own."""
         if self.delayed or self.scaling.granularity is not Granularity.tensor:
             return self
         return replace(self, scaling=replace(self.scaling, method=Method.delayed))
 
     @property
     def in_bf16(self) -> "GemmRecipe":
-        """The same without FP8: operands and gradients in BF16."""
+        """This recipe without FP8: operands and gradients in BF16."""
         plain = replace(self, input=BF16, grad=BF16, saved=BF16, accumulation=Accumulation.fp32)
         return plain if self.is_fp8 else self
 
 
 @dataclass(frozen=True)
 class GemmRow:
-    """One GEMM of the model. rows_per_token: how many rows a token makes (experts: the number chosen)."""
+    """One GEMM of the model. rows_per_token: rows per token (experts: the number chosen)."""
 
     name: str
     op: str
@@ -87,7 +89,7 @@ class GemmRow:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward multiply-adds times two, for a token."""
+        """Forward multiply-adds times two, per token."""
         return 2.0 * self.in_features * self.out_features * self.rows_per_token
 
 
@@ -105,12 +107,12 @@ class CoreRow:
     decided_by: str
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Forward, causal: half of the positions are seen."""
+        """Return the forward FLOPs per token; causal, so half of the positions count."""
         return 1.0 * self.num_heads * (self.qk_head_dim + self.v_head_dim) * sequence_length
 
     @property
     def products(self) -> list[tuple[str, str, str, str]]:
-        """Of a core in FP8: product, formats and scales of its two operands, when it runs."""
+        """Products of a core in FP8: name, formats and scales of its two operands, and the pass."""
         e4m3, e5m2 = self.recipe.input.name, self.recipe.grad.name
         made = "history" if self.recipe.delayed else "own amax"
         q = k = f"{e4m3} {made if self.qk_scale is None else f'static {self.qk_scale:g}'}"
@@ -128,7 +130,7 @@ class CoreRow:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor or computation that is no GEMM, and its format."""
+    """One tensor or op that is not a GEMM, and its format."""
 
     name: str
     op: str

@@ -7,17 +7,17 @@ An FP8 tensor is stored as x8 = saturate(x * scale) and read as x8 * (1 / scale)
 *Current* scaling takes amax from the tensor itself. *Delayed* scaling takes the maximum of the last H committed steps,
 so that the scale is known before the tensor is made and the cast needs one pass. Both record the amax of every step.
 
-The arena keeps all of it in three buffers with one row a tensor: `amax [N]` of the step in progress, `history [N, H]`
+The arena holds all of it in three buffers with one row per tensor: `amax [N]` of the step in progress, `history [N, H]`
 and `scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the
 arena inside a compiled block would lose writes and compile every block again.) So a step's update is one fused
-operation for the model, dropping a step is not writing, and the checkpoint is plain tensors.
+operation for the model, dropping a step means not writing, and the checkpoint is plain tensors.
 
-Rules that keep one bad step from poisoning later ones:
-- `commit(ok)` writes nothing when ok is false, and a non-finite amax makes ok false: it never enters the history;
-- an amax enters the history as at most `max_jump` times the largest that is there: after one absurd number a tensor
-  keeps most of its format's range, and what lasts is followed in a few steps, clipped meanwhile;
-- a row whose history holds nothing positive has scale 0, which means: scale by your own amax this step;
-- microbatches and recomputation only ever raise `amax`, so that both are idempotent.
+Four rules keep one bad step from poisoning later ones:
+- `commit(ok)` writes nothing when ok is false. A non-finite amax makes ok false, so it never enters the history.
+- An amax enters the history as at most `max_jump` times the largest there. After one absurd number a tensor keeps most
+  of its format's range; the scale follows a lasting change in a few steps and clips meanwhile.
+- A row whose history holds nothing positive has scale 0, which means: scale by this step's own amax.
+- Microbatches and recomputation only raise `amax`, so that both are idempotent.
 
 Rows without a format are recorded, not scaled: see `amax_probe`.
 """
@@ -33,7 +33,7 @@ from precision.formats import Format
 
 
 def absolute_max(x: Tensor) -> Tensor:
-    """Largest absolute value of x as a 0-d FP32 tensor; NaN or Inf if x holds one, 0 if x is empty."""
+    """Return the largest absolute value of x, 0-d FP32; NaN or Inf if x holds one, 0 if x is empty."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x.detach())
@@ -41,7 +41,7 @@ def absolute_max(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_two: bool) -> Tensor:
-    """Scale that maps `amax` onto `limit / 2^margin`. FP32, shape of amax. Zero and non-finite amax give 1.
+    """Return the scale that maps `amax` to `limit / 2^margin`. FP32, shape of amax. Zero and non-finite amax give 1.
 
     power_of_two rounds the scale down to a power of two. The result is finite and normal for every finite amax.
     """
@@ -57,9 +57,9 @@ def scale_from_amax(amax: Tensor, limit: float | Tensor, margin: int, power_of_t
 class Slot:
     """The arena rows of one tensor: one row, or `count` rows for a stack of expert weights.
 
-    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. Of a stack
-    they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other one has,
-    and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
+    `amax` and `scale` are views into the arena ([] or [count], FP32), None until `ScalingArena` binds them. In a stack
+    they are the rows `part`: a process that holds some of the experts has arena rows for all, as every other process
+    does, and fills its own. `place` [1] int64, in host memory: the first of its rows, for observers (see `observe`).
     """
 
     def __init__(self, names: list[str], fmt: Format | None, stacked: bool = False):
@@ -76,7 +76,7 @@ def record_amax(row: Tensor, amax: Tensor) -> None:
 
 
 def step_scale(amax: Tensor, row_scale: Tensor, limit: float, scaling: ScalingConfig, delayed: bool) -> Tensor:
-    """Scale of one tensor in this step, 0-d or [count].
+    """Return the scale of one tensor in this step, 0-d or [count].
 
     delayed: the arena's scale, or the tensor's own where it has no history. current: its own.
     """
@@ -103,7 +103,7 @@ class ScalingArena:
         self._scaling, self.delayed = scaling, delayed
         limits = [slot.format.max if slot.format else 0.0 for slot in unique for _ in slot.names]
         self.limit = torch.tensor(limits, dtype=torch.float32, device=device)
-        self.scaled = self.limit > 0  # [N] bool: the others are watched only
+        self.scaled = self.limit > 0  # [N] bool: the others are only recorded
         self.num_scaled = sum(limit > 0 for limit in limits)
         size = len(self.names)
         self.amax = torch.zeros(size, device=device)
@@ -113,27 +113,27 @@ class ScalingArena:
         start = 0
         for slot in unique:
             stop = start + len(slot.names)
-            # .data: a version counter for each view, or one layer's write would invalidate what another saved
+            # .data gives each view its own version counter, or one layer's write would invalidate what another saved
             rows = slice(start + slot.part.start, start + slot.part.stop) if slot.stacked else start
             slot.amax, slot.scale = self.amax.data[rows], self.scale.data[rows]
             slot.place = torch.tensor([start], device="cpu")
             start = stop
 
     def begin_step(self) -> None:
-        """Forget the amaxes and logits of the step before."""
+        """Reset the previous step's amaxes and logits."""
         self.amax.zero_()
         self.max_logits.fill_(-torch.inf)
 
     def finite(self) -> Tensor:
-        """0-d bool: every amax recorded in this step is finite."""
+        """Return a 0-d bool: whether every amax recorded in this step is finite."""
         return torch.isfinite(self.amax).all()
 
     def commit(self, ok: Tensor) -> None:
         """Push the step's amaxes into the histories and set the next scales if `ok` (0-d bool, on the device); else
-        nothing. With current scaling there is no history; the scales of the step are noted."""
+        write nothing. With current scaling there is no history; the scales of the step are recorded."""
         if not self.names:
             return
-        if not self.delayed:  # scales were the tensors' own: what stands here is for the logs
+        if not self.delayed:  # scales were the tensors' own: these are for the logs
             self._set_scale(self.amax)
             return
         peak = self.history.amax(dim=1)
@@ -143,14 +143,14 @@ class ScalingArena:
         self._update_scale()
 
     def state_dict(self) -> dict[str, Tensor | list[str]]:
-        """For the checkpoint: the histories, and the names that say what their rows are. Scales follow from them."""
+        """Return the histories and the names of their rows, for the checkpoint. Scales follow from them."""
         return {"names": list(self.names), "history": self.history.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor | list[str]]) -> list[str]:
-        """Take over the rows that go by the same name; returns the names that found none and start without history.
+        """Restore the rows of the same names; return the names without saved rows, which start without history.
 
         With the same rows and history length everything is restored bit for bit. A run may resume with another recipe:
-        then its rows are taken as far as they mean the same, and with current scaling there is nothing to take.
+        then matching rows are restored; with current scaling there is nothing to restore.
         """
         names, history = state["names"], state["history"]
         assert isinstance(names, list) and isinstance(history, Tensor)

@@ -1,8 +1,8 @@
 """The experts of a token: the K largest of score + bias, among the experts of the best groups.
 
 The score of a group is the sum of its two largest; `models.router` computes the scores. On a GPU one kernel reads them
-once (`precision.kernels.topk_experts`); elsewhere plain PyTorch does, which is also the kernel's twin. Both count NaN
-as the largest. Of experts with equal scores either may be chosen, each at most once.
+once (`precision.kernels.topk_experts`). Elsewhere plain PyTorch does; it is also the kernel's reference. Both count NaN
+as the largest. Among experts with equal scores either may be chosen, each at most once.
 
 T tokens, E experts, G groups of E / G, K chosen experts of a token.
 """
@@ -15,15 +15,18 @@ from torch import Tensor
 from precision.operators import operator
 from precision.proof import ROUTER, refused
 
-_HAS_TRITON = find_spec("triton") is not None  # asked once: traced code may not
+_HAS_TRITON = find_spec("triton") is not None  # evaluated once: traced code may not
 
 
 @torch.no_grad()
 def choose_experts(
     score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int = 1, num_groups_kept: int = 1
 ) -> Tensor:
-    """score [..., E] FP32, bias [E] FP32 -> [..., K] int64, all different, from at most `num_groups_kept` groups; by
-    falling score + bias, so that sums over K run in one order everywhere."""
+    """Choose K experts per token: score [..., E] FP32, bias [E] FP32; returns [..., K] int64, all different.
+
+    They come from at most `num_groups_kept` groups, in falling order of score + bias, so that sums over K have one
+    order everywhere.
+    """
     if has_kernel(score):
         rows = score.reshape(-1, score.shape[-1])
         return _choose(rows, bias, num_chosen, num_groups, num_groups_kept).unflatten(0, score.shape[:-1])
@@ -31,7 +34,7 @@ def choose_experts(
 
 
 def has_kernel(score: Tensor) -> bool:
-    """Whether `precision.kernels.topk_experts` takes it."""
+    """Return whether `precision.kernels.topk_experts` supports this score."""
     return score.is_cuda and _HAS_TRITON and ROUTER not in refused
 
 
@@ -51,7 +54,7 @@ def plain_choice(
 
 @operator("choose_experts")
 def _choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
-    """score [T, E]."""
+    """Operator form of `choose_experts`, for score [T, E]."""
     from precision.kernels.topk_experts import choose
 
     return choose(score.contiguous(), bias, num_chosen, num_groups, num_groups_kept)

@@ -1,21 +1,21 @@
-"""Tokens on their way to experts in other processes and back, and what crosses the wire.
+"""Sending tokens to experts in other processes and back, and the formats on the wire.
 
-A token goes once to each process that holds any of its K experts, with a list of them and the router's weights. What is
-sent is sorted by process, then by token. There its experts' weighted results are summed, and one row comes back.
+A token is sent once to each process that holds any of its K experts, with a list of them and the router's weights. Rows
+are sorted by process, then by token. The receiver sums its experts' weighted results and returns one row.
 
                       forward                                          backward
     to the experts    x: FP8 with scales, or BF16; experts, weights    dy: FP8 with scales, or BF16
     back to tokens    y: BF16, the sum over the experts of one         dx: BF16, likewise; the weights' gradients
                       process in FP32; summed over processes in FP32
 
-With top-6 of 64 experts on 8 processes these are 4.4 rows a token, where one for each expert would be 6.
+With top-6 of 64 experts on 8 processes these are 4.4 rows per token; one row per expert would be 6.
 
-x was quantised once, by the norm. dy is quantised once, here, before it travels; where it arrives it is read back into
-BF16 and cast again under the same scale, which changes no number (see `GradRows`).
+The norm quantises x once. dy is quantised here once, before it is sent; the receiver reads it back into BF16 and casts
+it again under the same scale, which changes no number (see `GradRows`).
 
-Scales travel beside the numbers where there is one a row or for each 128 values of it. One scale a tensor comes from
-the arena, which is the same in all processes: nothing has to be sent. Before there is a history, and with current
-scaling, the processes agree on one: that of the largest amax of them all. x is quantised again then.
+Scales are sent beside the numbers where there is one per row or per 128 values of it. A scale per tensor comes from the
+arena, which is the same in all processes, so it is not sent. Before there is a history, and with current scaling, the
+processes agree on the scale of the largest amax among them, and x is quantised again.
 
 Legend: T tokens, D hidden, K chosen experts of a token, P processes, R rows sent, A rows arrived, E experts in all.
 """
@@ -42,25 +42,29 @@ class Exchange(Protocol):
     """Moves rows between the processes of a group, in the sizes of one forward pass; several tensors in one message."""
 
     def there(self, *rows: Tensor) -> list[Tensor]:
-        """Rows [R, ...], sorted by process, to where they belong: -> [A, ...] of each."""
+        """Send rows [R, ...], sorted by process, to their processes; return the arrived rows [A, ...] of each
+        tensor."""
         ...
 
     def back(self, *rows: Tensor) -> list[Tensor]:
-        """[A, ...] as they arrived -> [R, ...] as they were sent; valid until the next message."""
+        """Return rows [A, ...] to their senders; the result [R, ...] is in the order sent, valid until the next
+        message."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """Maximum over the group of a number >= 0, 0-d FP32; NaN if there is one."""
+        """Return the maximum over the group of a number >= 0, 0-d FP32; NaN if any is NaN."""
         ...
 
 
 class Parcels(NamedTuple):
-    """What T tokens send. token [R]: whose each row is. process [R]: to whom. position [T, P]: the row of a token to a
-    process, -1 for none. owner [T, K]: who holds each chosen expert. each: experts of a process. kernels: whether
-    `gather` and `sum` run as kernels of the cuda backend (BF16 results).
+    """The rows that T tokens send.
+
+    token [R]: the token of each row. process [R]: its destination. position [T, P]: the row of a token to a process, -1
+    for none. owner [T, K]: the process of each chosen expert. each: experts per process. kernels: whether `gather` and
+    `sum` run as kernels of the cuda backend (BF16 results).
 
     Until `cut`, when the host knows R, token and process have room for the largest R. With slots (`in_slots`), R is
-    fixed: each process gets so many rows, those in use first; of the others token is -1.
+    fixed: each process gets so many rows, used ones first; token is -1 in the unused ones.
     """
 
     token: Tensor
@@ -73,7 +77,7 @@ class Parcels(NamedTuple):
 
     @staticmethod
     def address(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "Parcels":
-        """expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1."""
+        """Compute the rows to send for expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1."""
         (T, K), P = expert_TK.shape, processes
         owner_TK = expert_TK // each
         wanted_PT = torch.zeros(P, T, dtype=torch.bool, device=expert_TK.device).scatter_(0, owner_TK.t(), True)
@@ -88,8 +92,8 @@ class Parcels(NamedTuple):
 
     @staticmethod
     def in_slots(expert_TK: Tensor, processes: int, each: int, kernels: bool, slots: int) -> tuple["Parcels", Tensor]:
-        """As `address`, `slots` rows for each process; and how many there would have to be for each, [P] int64. A row
-        too many is not sent."""
+        """As `address`, with `slots` rows per process; also return how many rows each process needs, [P] int64. Excess
+        rows are not sent."""
         T, P = expert_TK.shape[0], processes
         device, owner_TK = expert_TK.device, expert_TK // each
         wanted_PT = torch.zeros(P, T, dtype=torch.bool, device=device).scatter_(0, owner_TK.t(), True)
@@ -106,17 +110,17 @@ class Parcels(NamedTuple):
         return made, wanted_PT.sum(1)
 
     def cut(self, rows: int) -> "Parcels":
-        """R rows."""
+        """Cut token and process to R rows."""
         return self._replace(token=self.token[:rows], process=self.process[:rows])
 
     def counts(self) -> Tensor:
-        """[P, 2] int64: rows to each process, and how many choices they stand for."""
+        """Return [P, 2] int64: the rows to each process, and the number of their choices."""
         choices_P = torch.zeros(self.position.shape[1], dtype=torch.int64, device=self.owner.device)
         owner = self.owner.flatten()
         return torch.stack([(self.position >= 0).sum(0), choices_P.scatter_add_(0, owner, torch.ones_like(owner))], 1)
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """x [T, D] -> [R, D]."""
+        """Gather x [T, D] into rows [R, D]."""
         if not self.kernels:
             return self.of_tokens(_bytes(x_TD)).view(x_TD.dtype)
         from precision.kernels.route import gather
@@ -124,16 +128,16 @@ class Parcels(NamedTuple):
         return gather(x_TD.contiguous(), None, self._route(), None)[0]
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [R, ...]; 0 in slots that are not in use."""
+        """Gather x [T, ...] into [R, ...]; 0 in unused slots."""
         if not self.slots:
             return x.index_select(0, self.token)
         return x.index_select(0, self.token.clamp_min(0)).masked_fill_((self.token < 0)[:, None], 0)
 
     def sum(self, rows_RD: Tensor, add_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Each token's rows, and `add`, summed in `dtype`: -> [T, D] in dtype, or with kernels in the rows'."""
+        """Sum each token's rows, and `add`, in `dtype`; return [T, D] in dtype, or with kernels in the rows' dtype."""
         if not self.kernels:
             none = rows_RD.shape[0]
-            if self.slots:  # as many rows as places: the one that is none has to be made
+            if self.slots:  # add one row of zeros for missing places
                 rows_RD = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
             total = sum_rows(rows_RD, torch.where(self.position < 0, none, self.position), dtype)
             return total if add_TD is None else total + add_TD
@@ -150,8 +154,8 @@ class Parcels(NamedTuple):
 
 @dataclass
 class GradFormat:
-    """How dy travels: cast by `recipe` into the arena rows of `slot`. known: whether the arena has a scale. rows:
-    what it is cast with where it arrives."""
+    """Format of dy on the wire: cast by `recipe` into the arena rows of `slot`. known: whether the arena has a scale.
+    rows: scale and amax row for the cast at the receiver."""
 
     slot: Slot
     recipe: GemmRecipe
@@ -160,7 +164,7 @@ class GradFormat:
 
     @staticmethod
     def of(down: GroupedLinear, known: bool) -> "GradFormat | None":
-        """For experts whose second GEMM is `down`; None if its gradients are not FP8."""
+        """Return the format for experts whose second GEMM is `down`; None if its gradients are not FP8."""
         if down.grad_slot is None or down.te is not None:
             return None
         scale, amax = down.grad_slot.scale, down.grad_slot.amax
@@ -173,7 +177,7 @@ class GradFormat:
         )
 
     def quantize(self, dy: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        """FP8 data and inverse scales of dy [T, D]; records its amax."""
+        """Return FP8 data and inverse scales of dy [T, D]; record its amax."""
         slot, recipe = self.slot, self.recipe
         assert slot.scale is not None and slot.amax is not None
         if self.known or recipe.scaling.granularity is not Granularity.tensor:
@@ -195,11 +199,13 @@ def send(
     experts: GroupedLinear,
     known: bool,
 ) -> tuple[Operand | Tensor, Tensor, Tensor]:
-    """Tokens x [T, D] to the experts chosen, [T, K] int64, with the router's weights [T, K] FP32: x [A, D], experts
-    [A, K] int64 counted from the first one there (`each`, one too many, for those that are elsewhere), weights [A, K].
+    """Send tokens x [T, D] to their experts [T, K] int64 with the router's weights [T, K] FP32.
 
-    experts: what reads x, in FP8 if x is an Operand. known: whether the arena has a scale for it. The gradient's rows
-    come back in the dtype of x (of an Operand: of the tensor it was cast from).
+    Returns x [A, D], experts [A, K] int64 and weights [A, K] of the rows that arrived. Experts count from the first one
+    of this process; `each`, one too many, marks those that are elsewhere.
+
+    experts: the layer that reads x, in FP8 if x is an Operand. known: whether the arena has a scale for it. The
+    gradient's rows return in the dtype of x (for an Operand: of the tensor it was cast from).
     """
     if isinstance(x, Tensor):
         x_AD, expert_AK, weight_AK, _, _ = _Send.apply(x, expert_TK, weight_TK, x.detach(), None, parcels, exchange)
@@ -218,13 +224,15 @@ def send(
 def bring_back(
     y_AD: Tensor, add_TD: Tensor, parcels: Parcels, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
 ) -> Tensor:
-    """Experts' results [A, D], as rows arrived -> add + each token's sum, [T, D] in add's dtype. grad: FP8 for dy, else
-    it travels in y's dtype."""
+    """Return the experts' results [A, D] to their tokens: add + each token's sum, [T, D] in add's dtype.
+
+    y_AD: in the order of arrival. grad: FP8 format of dy; None: dy is sent in y's dtype.
+    """
     return _BringBack.apply(y_AD, add_TD, parcels, exchange, grad, accumulate)
 
 
 class _Send(torch.autograd.Function):
-    """carrier: x's autograd edge; data, inv [T, ...] (or None): what travels."""
+    """Autograd function of `send`. carrier: x's autograd edge. data, inv [T, ...] (or None): the tensors sent."""
 
     @staticmethod
     def forward(
@@ -243,13 +251,13 @@ class _Send(torch.autograd.Function):
         if parcels.slots:
             elsewhere |= (parcels.token < 0)[:, None]
         local_RK = torch.where(elsewhere, each, local_RK)
-        # counted down to 0, which is none: as rows arrive that were not in use
+        # experts are counted down to 0, which means none, so that unused rows arrive as none
         beside = [(each - local_RK).int(), parcels.of_tokens(weight_TK).view(torch.int32)]
         if inv is not None:
             beside.append(parcels.of_tokens(inv).view(torch.int32))
         data_AD, beside = exchange.there(parcels.gather(data), torch.cat(beside, 1))
         expert_AK, weight_AK = each - beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
-        # scales of blocks lie as kernels read them, one block of all rows after the other
+        # kernels read scales of blocks with one block of all rows after the other
         inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
         ctx.save_for_backward(*parcels[:4])
         ctx.rest, ctx.exchange, ctx.dtype = parcels[4:], exchange, carrier.dtype
@@ -271,7 +279,7 @@ class _Send(torch.autograd.Function):
 
 
 class _BringBack(torch.autograd.Function):
-    """add + sum over each token's rows; see `bring_back`."""
+    """Autograd function of `bring_back`: add + the sum over each token's rows."""
 
     @staticmethod
     def forward(
@@ -302,7 +310,7 @@ class _BringBack(torch.autograd.Function):
 
 
 def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """What FP8 data [A, D] with inverse scales [], [A, 1] or [A, ceil(D / 128)] stands for."""
+    """Return the values of FP8 data [A, D] with inverse scales [], [A, 1] or [A, ceil(D / 128)]."""
     D = data.shape[-1]
     if inv.dim() and inv.shape[-1] > 1:
         inv = inv.repeat_interleave(128, -1)[:, :D]
@@ -312,19 +320,19 @@ def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
 def _cast_together(
     x: Tensor, own: Tensor, exchange: Exchange, recipe: GemmRecipe, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """FP8 data and inverse scale (0-d) of x, under one scale for the whole group. own: amax of x."""
+    """Return FP8 data and inverse scale (0-d) of x, under one scale for the whole group. own: amax of x."""
     fmt, scaling = recipe.grad if gradient else recipe.input, recipe.scaling
     scale = scale_from_amax(exchange.largest(own), fmt.max, scaling.margin, scaling.power_of_two)
     return saturating_cast(x, scale, fmt), scale.reciprocal()
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """FP8 as bytes: few ops know it."""
+    """View FP8 as bytes: few ops support FP8."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def travels_by_kernels(
     gate_up: GroupedLinear, down: GroupedLinear, combine: torch.dtype, accumulate: torch.dtype
 ) -> bool:
-    """Whether rows are gathered and summed by kernels: where the experts' layer is one of kernels."""
+    """Return whether kernels gather and sum the rows: where the experts' layer runs in kernels."""
     return has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32

@@ -1,1 +1,1 @@
-"""Training: config, data, the loop, what survives a crash, what is logged. Stands on `models` and `precision`."""
+"""Training: config, data, the loop, checkpoints and recovery, logging. Built on `models` and `precision`."""

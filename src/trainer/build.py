@@ -1,4 +1,4 @@
-"""Assemble a run: the order in which its parts come into being, and what of them survives.
+"""Assembles a run: the order in which its parts are created, and the state that a checkpoint keeps.
 
 Everything that can refuse (config, data, plan, GPU) comes before the run folder, so that a mistake leaves nothing
 behind. Parameters are made on the meta device and materialised once; weights come from the seed, from `run.init_from`,
@@ -54,7 +54,7 @@ from trainer.step.profiler import Profiler
 
 @dataclass
 class Run:
-    """A run, assembled: everything that the loop uses."""
+    """An assembled run: everything that the loop uses."""
 
     config: Config
     world: World
@@ -73,7 +73,7 @@ class Run:
     alerts: Alerts
 
     def close(self, error: BaseException | None) -> None:
-        """End the sinks (`error`: what ended the run), finish what is being written, release the run folder."""
+        """Close the sinks (`error`: what ended the run), finish pending writes, release the run folder."""
         with ExitStack() as last:
             last.callback(self.folder.close)
             last.callback(self.sinks.close, error)
@@ -86,8 +86,8 @@ class Run:
             self.profiler.close()
 
     def state(self) -> dict:
-        """Everything that must survive. Random numbers are drawn alike on all ranks, and the loader's cursor knows no
-        ranks: what is not a weight or a moment is the same everywhere, or rank 0's."""
+        """Return the state to save. Random numbers are drawn alike on all ranks, and the loader's cursor does not
+        depend on ranks: except for weights and moments, rank 0's state serves all."""
         return {
             **self.engine.state(),
             "loader": self.loader.state_dict(),
@@ -105,7 +105,7 @@ class Run:
         self.checkpointer.save(step, self.state(), meta, began, self.ladder.streak_begins)
 
     def finish_saving(self, step: int) -> CheckpointError | None:
-        """Wait for the checkpoint of the last step; if it fails, try again. Returns what went wrong then."""
+        """Wait for the checkpoint of the last step; if it fails, try again. Return the error of the second attempt."""
         try:
             self.checkpointer.wait()
         except CheckpointError:
@@ -119,7 +119,7 @@ class Run:
         return None
 
     def restore(self, path: Path) -> None:
-        """Take over a checkpoint of this run, which `RunFolder` has verified: each rank reads its own part."""
+        """Load a checkpoint of this run, which `RunFolder` has verified: each rank reads its own part."""
         rewinds = self.world.on_first(self.ladder.read)
         state, meta, fresh = self._take_over(path)
         self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
@@ -136,8 +136,8 @@ class Run:
             self.sinks.event("data", self.folder.first_step, changed, path=str(self.data.validation.path))
 
     def rewind(self, step: int) -> int:
-        """Too many steps in a row were dropped, up to `step`: go back to a checkpoint, in place, and leave out what
-        they read. Returns the checkpoint's step; TrainingStopped if that does not help. A collective."""
+        """Return to a checkpoint, in place, after too many skipped steps in a row up to `step`, and leave out what they
+        read. Returns the checkpoint's step; raises TrainingStopped if that does not help. A collective."""
         self.checkpointer.settle()
         committed = int(self.engine.guard.committed)
 
@@ -159,8 +159,8 @@ class Run:
         return choice.to
 
     def _take_over(self, path: Path) -> tuple[dict, dict, list[str]]:
-        """The state of training from a whole checkpoint. Returns state and meta as `read` does, and the arena rows that
-        begin without a history."""
+        """Load the state of training from a valid checkpoint. Return state and meta as `read` does, and the arena rows
+        that start without a history."""
         state, meta = read(path, self.engine.restorable_tensors(), verified=True)
         fresh = self.engine.load_state(state)
         self.loader.load_state_dict(state["loader"])
@@ -169,13 +169,14 @@ class Run:
         return state, meta, fresh
 
     def _heed(self) -> None:
-        """What the rewinds so far leave out and lower holds for the state taken over, too."""
+        """Apply the left-out windows and lowered rates of all rewinds so far to the loaded state."""
         self.loader.leave_out(self.ladder.left_out)
         self.engine.optimizer.schedule.lower(*self.ladder.lowered)
 
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
-    """Everything a run needs, in order. UserError for what the user can correct; then nothing has been written."""
+    """Build everything a run needs, in order. Raises UserError for errors that the user can correct, before anything is
+    written."""
     saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     notes: list[Note] = []
     data = None
@@ -197,7 +198,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     loader = Loader(
         data.train, t.sequence_length, batch, t.seed, device=world.device, ahead=READ_AHEAD, timeline=timeline
     )
-    data.validation.check_length(longest)  # or the end of the training would be where this comes out
+    data.validation.check_length(longest)  # else this would fail only at the end of training
 
     def check(meta: dict[str, Any], path: Path) -> None:
         check_resumable(config, meta, path)
@@ -271,7 +272,7 @@ def _find_data(config: Config, world: World) -> Prepared:
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
     with world.first_of_node_goes_ahead(), warnings.catch_warnings():
         if not world.is_first:
-            warnings.simplefilter("ignore")  # of the same data: rank 0 says it
+            warnings.simplefilter("ignore")  # on the same data: rank 0 warns
         return prepare_data(config.data, config.model.vocab_size)
 
 
@@ -283,7 +284,7 @@ def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:
 
 
 def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
-    """Rules about what rank 0 logs. They know the lines before a resume."""
+    """Return the rules about what rank 0 logs, with the history of the lines before a resume."""
     if not (config.health.alerts.enabled and world.is_first):
         return Alerts()
     gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
@@ -294,7 +295,8 @@ def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
 
 
 def _left_out(data: Prepared, step: int) -> list[Note]:
-    """What of the sources is not in the bins: files, and documents of others; the first of them in the message."""
+    """Return notes on what the bins leave out of the sources: files, and documents of others; the first of them in the
+    message."""
     notes = []
     documents = [each for each in data.skipped if each.count]
     for found, what in ((data.left_out, "damaged file{s} of the data left out"), (documents, "document{s} left out")):

@@ -1,4 +1,4 @@
-"""Configs by their keys, joined by dots: what is compared, and what differs is told by. Needs no torch."""
+"""Configs as flat keys, joined by dots: comparing them and showing differences. Needs no torch."""
 
 import json
 import re
@@ -17,26 +17,26 @@ _DEEPEST = 50
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value of a config key, dots included, may give access to something: it is never printed, logged or
-    sent. `data.tokenizer` and `num_experts_per_token` are none."""
+    """Return whether the value of a config key, dots included, may give access to something. Such values are never
+    printed, logged or sent. `data.tokenizer` and `num_experts_per_token` are not secret."""
     return _SECRET.search(key.lower()) is not None
 
 
 def printable(key: str, value: Any) -> Any:
-    """The value of a config key, or a section as text, for display; secrets hidden."""
+    """Return the value of a config key, or a section as text, for display; secrets hidden."""
     if value is not None and is_secret(key):
         return HIDDEN
     return _IN_SECTION.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) and "{" in value else value
 
 
 def printable_override(override: str) -> str:
-    """KEY=VALUE, without secrets."""
+    """Return KEY=VALUE without secrets."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{printable(key.lstrip('+~'), value)}"
 
 
 def without_secrets(tree: Any, hidden: Any = HIDDEN, key: str = "") -> Any:
-    """A config's tree with `hidden` where a secret is."""
+    """Return a config's tree with `hidden` in place of secrets."""
     if not isinstance(tree, dict):
         return hidden if tree is not None and is_secret(key) else tree
     return {name: without_secrets(below, hidden, f"{key}.{name}") for name, below in tree.items()}
@@ -51,15 +51,15 @@ def flat(tree: Any, key: str = "") -> dict[str, Any]:
 
 
 def configs_before(run: Path) -> dict[int, Path]:
-    """The configs that a run folder keeps of the times when it continued with another one, oldest first, by the last
+    """Return the configs that a run folder keeps from before it resumed with another one, oldest first, by the last
     step that each was in force for."""
     kept = {int(path.stem.split("_")[2].partition("-")[0]): path for path in sorted(run.glob("config.before_step_*"))}
     return dict(sorted(kept.items()))
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """The content of a run's config. YAMLError for anything that cannot be read, whatever bytes it has, and for what no
-    config of a run has: aliases, a few lines of which stand for billions of values, and deep nesting."""
+    """Parse a run's config. Raises YAMLError for anything unreadable, whatever its bytes, and for what no run's config
+    has: aliases, a few lines of which can stand for billions of values, and deep nesting."""
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0  # the C one takes a tenth of the time
     try:
         for event in yaml.parse(text, loader):
@@ -72,8 +72,8 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def changes(before: str | bytes, now: str | bytes, most: int = 8, but: Collection[str] = ("run",)) -> str:
-    """Keys that two configs, as YAML, both have and that differ, with both values; not those of the sections `but`: by
-    default, those that say where the run is. Empty if there are none; YAMLError if one cannot be read."""
+    """Return keys that both configs, as YAML, have with different values, with both values; without the sections `but`:
+    by default the run's location. Empty if there are none; raises YAMLError if one cannot be read."""
     theirs, ours = (flat(read_yaml(text)) for text in (before, now))
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
     changed = [

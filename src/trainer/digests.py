@@ -1,8 +1,8 @@
-"""JSON files that prove their content: what decides what is trained is believed only as it was written.
+"""JSON files with a digest of their content: what decides the training is used only if unchanged.
 
     {"rewinds": [...], "digest": "<SHA-256 of all the rest, as JSON with sorted keys>"}
 
-| what decides | where it is | covered by |
+| content | place | covered by |
 | --- | --- | --- |
 | weights, state, config, backends, tokenizer's hash | `checkpoints/step_N/` | its `manifest.json` |
 | what rewinds leave out, and their learning rate | `recovery.json` | its own digest |
@@ -11,8 +11,9 @@
 | tokens, the tokenizer | `train-*.bin`, `tokenizer.json` | SHA-256 in the sidecars |
 | which tokens need not be read for that | `verified.json` of prepared data | its own digest; without, all are read |
 
-A file that was edited on purpose is accepted by `scripts/accept_edit.py`. A file of before there were digests is read,
-with a warning. It must have nothing that looks like a digest: an altered `digest` key does not pass for an old file.
+`scripts/accept_edit.py` accepts a file that was edited on purpose. A file without a digest, from an older version, is
+read with a warning. It must have nothing that looks like a digest: an altered `digest` key does not pass for an old
+file.
 """
 
 import hashlib
@@ -31,27 +32,27 @@ _LENGTH = 64
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 (hexadecimal) of a JSON object, whatever its formatting and the order of its keys."""
+    """Return the SHA-256 (hexadecimal) of a JSON object, independent of formatting and key order."""
     rest = {key: value for key, value in content.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def signed(content: dict[str, Any]) -> str:
-    """The text of a JSON object with its digest."""
+    """Return the text of a JSON object with its digest."""
     plain = json.loads(json.dumps(content))  # as it will be read
     return json.dumps({**plain, DIGEST: digest_of(plain)}, indent=1) + "\n"
 
 
 def write_signed(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object with its digest: whole or not at all, on the disk. OSError names the file."""
+    """Write a JSON object with its digest to the disk, completely or not at all. Raises OSError naming the file."""
     replace_file(path, signed(content).encode())
 
 
 def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
-    """The JSON object in `path`, without its digest. keys: that it has, others beside them; fix: what to do if it is
-    damaged.
+    """Return the JSON object in `path`, without its digest. keys: required, others are allowed; fix: what to do if it
+    is damaged.
 
-    UserError, naming the file, for one that cannot be read, lacks a key or does not match its digest.
+    Raises UserError, naming the file, if it cannot be read, lacks a key or does not match its digest.
     """
     content = _read(path, fix)
     if missing := sorted(set(keys) - set(content)):
@@ -69,7 +70,7 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
 
 
 def accept(path: Path, **changed: Any) -> None:
-    """Sign a file as it is now, with some of its keys `changed`. UserError if it is no JSON object."""
+    """Sign a file as it is now, with some of its keys `changed`. Raises UserError if it is not a JSON object."""
     content = {**_read(path, "correct it"), **changed}
     write_signed(path, {key: value for key, value in content.items() if key != DIGEST})
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole at any moment, and names that are on the disk."""
+"""Files and folders that are complete at any moment, and names that are on the disk."""
 
 import errno
 import json
@@ -14,15 +14,15 @@ from typing import Any, BinaryIO, NamedTuple
 SOURCE = Path(__file__).resolve().parents[1]
 """The folder of Octet's own packages."""
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""What writing to a full disk raises."""
+"""Errors of writing to a full disk."""
 TEMPORARY = ".new"
-"""Ends the names of files that are not whole yet."""
+"""Suffix of files that are not complete yet."""
 _LONGEST_LINE = 1 << 20
 """Bytes that hold a line of metrics."""
 
 
 class Trimmed(NamedTuple):
-    """Numbers of lines that were dropped."""
+    """Numbers of dropped lines."""
 
     later: int
     damaged: int
@@ -42,14 +42,14 @@ def trim(path: Path, last_step: int | None) -> Trimmed:
 
 
 def _belongs(line: bytes, last_step: int | None) -> bool | None:
-    """Whether a line is no later than `last_step`; None: it is damaged."""
+    """Return whether a line is no later than `last_step`, or None if it is damaged."""
     entry = parse_line(line) if line.endswith(b"\n") else None
     return None if entry is None else last_step is None or entry.get("step", 0) <= last_step
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object in a line of a run's JSON-lines file; None if it is damaged: no JSON object, or with a step that is
-    none."""
+    """Return the object in a line of a run's JSON-lines file, or None if it is damaged: no JSON object, or an invalid
+    step."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -61,14 +61,14 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a run's JSON-lines file that have a step; damaged lines, and one that is being written, are passed
-    over."""
+    """Yield the objects of a run's JSON-lines file that have a step. Damaged lines, and one that is being written, are
+    skipped."""
     with path.open("rb") as file:
         yield from (entry for line in file if (entry := parse_line(line)) is not None and "step" in entry)
 
 
 def last_step_in(path: Path) -> int | None:
-    """The step in the last line of a run's JSON-lines file; None if there is no file, or its last line has none."""
+    """Return the step in the last line of a run's JSON-lines file, or None without a file or step."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -79,26 +79,26 @@ def last_step_in(path: Path) -> int | None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that no other program can foresee."""
+    """Return a hidden name beside `path` that no other program can foresee."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, open for writing. FileExistsError if there is anything of that name, a link included."""
+    """Create a file and open it for writing. Raises FileExistsError if the name exists, even as a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def refuse_link(path: Path) -> None:
-    """UserError if `path` is a link: a run's own files are appended to, and what it points to would be written."""
+    """Raise UserError if `path` is a link: a run would write the file that it points to."""
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
     if path.is_symlink():
-        raise UserError(f"{path}: is a link, and a run writes into files of its own; remove it")
+        raise UserError(f"{path}: is a link, and a run writes into files and folders of its own; remove it")
 
 
 def open_own(path: Path, flags: int = os.O_WRONLY | os.O_APPEND) -> int:
-    """A descriptor of a run's own file, which is made if need be. UserError if it is a link."""
+    """Return a descriptor of a run's own file, which is created if missing. Raises UserError if it is a link."""
     try:
         return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -108,14 +108,14 @@ def open_own(path: Path, flags: int = os.O_WRONLY | os.O_APPEND) -> int:
 
 
 def delete_temporary(folder: Path) -> None:
-    """Delete what `replace_file` leaves in a folder when it is killed. The caller has the folder for itself."""
+    """Delete what `replace_file` leaves in a folder when it is killed. The caller has exclusive use of the folder."""
     for path in folder.glob(f".*{TEMPORARY}"):
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write a file, in one piece or several, so that there is the old one or the new one at any moment. OSError names
+    """Write a file, in one piece or several, so that the old or the new one exists at any moment. Raises OSError naming
     it."""
     temporary = temporary_name(path)
     try:
@@ -126,13 +126,14 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # on a full disk, what is there of it would be in the way
+        with suppress(OSError):  # on a full disk, the partial file would be in the way
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_new(out: Path) -> Path:
-    """Where `new_folder` writes what becomes `out`. UserError if one of the two exists."""
+    """Return the folder into which `new_folder` writes what becomes `out`. Raises UserError if one of the two
+    exists."""
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
     partial = out.with_name(out.name + ".partial")
@@ -146,7 +147,8 @@ def check_new(out: Path) -> Path:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, OUT.partial, which is renamed to `out` when the block is done and removed if it fails."""
+    """Yield a folder to write into, OUT.partial. It is renamed to `out` when the block ends, and removed if it
+    fails."""
     partial = check_new(out)
     partial.mkdir(parents=True)
     try:
@@ -156,7 +158,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in FULL:  # which does not say where
+        if isinstance(error, OSError) and error.errno in FULL:  # which does not name the file
             raise OSError(error.errno, error.strerror, str(out)) from error
         raise
 

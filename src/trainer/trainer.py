@@ -5,13 +5,14 @@
     1  tokens from the loader, one cursor for the whole run
     2  microbatches: forward, backward, gradients summed in FP32; each rank has its part of them
     3  the verdict, the same on all ranks: are losses, gradients and every amax of the step finite?
-    4  masters, moments, learning rate, router biases and amax histories commit or drop together, on the device
+    4  masters, moments, learning rate, router biases and amax histories are committed or skipped together, on the
+       device
     5  at intervals: metrics, evaluation, a checkpoint
-    6  too many dropped steps in a row: back to a checkpoint, and over the data that they read
+    6  too many skipped steps in a row: back to a checkpoint, and past the data that they read
 
 `step` counts attempts: it names checkpoints and drives cadence, `max_steps` and the learning rate's decay.
-`guard.committed` counts the steps that changed something and drives its warm-up. The data moves on in either case.
-Batch, sequence length and weights of losses are those of the step's phase (`trainer.config.timeline`).
+`guard.committed` counts committed steps and drives the warm-up. The data advances in either case. Batch, sequence
+length and loss weights are those of the step's phase (`trainer.config.timeline`).
 """
 
 import signal
@@ -27,7 +28,7 @@ from precision.errors import RunError
 from trainer.build import Run, build
 from trainer.config import Config
 from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
-from trainer.data import bigram_loss, validation_batches
+from trainer.data import validation_batches
 from trainer.forecast.memory import forecast, what_grew
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
@@ -42,12 +43,13 @@ from trainer.step.train_step import StepResult, train_step
 
 @dataclass
 class Summary:
-    """What a finished run amounts to. Losses in nats per token; memory in GiB."""
+    """Result of a finished run. Losses in nats per token; memory in GiB."""
 
     folder: Path
     step: int
     validation_loss: float
-    bigram_loss: float
+    bigram_loss: float | None
+    """None if the data was prepared without it."""
     tokens_per_second: float
     peak_memory_gib: float
     skipped_steps: int
@@ -60,14 +62,14 @@ class Trainer:
         self.run: Run = build(config, overrides or [], world or World(pick_device(config.trainer.device)))
         self.config = self.run.config
         self.step = self.run.folder.first_step
-        self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # and the windows that the step was given
+        self._verdicts: list[tuple[Verdict, np.ndarray]] = []  # with the windows of each step
         self._latest: StepResult | None = None
         self._timeline = Timeline(self.config.trainer)
         self._now: tuple[Stretch, LossWeights] | None = None
         self._throughput = Throughput(0.0, self.run.world.device)
 
     def train(self) -> Summary:
-        """Run to `max_steps`, or until a signal or too many dropped steps end it. Returns the outcome."""
+        """Run to `max_steps`, or until a signal or too many skipped steps end it. Returns the result."""
         config, run, error = self.config, self.run, None
         validation_loss, timeline, max_steps = None, self._timeline, self._timeline.steps
         try:
@@ -97,10 +99,10 @@ class Trainer:
                             continue
                         if self.step < max_steps and timeline.due(self.step, config.eval.every):
                             self.evaluate(at_end=False)
-                        if last or (saves and not run.ladder.streak):  # in a row nothing has changed
+                        if last or (saves and not run.ladder.streak):  # in a streak nothing has changed
                             with run.world.rank_group.phase("copying a checkpoint"):
                                 run.save(self.step)
-                        if self.step == max_steps and not stop.received:  # long: what was trained is safe by then
+                        if self.step == max_steps and not stop.received:  # it takes long: save the training first
                             validation_loss = self.evaluate(at_end=True, stop=stop)
                 return self._finish(stop, validation_loss)
         except torch.OutOfMemoryError as raised:
@@ -115,12 +117,12 @@ class Trainer:
             run.close(error)
 
     def _enter(self) -> None:
-        """Before a step: its shape and weights of losses, where they are not those of the step before."""
+        """Set shape and loss weights before a step, if they differ from the step before."""
         shape, run = self._timeline.at(self.step), self.run
         now = shape, self._timeline.weights(self.step)
         if now == self._now:
             return
-        self._review()  # of steps that had the shape before
+        self._review()  # of steps with the shape before
         run.engine.enter(*now, self._now)
         run.health.batch, run.health.microbatch = shape.batch, shape.microbatch
         run.diagnosis.microbatch_size = shape.microbatch
@@ -146,20 +148,21 @@ class Trainer:
         self._verdicts.append((result.verdict, self.run.loader.served))
         if (
             engine.device.type == "cpu"
-        ):  # nothing to wait for: say at once what the host would otherwise learn at the next log
+        ):  # nothing to wait for: report at once what the host would otherwise learn at the next log
             self._review()
 
     def _is_logged(self, step: int) -> bool:
-        """Whether a step is logged, as far as is known before it: the one after which a signal ends the run is, too."""
+        """Return whether a step is logged, as far as is known before it. The one after which a signal ends the run is,
+        too."""
         at_an_end = step in (1, self._timeline.steps)
         return at_an_end or self._timeline.due(step, self.config.logging.every) or self.run.health.due(step)
 
     @torch.no_grad()
     def evaluate(self, at_end: bool, stop: StopSignals | None = None) -> float:
-        """Mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
+        """Return the mean language-model loss over validation windows, nats per token; logged as `loss/validation`.
 
         at_end: over `eval.at_end` of them, else over `eval.batches` microbatches, spread evenly over the files. stop:
-        of the end of a run, where no step comes that could heed a signal: it is reported.
+        signals at the end of a run, where no later step could react to one: it is reported.
         """
         r, e = self.run, self.run.engine
         shape = self._timeline.at(max(self.step, 1))
@@ -181,7 +184,7 @@ class Trainer:
         return loss
 
     def _review(self) -> None:
-        """Read the verdicts of the steps since the last review; report dropped ones, and pass them to the ladder."""
+        """Read the verdicts of the steps since the last review, report skipped ones, and pass them to the ladder."""
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         self._make_room([verdict for verdict, _ in verdicts])
@@ -208,13 +211,14 @@ class Trainer:
                 self.run.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
 
     def _make_room(self, verdicts: list[Verdict]) -> None:
-        """For tokens on their way to experts, as the steps since the last review needed it. All ranks do the same."""
+        """Adapt the room for tokens on their way to experts to the steps since the last review. All ranks do the
+        same."""
         slots, fills = self.run.engine.model.slots, [v.fill for v in verdicts if v.fill is not None]
         if slots is not None and fills:
             slots.fit(float(torch.stack(fills).max()))
 
     def _log(self) -> None:
-        """One line of metrics, in one copy from the device."""
+        """Log one line of metrics, in one copy from the device."""
         r, e = self.run, self.run.engine
         latest = self._latest
         assert latest is not None
@@ -237,7 +241,7 @@ class Trainer:
             r.sinks.event("alert", self.step, alert.message, **alert.what())
 
     def _out_of_memory(self) -> RunError:
-        """What to say when a GPU is full: what fills it, against the forecast."""
+        """Return the error for a full GPU: what fills it, against the forecast."""
         e = self.run.engine
         degrees = resolve(self.config.parallel, self.run.world.size)
         total = torch.cuda.get_device_properties(e.device).total_memory
@@ -245,7 +249,7 @@ class Trainer:
         return RunError(what_grew(expected, torch.cuda.max_memory_allocated(e.device), total))
 
     def _finish(self, stop: StopSignals, validation_loss: float | None) -> Summary:
-        """Wait for what is still being written; say the run's result."""
+        """Wait for pending writes, and report the run's result."""
         r = self.run
         lost = r.finish_saving(self.step)
         if stop.received:
@@ -263,7 +267,7 @@ class Trainer:
             folder=r.folder.path,
             step=self.step,
             validation_loss=validation_loss,
-            bigram_loss=r.world.on_first(lambda: bigram_loss(r.data.train, r.data.validation), "bigrams"),
+            bigram_loss=r.data.bigram_loss,
             tokens_per_second=self._throughput.median,
             peak_memory_gib=peak_memory_gib(r.engine.device),
             skipped_steps=int(r.engine.guard.skipped),

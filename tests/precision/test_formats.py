@@ -67,7 +67,7 @@ def test_halfway_cases_go_to_the_even_code(fmt: Format) -> None:
 def test_every_code_reads_back_exactly(fmt: Format) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
     read, truth = fp8_values(codes), codes.to(torch.float64)
-    assert read.dtype == torch.bfloat16
+    assert read.dtype == torch.float32  # on a CPU
     assert torch.equal(read.isnan(), truth.isnan())
     assert torch.equal(read.double().nan_to_num(nan=0.0), truth.nan_to_num(nan=0.0))
     numbers = ~truth.isnan()

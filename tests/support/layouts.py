@@ -25,7 +25,7 @@ from trainer.parallel.gather import Fp8GatherFormat, GatherFormat
 from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
-STEPS = 6
+STEPS = 4
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={STEPS}", "optim.warmup_steps=2"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=32", "optim.lr=5e-4"]
 RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "data=text", "data.path=."]

@@ -4,19 +4,19 @@
     python scripts/bench/rivals/compare.py --gpus 2 --ours bf16,fp8_delayed --theirs bf16,delayed
     python scripts/bench/rivals/compare.py model.num_layers=9 model.vocab_size=102400
 
-Each contestant runs in processes of its own, one after the other, in the order of the table, and again in each of
-`--repeat` passes; the median counts. A step is forward, backward, clipping, AdamW and whatever the casts need; tokens
-lie on the GPU. Experts get equal numbers of tokens on both sides. Master weights, moments and gradients are FP32,
-compute weights BF16, both without recomputation. Several GPUs share masters and moments: Octet by FSDP, Megatron-core
-by its distributed optimizer. KEY=VALUE changes our config, and theirs as far as the model goes.
+Each contestant runs in its own processes, one after the other, in the order of the table, and again in each of
+`--repeat` passes; the median counts. A step is forward, backward, clipping, AdamW and the work of the casts; tokens are
+on the GPU. Experts get equal numbers of tokens on both sides. Master weights, moments and gradients are FP32, compute
+weights BF16, both without recomputation. Several GPUs share masters and moments: Octet by FSDP, Megatron-core by its
+distributed optimizer. KEY=VALUE changes our config, and theirs as far as the model goes.
 
-    tokens/s      of a GPU, all ranks waited for
+    tokens/s      of a GPU, waiting for all ranks
     TF/s          by Octet's formula (docs/benchmarks.md) for both
     x their best  times the tokens/s of the fastest Megatron-core run in the table
-    loss          of the first and the last step: both learn the same tokens by heart
+    loss          of the first and the last step: both memorise the same tokens
 
-Megatron-core: pip install --no-deps megatron-core==0.19.2, and Transformer Engine 2.20.2; `megatron_core.py` lists what
-is switched on.
+Megatron-core: pip install --no-deps megatron-core==0.19.2, and Transformer Engine 2.20.2; `megatron_core.py` lists its
+enabled options.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from typing import Any
 from precision.errors import RunError, UserError
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # what all benches share
+sys.path.insert(0, str(HERE.parent))  # shared by all benches
 
 import measure  # noqa: E402
 import torch  # noqa: E402
@@ -53,7 +53,7 @@ GIB = 2**30
 
 
 def main() -> int:
-    """Exit code, as train.py's."""
+    """Return the exit code, as train.py does."""
     return guarded(run)
 
 
@@ -99,7 +99,7 @@ def run() -> None:
 
 
 def one(who: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Start a contestant's processes; what they measured."""
+    """Start a contestant's processes and return their measurements."""
     if who == "megatron-core" and "missing" in (_version("megatron-core"), _version("transformer_engine")):
         raise RunError("it wants megatron-core 0.19.2 and Transformer Engine 2.20.2; pip install them")
     overrides = our_overrides(precision if who == "octet" else "bf16", options)
@@ -126,7 +126,7 @@ def one(who: str, precision: str, options: argparse.Namespace) -> dict[str, Any]
 
 
 def our_overrides(recipe: str, options: argparse.Namespace) -> list[str]:
-    """The command line of train.py that is this work."""
+    """Return the arguments of train.py for this work."""
     layout = ["parallel=fsdp"] if options.gpus > 1 else []
     sizes = [
         f"trainer.sequence_length={options.length}",
@@ -138,7 +138,7 @@ def our_overrides(recipe: str, options: argparse.Namespace) -> list[str]:
 
 
 def work_of(overrides: list[str], precision: str, options: argparse.Namespace, result: Path) -> tuple[Work, Path]:
-    """The work of a contestant, its shape as our config has it; and where its result will be."""
+    """Return the work of a contestant, with the shape of our config, and the path of its result."""
     from models.flops import flops_per_token
     from trainer.config import load
 
@@ -152,7 +152,7 @@ def work_of(overrides: list[str], precision: str, options: argparse.Namespace, r
 
 
 def row(name: tuple[str, str], found: list[dict[str, Any]], speed: float, best: float | None) -> dict[str, str]:
-    """A line of the table."""
+    """Return a line of the table."""
     first = found[0]
     return {
         "system": name[0],

@@ -1,11 +1,11 @@
 """Megatron-core's side of `compare.py`: its GPT model, distributed optimizer and schedule, with its fast paths on.
 
 On: grouped GEMMs, fused RoPE, permutation, router and cross entropy, FP32 gradients accumulated by the GEMMs and
-reduced in the background, cuDNN attention. No recomputation. Two of its own ways are changed, so that both sides do the
-same work: the queries of MLA without a latent get no norm of their own, and experts are dealt out in turn, as
+reduced in the background, cuDNN attention. No recomputation. Two of its behaviours are changed, so that both sides do
+the same work: queries of MLA without a latent get no norm of their own, and experts are assigned in turn, as
 `model.force_balanced_routing` does, not by random logits.
 
-Wants Megatron-core 0.19.2 and Transformer Engine 2.20.2.
+Requires Megatron-core 0.19.2 and Transformer Engine 2.20.2.
 """
 
 import importlib
@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def stand_in_for_apex() -> None:
-    """The weight gradient that is added to an FP32 buffer is a kernel of APEX; the same GEMM with beta = 1 by
-    Transformer Engine takes its place. The head alone uses it."""
+    """Replace the kernel of APEX that adds a weight gradient to an FP32 buffer: by Transformer Engine's GEMM with beta
+    = 1. Only the head uses it."""
     module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
 
@@ -62,7 +62,7 @@ def stand_in_for_apex() -> None:
 
 
 def plain_queries() -> None:
-    """Version 0.19 normalises what the query projection reads a second time where queries have no latent."""
+    """Remove the second norm of the query projection's input, which version 0.19 adds if queries have no latent."""
     resolver = importlib.import_module("megatron.core.transformer.mla_qk_norm_config").QKNormConfigResolver
     linear = importlib.import_module("megatron.core.extensions.transformer_engine").TEColumnParallelLinear
     resolve = resolver.resolve
@@ -74,7 +74,7 @@ def plain_queries() -> None:
 
 
 def deal_out(chosen: int) -> None:
-    """Token t goes to experts t K, t K + 1, ... modulo E. Scores keep a trace of the logits: the router learns."""
+    """Send token t to experts t K, t K + 1, ... modulo E. Scores keep a trace of the logits: the router learns."""
 
     class InTurn(torch.autograd.Function):
         @staticmethod
@@ -94,7 +94,7 @@ def deal_out(chosen: int) -> None:
 
 
 def model_config(work: Work) -> Any:
-    """Its config of our model's shape."""
+    """Return its config of our model's shape."""
     m = work.model
     enums = importlib.import_module("megatron.core.transformer.enums")
     make = importlib.import_module("megatron.core.transformer.transformer_config").MLATransformerConfig
@@ -114,7 +114,7 @@ def model_config(work: Work) -> Any:
         ffn_hidden_size=m["intermediate_size"], kv_channels=m["v_head_dim"],
         q_lora_rank=m["q_lora_rank"], kv_lora_rank=m["kv_lora_rank"], qk_head_dim=m["qk_nope_head_dim"],
         qk_pos_emb_head_dim=m["qk_rope_head_dim"], v_head_dim=m["v_head_dim"],
-        rope_type="yarn", rotary_scaling_factor=40, mscale=0.707, mscale_all_dim=0.707,  # its fused RoPE has no other
+        rope_type="yarn", rotary_scaling_factor=40, mscale=0.707, mscale_all_dim=0.707,  # fused RoPE has no other
         original_max_position_embeddings=work.length,
         normalization="RMSNorm", layernorm_epsilon=m["rms_norm_eps"], qk_layernorm=True, add_bias_linear=False,
         gated_linear_unit=True, activation_func=F.silu, hidden_dropout=0.0, attention_dropout=0.0,
@@ -134,7 +134,7 @@ def model_config(work: Work) -> Any:
 
 
 def build(config: Any, work: Work) -> tuple[Any, Any]:
-    """Model and optimizer, data parallel: masters, moments and reduction of gradients shared by the ranks."""
+    """Return model and optimizer, data parallel: ranks share masters, moments and the reduction of gradients."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     parallel = importlib.import_module("megatron.core.distributed")
     optimizers = importlib.import_module("megatron.core.optimizer")
@@ -162,7 +162,7 @@ def build(config: Any, work: Work) -> tuple[Any, Any]:
 
 
 def stepper(config: Any, model: Any, optimizer: Any, work: Work, rank: int, world: int, device: torch.device) -> Any:
-    """A whole training step as a function."""
+    """Return a whole training step as a function."""
     run = importlib.import_module("megatron.core.pipeline_parallel.schedules").forward_backward_no_pipelining
     batch = work.tokens(rank, world).to(device)
     tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

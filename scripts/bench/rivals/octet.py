@@ -11,7 +11,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 def run(rank_group: RankGroup) -> None:
-    """Build and measure; the overrides of the command line are train.py's."""
+    """Build and measure. The command line has overrides of train.py."""
     launch = rank_group.board(os.environ)
     (job,) = compose(CONFIGS, launch)
     import torch

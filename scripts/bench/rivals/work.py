@@ -1,4 +1,4 @@
-"""What the contestants of `compare.py` share: the work, its tokens, and how it is timed."""
+"""Common code of the contestants of `compare.py`: the work, its tokens, and its timing."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 WORK = "RIVALS_WORK"
-"""Environment variable: the file with a contestant's work."""
+"""Environment variable: path of the file with a contestant's work."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A shape and what is done with it, the same for every contestant.
+    """A shape and the work on it, the same for every contestant.
 
     model: fields of `models.ModelConfig`. precision: in the contestant's own words. sequences: of a GPU and step, one
-    microbatch. result: file for what was measured.
+    microbatch. result: file for the measurements.
     """
 
     model: dict[str, Any]
@@ -35,15 +35,15 @@ class Work:
 
     @classmethod
     def read(cls) -> "Work":
-        """That of this process."""
+        """Read the work of this process."""
         return cls(**json.loads(Path(os.environ[WORK]).read_text()))
 
     def write(self, file: Path) -> None:
-        """For a contestant to read."""
+        """Write the work for a contestant."""
         file.write_text(json.dumps(asdict(self)))
 
     def tokens(self, rank: int, world: int) -> torch.Tensor:
-        """[sequences, length + 1] of one rank, on the host: its rows of a batch that no framework draws."""
+        """Return [sequences, length + 1] of one rank, on the host: its rows of a batch that no framework draws."""
         size = world * self.sequences, self.length + 1
         batch = torch.randint(self.model["vocab_size"], size, generator=torch.Generator().manual_seed(7))
         return batch[rank * self.sequences : (rank + 1) * self.sequences]
@@ -60,7 +60,7 @@ class Work:
             _wait(barrier)
             began = time.perf_counter()
             losses += [step() for _ in range(self.steps)]
-            _wait(barrier)  # for the slowest rank
+            _wait(barrier)  # wait for the slowest rank
             seconds.append((time.perf_counter() - began) / self.steps)
         if rank == 0:
             found = {
@@ -74,7 +74,7 @@ class Work:
 
 
 def _wait(barrier: Callable[[], object]) -> None:
-    """For this GPU, and for the other ranks'."""
+    """Wait for this GPU, and for the other ranks'."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     barrier()

@@ -1,9 +1,9 @@
-"""Backends compute GEMMs. One interface; the plan chooses the backend of an op.
+"""Backends compute GEMMs behind one interface; the plan chooses the backend of an op.
 
-`reference` is plain PyTorch on any device and the definition of right; the others are tested against it. What a backend
-must offer: `precision.backends.interface`. A backend is imported when an op first asks for it: `cuda` needs Triton, and
-machines without a GPU have none. `transformer_engine` is no object behind this interface: it serves whole layers with
-modules of its own (`precision.backends.transformer_engine`).
+`reference` is plain PyTorch on any device and defines the correct result; the others are tested against it.
+`precision.backends.interface` defines the interface. A backend is imported when an op first requests it: `cuda` needs
+Triton, which machines without a GPU lack. `transformer_engine` is not behind this interface: it serves whole layers
+with its own modules (`precision.backends.transformer_engine`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _ON_DEMAND = {"cuda": ("precision.backends.cuda", "CudaBackend")}  # name: (modu
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name; imported on first use."""
+    """Return the backend of that name, importing it on first use."""
     if name not in _BACKENDS:
         module, cls = _ON_DEMAND[name]
         _BACKENDS[name] = getattr(import_module(module), cls)()
@@ -29,7 +29,7 @@ def get_backend(name: str) -> Backend:
 
 @contextmanager
 def replaced(name: str, backend: Backend) -> Iterator[None]:
-    """While inside, another object answers to a backend's name: one that records what passes, for audits."""
+    """Replace a backend by another object inside the context, for example by one that records calls for audits."""
     original, _BACKENDS[name] = get_backend(name), backend
     try:
         yield

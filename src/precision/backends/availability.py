@@ -1,12 +1,12 @@
-"""Which backend can serve on this machine, and what it refuses: asked by the plan, before anything is built.
+"""Which backends work on this machine, and what they refuse. The plan calls this before anything is built.
 
     reference            everywhere
-    cuda                 Hopper (sm_90): its kernels are written for those tensor cores and nothing else; not where the
-                         self-test has found its casts wrong; linears and experts each by themselves
+    cuda                 Hopper (sm_90): its kernels are written for those tensor cores only; not where the self-test
+                         has found its casts wrong; linears and experts are judged separately
     transformer_engine   Transformer Engine 2.20 or later, a GPU with FP8 (sm_89, blocks sm_90), and a scaling out of
                          DelayedScaling, Float8CurrentScaling and Float8BlockScaling
 
-And on any GPU, whether Triton can build what starts kernels. Each function returns None, or in a few words why not.
+On any GPU it also checks whether Triton can build its launcher. Each function returns None, or a short reason.
 """
 
 import functools
@@ -29,7 +29,7 @@ TE_OLDEST, TE_INSTALL = (2, 20), "pip install 'octet[te]'"
 
 
 def cuda_problem(gpu: Gpu | None) -> str | None:
-    """Why the `cuda` backend cannot serve here."""
+    """Return why the `cuda` backend cannot run here, or None."""
     if gpu is None:
         return "it needs a Hopper GPU (sm_90) and there is no GPU"
     if gpu.capability != HOPPER:
@@ -38,25 +38,25 @@ def cuda_problem(gpu: Gpu | None) -> str | None:
 
 
 def wrong_products(groups: int) -> str | None:
-    """Why the `cuda` backend cannot serve GEMMs of a linear (groups 1), or of experts."""
+    """Return why the `cuda` backend cannot run GEMMs of a linear (groups 1), or of experts."""
     return wrong_kernels(EXPERTS if groups > 1 else GEMMS)
 
 
 def wrong_kernels(op: str) -> str | None:
-    """What the self-test found."""
+    """Return the self-test's finding about these kernels, or None."""
     return f"its kernels for {op} are wrong here: {refused[op]}" if op in refused else None
 
 
 @functools.cache
 def build_problem() -> str | None:
-    """Why Triton cannot build what starts its kernels, with the fix: it calls a C compiler (CC, gcc or clang), which
-    wants Python's headers."""
+    """Return why Triton cannot build its launcher, with the fix: it calls a C compiler (CC, gcc or clang), which needs
+    Python's headers."""
     if find_spec("triton") is None:
         return None
     compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     if compiler is None:
         return "Triton builds kernels with a C compiler, and there is none; install gcc or clang, or set CC"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as in Triton, for Debian
     command = [compiler, f"-I{sysconfig.get_paths(scheme)['include']}", "-E", "-x", "c", "-o", os.devnull, "-"]
     try:
         done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=False)
@@ -69,7 +69,7 @@ def build_problem() -> str | None:
 
 
 def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
-    """Why `transformer_engine` cannot serve here; with the fix where it is an installation."""
+    """Return why `transformer_engine` cannot run here, with the fix if it is not installed."""
     if gpu is None:
         return "Transformer Engine needs a GPU and there is none"
     oldest = (9, 0) if scaling.granularity is Granularity.block else (8, 9)
@@ -79,14 +79,14 @@ def te_problem(gpu: Gpu | None, scaling: ScalingConfig) -> str | None:
 
 
 def te_scaling(scaling: ScalingConfig) -> ScalingConfig:
-    """What Transformer Engine is asked for: it has no scales per row, so these are per tensor there."""
+    """Return the scaling for Transformer Engine: it has no scales per row, so these become per tensor."""
     if scaling.granularity is Granularity.row:
         return replace(scaling, granularity=Granularity.tensor)
     return scaling
 
 
 def te_refusal(scaling: ScalingConfig) -> str | None:
-    """Why Transformer Engine has no recipe for a scaling, naming the key."""
+    """Return why Transformer Engine has no recipe for a scaling, naming the key."""
     where = "precision.scaling"
     if scaling.granularity is Granularity.row:
         return f"Transformer Engine has no {where}.granularity=row; set tensor or block"
@@ -101,7 +101,7 @@ def te_refusal(scaling: ScalingConfig) -> str | None:
 
 @functools.cache
 def te_missing() -> str | None:
-    """Why Transformer Engine cannot be imported. Imports it."""
+    """Return why Transformer Engine cannot be imported. Imports it."""
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:
@@ -110,7 +110,7 @@ def te_missing() -> str | None:
         return f"Transformer Engine {found} is too old, 2.20 is needed; {TE_INSTALL}"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # whatever its libraries say: ImportError, OSError, RuntimeError, AssertionError
+    except Exception as error:  # its libraries raise many: ImportError, OSError, RuntimeError, AssertionError
         reason = " ".join(str(error).split())[:200]
         return f"Transformer Engine {found} cannot be imported ({type(error).__name__}: {reason}); {TE_INSTALL}"
     return None

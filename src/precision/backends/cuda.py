@@ -1,15 +1,15 @@
-"""The cuda backend: Hopper's FP8 tensor cores (sm_90), fed by kernels that cast once.
+"""The cuda backend: Hopper's FP8 tensor cores (sm_90), with kernels that cast each tensor once.
 
     granularity   Linear                                       GroupedLinear
     any FP8       torch._scaled_mm (cuBLAS)                     kernels.grouped_gemm
     BF16          torch.mm                                      torch._grouped_mm
 
-Operands are what `reference` makes of the same numbers, with two differences of layout: a weight's `data_t` is stored
-transposed (contiguous along what the input gradient sums over), and an output gradient comes with a transposed copy. x
-is kept as FP8 rows and transposed in the backward pass.
+Operands equal those of `reference` for the same numbers, with two differences of layout: a weight's `data_t` is stored
+transposed (contiguous along the input gradient's sum), and an output gradient comes with a transposed copy. x is saved
+as FP8 rows and transposed in the backward pass.
 
-A `GroupedLinear` by itself takes rows without gaps and moves them into tiles and back; `precision.ffn` keeps the rows
-of a whole expert layer in tiles and needs no such moves.
+A `GroupedLinear` on its own takes rows without gaps and moves them into tiles and back. `precision.ffn` holds the rows
+of a whole expert layer in tiles and avoids these moves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["CudaBackend", "cast_of", "ffn_ops"]  # ffn_ops registers the operato
 
 
 def cast_of(recipe: GemmRecipe, fmt: Format) -> Cast:
-    """How tensors of a recipe are cast into `fmt`."""
+    """Return how tensors of a recipe are cast into `fmt`."""
     scaling = recipe.scaling
     return Cast(fmt, MODES[scaling.granularity], recipe.delayed, scaling.margin, scaling.power_of_two)
 
@@ -52,7 +52,7 @@ class CudaBackend:
         recipe: GemmRecipe,
         place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape and its inverse scales; records the amax. (The operator calls the observer.)"""
+        """Return FP8 data of x's shape and its inverse scales; record the amax. (The operator calls the observer.)"""
         data, inv = ops.cast(x.reshape(-1, x.shape[-1]), scale_row, amax_row, cast_of(recipe, fmt).text, place)
         data, inv = data.view(x.shape), inv.unflatten(0, x.shape[:-1]) if inv.dim() else inv
         if is_observed():
@@ -62,7 +62,7 @@ class CudaBackend:
     def quantize_grad(
         self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
     ) -> GradOperand:
-        """dy [R, N] in FP8 with its transposed copy, in one pass where scales allow it."""
+        """Return dy [R, N] in FP8 with its transposed copy, in one pass where scales allow it."""
         how = cast_of(recipe, recipe.grad).text
         data, inv, data_t, inv_t = ops.cast_transposed(dy, scale_row, amax_row, how, place)
         if is_observed():
@@ -78,7 +78,7 @@ class CudaBackend:
         recipe: GemmRecipe,
         out: WeightOperand | None,
     ) -> WeightOperand:
-        """FP8 of BF16(master) and its transposed copy, seen as [(G,) N, K] both."""
+        """Return BF16(master) in FP8 and its transposed copy, both viewed as [(G,) N, K]."""
         into = None
         if out is not None:
             assert out.scale_inv is not None and out.data_t is not None and out.copy_scale_inv is not None
@@ -89,7 +89,7 @@ class CudaBackend:
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
+        """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
         how = cast_of(recipe.under_given_scale, fmt)
         data, inv, _, _ = cast_weight(part, scale, amax_row, how, None, transposed=False)
         return data, inv
@@ -97,7 +97,7 @@ class CudaBackend:
     def weight_operand(
         self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
     ) -> WeightOperand:
-        """The operand of a weight in FP8, with its transposed copy."""
+        """Return the operand of a weight in FP8, with its transposed copy."""
         if out is None:
             inv_t = None if recipe.scales_tensors else scale_inv.mT.contiguous()
             out = WeightOperand(data, scale_inv, data.new_empty(data.mT.shape).mT, inv_t)
@@ -111,11 +111,11 @@ class CudaBackend:
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        """y [R, N] in recipe.output's dtype."""
+        """Return y [R, N] in recipe.output's dtype."""
         return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe)
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
-        """dx [R, K] in recipe.output's dtype."""
+        """Return dx [R, K] in recipe.output's dtype."""
         if dy.scale_inv is None or weight.data_t is None:
             return self._nt(dy.data, None, weight.data.mT, None, offsets, recipe)
         return self._nt(dy.data, dy.scale_inv, weight.data_t.mT, weight.copy_scale_inv, offsets, recipe)
@@ -129,7 +129,8 @@ class CudaBackend:
         recipe: GemmRecipe,
         out: torch.dtype,
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G], in `out` (torch's grouped BF16 product knows BF16 only)."""
+        """Return dw [N, K], or [G, N, K] for offsets [G], in `out` (torch's grouped BF16 product supports only
+        BF16)."""
         if dy.data_t is None or dy.scale_inv_t is None or x_inv is None:
             if offsets is not None:
                 return _grouped_mm(dy.data.t(), x, offs=offsets).to(out)
@@ -153,7 +154,7 @@ class CudaBackend:
         offsets: Tensor | None,
         recipe: GemmRecipe,
     ) -> Tensor:
-        """a [R, K] times w [(G,) N, K]^T, both contiguous along K."""
+        """Multiply a [R, K] by w [(G,) N, K]^T, both contiguous along K."""
         out = recipe.output.dtype
         if a_inv is None or w_inv is None:
             if offsets is not None:

@@ -1,19 +1,19 @@
-"""Matrix products of the reference backend: one product, or one for each group of rows. Sums are FP32.
+"""Matrix products of the reference backend: one product, or one per group of rows. Sums are FP32.
 
-`out` is the dtype of the result, rounded once from the FP32 sum. A caller that scales the result asks for FP32.
+`out` is the dtype of the result, rounded once from the FP32 sum. A caller that scales the result requests FP32.
 
-On a CPU operands are multiplied in FP32: BF16 and FP8 numbers are exact there and so are their products, every CPU has
-FP32 instructions, and a CPU without BF16 ones takes ten times as long in BF16. On a GPU the tensor cores sum BF16
-products in FP32. Grouped BF16 products are torch's grouped GEMM, with offsets that stay on the device; it writes BF16,
-in rows of 16 bytes. Others are multiplied group by group, which waits for the offsets to reach the host. Groups on a
-CPU are multiplied in slices of few different sizes, because oneDNN generates code for each new number of rows. These
-are opaque operators, so that compiled graphs compute the same bits.
+On a CPU operands are multiplied in FP32: it holds BF16 and FP8 numbers and their products exactly, every CPU has FP32
+instructions, and a CPU without BF16 ones takes ten times as long in BF16. On a GPU the tensor cores sum BF16 products
+in FP32. Grouped BF16 products use torch's grouped GEMM, with offsets that stay on the device; it writes BF16, in rows
+of 16 bytes. Others are multiplied group by group, which waits for the offsets to reach the host. Groups on a CPU are
+multiplied in slices of few different sizes, because oneDNN generates code for each new number of rows. These are opaque
+operators, so that compiled graphs compute the same bits.
 
 `fast` emulates a Hopper GPU's FP8 tensor cores, which do not sum in FP32. Each multiplication of a matrix instruction
-adds 32 products to the accumulator: all 33 numbers are cut, towards zero, to 14 bits from the leading bit of the
-largest, and added. So a sum of one sign comes out too small, by more the longer it is. DeepSeek-V3's report (3.3.2)
-gives 14 bits; where they are cut was found by comparing with `scripts/bench/sums.py` on an H200. `promoted`: partial
-sums of so many products are added up in FP32, as FP32 accumulation does it on that GPU, every 128.
+adds 32 products to the accumulator: all 33 numbers are truncated to 14 bits from the leading bit of the largest, and
+added. So a sum of one sign is too small, and more so the longer it is. DeepSeek-V3's report (3.3.2) gives 14 bits; the
+position of the truncation was found by comparison with `scripts/bench/sums.py` on an H200. `promoted`: partial sums of
+so many products are added in FP32, as FP32 accumulation does on that GPU, every 128.
 
 R rows, G groups; offsets [G] int32: where each group's rows end, the last is R.
 """
@@ -24,16 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ELEMENTS = 8  # of BF16 in 16 bytes
+_ELEMENTS = 8  # BF16 numbers in 16 bytes
 _INSTRUCTION = 32  # products that one FP8 matrix instruction adds (wgmma: k32)
-_FRACTION = 13  # bits that are kept behind the leading bit of the largest addend
+_FRACTION = 13  # bits after the leading bit of the largest addend
 _NUMBERS = 1 << 22  # products that the emulation holds at a time
-torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # cuBLAS may else round parts of a sum
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False  # else cuBLAS may round parts of a sum
 _grouped_mm = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]  (torch has no public name for it yet)
 
 
 def matmul(a: Tensor, w: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False) -> Tensor:
-    """a [R, K], w [K, N], or [G, K, N] with offsets -> [R, N]."""
+    """Multiply a [R, K] by w [K, N], or by [G, K, N] with offsets; return [R, N]."""
     if offsets is None:
         return _truncated(a, w).to(out) if fast else _mm(a, w, out)
     if fast or _one_by_one(a, w, out):
@@ -42,7 +42,7 @@ def matmul(a: Tensor, w: Tensor, offsets: Tensor | None, out: torch.dtype, fast:
 
 
 def matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None, out: torch.dtype, fast: bool = False) -> Tensor:
-    """a [R, N], b [R, K] -> a^T b [N, K], or with offsets that of each group's rows, [G, N, K]."""
+    """Return a^T b [N, K] of a [R, N], b [R, K], or with offsets one per group of rows, [G, N, K]."""
     if offsets is None:
         return _truncated(a.t(), b).to(out) if fast else _mm(a.t(), b, out)
     if fast or _one_by_one(a, b, out):
@@ -51,7 +51,8 @@ def matmul_over_rows(a: Tensor, b: Tensor, offsets: Tensor | None, out: torch.dt
 
 
 def truncated_matmul(a: Tensor, w: Tensor, promoted: int | None = None) -> Tensor:
-    """a [R, K], w [K, N] -> [R, N] FP32, summed as a Hopper GPU's FP8 tensor cores do; see the module docstring."""
+    """Return a [R, K] w [K, N] as [R, N] FP32, summed as a Hopper GPU's FP8 tensor cores do; see the module
+    docstring."""
     total = torch.zeros(a.shape[0], w.shape[1], device=a.device)
     length = a.shape[1] if promoted is None else promoted
     rows = max(1, _NUMBERS // (_INSTRUCTION * max(1, w.shape[1])))
@@ -64,7 +65,7 @@ def truncated_matmul(a: Tensor, w: Tensor, promoted: int | None = None) -> Tenso
 
 
 def _accumulated(a: Tensor, w: Tensor) -> Tensor:
-    """One accumulator for each number of the result, over all of K."""
+    """Sum all of K in one accumulator per element of the result."""
     total = torch.zeros(a.shape[0], w.shape[1], 1, device=a.device)
     for k in range(0, a.shape[1], _INSTRUCTION):
         columns = slice(k, k + _INSTRUCTION)
@@ -82,12 +83,12 @@ def _mm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
 
 
 def _operands(a: Tensor, b: Tensor, fast: bool) -> tuple[Tensor, Tensor]:
-    """As they are multiplied group by group."""
+    """Convert operands for group-by-group multiplication."""
     return (a.float(), b.float()) if fast or a.device.type == "cpu" else (a, b)
 
 
 def _one_by_one(a: Tensor, b: Tensor, out: torch.dtype) -> bool:
-    """Whether torch's grouped GEMM does not take these, or is no better than multiplying group by group."""
+    """Return whether torch's grouped GEMM does not support these operands, or is no better than a loop over groups."""
     odd = a.shape[-1] % _ELEMENTS or b.shape[-1] % _ELEMENTS
     return a.device.type == "cpu" or a.dtype != torch.bfloat16 or out != torch.bfloat16 or bool(odd)
 
@@ -105,8 +106,8 @@ def _(a: Tensor, w: Tensor) -> Tensor:
 @torch.library.custom_op("octet::grouped_matmul", mutates_args=())
 def _matmul_one_by_one(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     total, y = a.shape[0], a.new_empty(a.shape[0], w.shape[-1], dtype=torch.float32)
-    for (start, stop), matrix in zip(_spans(offsets), w.unbind(), strict=True):
-        size = min(_rounded(stop - start), total)  # rows of neighbours come along; their results are left out
+    for (start, stop), matrix in zip(_spans(offsets, total), w.unbind(), strict=True):
+        size = min(_rounded(stop - start), total)  # includes rows of neighbours; their results are discarded
         first = min(start, total - size)
         rows = a[first : first + size]
         made = truncated_matmul(rows, matrix) if fast else _mm(rows, matrix, torch.float32)
@@ -122,7 +123,7 @@ def _(a: Tensor, w: Tensor, offsets: Tensor, fast: bool) -> Tensor:
 @torch.library.custom_op("octet::grouped_matmul_over_rows", mutates_args=())
 def _matmul_over_rows_one_by_one(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     y = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
-    for group, (start, stop) in enumerate(_spans(offsets)):
+    for group, (start, stop) in enumerate(_spans(offsets, a.shape[0])):
         pad = 0, 0, 0, _rounded(stop - start) - (stop - start)
         rows = F.pad(a[start:stop], pad).t(), F.pad(b[start:stop], pad)
         y[group] = truncated_matmul(*rows) if fast else _mm(*rows, torch.float32)
@@ -134,12 +135,14 @@ def _(a: Tensor, b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1], dtype=torch.float32)
 
 
-def _spans(offsets: Tensor) -> list[tuple[int, int]]:
-    """First row and end of each group."""
-    return list(pairwise([0, *offsets.tolist()]))
+def _spans(offsets: Tensor, rows: int) -> list[tuple[int, int]]:
+    """Return the first row and the end of each group. Groups must cover all `rows`, or rows have no result."""
+    ends = [0, *offsets.tolist()]
+    assert ends[-1] == rows, f"groups end at row {ends[-1]} of {rows}"
+    return list(pairwise(ends))
 
 
 def _rounded(rows: int) -> int:
-    """The next of few sizes: multiples of 16, and from 128 on eight steps between neighbouring powers of two."""
+    """Round up to one of few sizes: multiples of 16, and from 128 on eight steps between neighbouring powers of two."""
     step = max(16, 1 << max(rows - 1, 1).bit_length() - 4) if rows > 16 else 16
     return -(-rows // step) * step

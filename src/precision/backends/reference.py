@@ -1,22 +1,23 @@
-"""The reference backend: plain PyTorch, any device. What it computes is what every other backend must compute.
+"""The reference backend: plain PyTorch, any device. It defines the result that every other backend must compute.
 
 Quantise with a saturating cast, read the FP8 numbers back, multiply, scale the FP32 sums in float64, round once to the
 format of the result. Products of FP8 numbers are exact in FP32; the product of two scales may lie outside its range.
-With `precision.accumulation=fast` the sums of numbers that a GPU scales after the product are cut as its tensor cores
-cut them (see `products`), so that their effect can be studied anywhere.
+With `precision.accumulation=fast`, sums that a GPU scales after the product are truncated as its tensor cores truncate
+them (see `products`), so that the effect can be studied on any machine.
 
-What shares a scale, and where the scale is applied (y [R, N] = x [R, K] w [N, K]^T):
+Granularity of scales, and where a scale is applied (y [R, N] = x [R, K] w [N, K]^T):
 
     granularity   x, dy            w                  GEMM
     tensor        one              one (per expert)   on the FP8 numbers; both scales multiply the result
     row           one a row        one a row, w^T too on the FP8 numbers; row and column scales multiply the result
     block         1 x 128 of K     128 x 128          on dequantised numbers: BF16 with powers of two (exact), else FP32
 
-The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: as they are. row:
-both are cast again under the largest of their scales (powers of two: exact but for underflow). block: cast again in 128
-x 1 tiles, x from its FP8 numbers, because only they are saved for backward and gathered, dy from the exact
-gradient, which is at hand (DeepSeek-V3 report, 3.3.2; grouped: tiles restart in each expert). The input gradient sums
-over N: row scales of w would vary along it, so `row` keeps a second cast of w with one scale a column.
+The weight gradient sums over rows, so its operands need scales that do not vary along rows. tensor: used as they are.
+row: both operands are cast again under the largest of their scales (powers of two: exact but for underflow). block:
+cast again in 128 x 1 tiles; x from its FP8 numbers, because only they are saved for backward and gathered, dy from the
+exact gradient, which is available (DeepSeek-V3 report, 3.3.2; grouped: tiles restart in each expert). The input
+gradient sums over N, along which row scales of w would vary: so `row` makes a second cast of w with one scale per
+column.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         place: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data of x's shape and its inverse scales; records the amax."""
+        """Return FP8 data of x's shape and its inverse scales; record the amax."""
         data, inv = self._quantize(x, scale_row, amax_row, fmt, recipe)
         report(place, amax_row, x, data, inv, fmt)
         return data, inv
@@ -76,7 +77,7 @@ class ReferenceBackend:
     def quantize_grad(
         self, dy: Tensor, scale_row: Tensor, amax_row: Tensor, recipe: GemmRecipe, place: Tensor | None = None
     ) -> GradOperand:
-        """dy [R, N] in FP8; wgrad makes what it needs of `exact` and `data`."""
+        """Return dy [R, N] in FP8; wgrad derives its operand from `exact` and `data`."""
         return GradOperand(dy, *self.quantize(dy, scale_row, amax_row, recipe.grad, recipe, place))
 
     def quantize_weight(
@@ -88,7 +89,7 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         out: WeightOperand | None,
     ) -> WeightOperand:
-        """FP8 of BF16(master) [N, K], or of a stack [G, N, K] with scales of its own for each expert."""
+        """Return BF16(master) [N, K] in FP8, or a stack [G, N, K] with scales per expert."""
         fresh = self._quantize_weight(master.to(torch.bfloat16), scale_row, amax_row, fmt, recipe)
         if out is None:
             return fresh
@@ -100,7 +101,7 @@ class ReferenceBackend:
     def quantize_part(
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
-        """FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
+        """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
         made = self._quantize_weight(part.to(torch.bfloat16), scale, amax_row, fmt, recipe.under_given_scale)
         assert made.scale_inv is not None
         return made.data, made.scale_inv
@@ -108,7 +109,7 @@ class ReferenceBackend:
     def weight_operand(
         self, data: Tensor, scale_inv: Tensor, recipe: GemmRecipe, out: WeightOperand | None, backward: bool
     ) -> WeightOperand:
-        """The operand of a weight in FP8."""
+        """Return the operand of a weight in FP8."""
         return WeightOperand(data, scale_inv) if out is None else out
 
     def _quantize_weight(
@@ -134,11 +135,11 @@ class ReferenceBackend:
     def forward(
         self, x: Tensor, x_inv: Tensor | None, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe
     ) -> Tensor:
-        """y [R, N] in recipe.output's dtype."""
+        """Return y [R, N] in recipe.output's dtype."""
         return self._nt(x, x_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=True)
 
     def dgrad(self, dy: GradOperand, weight: WeightOperand, offsets: Tensor | None, recipe: GemmRecipe) -> Tensor:
-        """dx [R, K] in recipe.output's dtype."""
+        """Return dx [R, K] in recipe.output's dtype."""
         if weight.data_t is not None:
             return self._nt(dy.data, dy.scale_inv, weight.data_t, weight.scale_inv_t, offsets, recipe, transpose=False)
         return self._nt(dy.data, dy.scale_inv, weight.data, weight.scale_inv, offsets, recipe, transpose=False)
@@ -152,7 +153,7 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         out: torch.dtype,
     ) -> Tensor:
-        """dw [N, K], or [G, N, K] for offsets [G], in `out`."""
+        """Return dw [N, K], or [G, N, K] for offsets [G], in `out`."""
         if dy.scale_inv is None or x_inv is None:
             return products.matmul_over_rows(dy.data, x, offsets, out)
         fast, granularity = recipe.sums_fast, recipe.scaling.granularity
@@ -178,7 +179,7 @@ class ReferenceBackend:
         recipe: GemmRecipe,
         transpose: bool,
     ) -> Tensor:
-        """a times w^T (transpose) or w; per group if offsets are given."""
+        """Multiply a by w^T (transpose) or w; per group if offsets are given."""
         out = recipe.output.dtype
         if a_inv is None or w_inv is None:
             return products.matmul(a, w.mT if transpose else w, offsets, out)
@@ -195,7 +196,7 @@ class ReferenceBackend:
 
 
 def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """FP32 absolute maximum along dims, kept as dims of size one; 0 where there is nothing to look at."""
+    """Return the FP32 absolute maximum along dims, kept as dims of size one; 0 if they are empty."""
     if x.numel() == 0:
         dims = (dim,) if isinstance(dim, int) else dim
         shape = [1 if i - x.dim() in dims else size for i, size in enumerate(x.shape)]
@@ -204,8 +205,8 @@ def _amax_along(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _tile(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[..., R, C] -> [..., ceil(R/rows), rows, ceil(C/columns), columns], padded with zeros. rows=1 tiles any leading
-    shape."""
+    """Tile [..., R, C] into [..., ceil(R/rows), rows, ceil(C/columns), columns], padded with zeros. rows=1 tiles any
+    leading shape."""
     x = x.unsqueeze(-2) if rows == 1 else x
     pad = -x.shape[-1] % columns, -x.shape[-2] % rows
     x = F.pad(x, (0, pad[0], 0, pad[1])) if any(pad) else x
@@ -213,7 +214,7 @@ def _tile(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _untile(tiles: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `_tile`, without the padding, in the shape of `like`."""
+    """Invert `_tile`: remove the padding and return the shape of `like`."""
     x = tiles.flatten(-2).flatten(-3, -2)
     rows = like.shape[-2] if x.dim() == like.dim() else 1
     padded = rows != x.shape[-2] or like.shape[-1] != x.shape[-1]
@@ -221,19 +222,22 @@ def _untile(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def _scaled(product: Tensor, a_inv: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
-    """product * a_inv * b_inv in `out`."""
-    return (product.double() * a_inv * b_inv).to(out)
+    """Return product * a_inv * b_inv in `out`. Products of two FP32 numbers are exact in float64, so it rounds once."""
+    wide = product.double()
+    if a_inv.dim() == b_inv.dim() == 0:
+        return wide.mul_(a_inv.double() * b_inv).to(out)
+    return wide.mul_(a_inv).mul_(b_inv).to(out)
 
 
 def _values(data: Tensor, recipe: GemmRecipe) -> Tensor:
-    """FP8 numbers that scales of blocks will multiply: FP32, or on a GPU BF16 where scales are powers of two, for its
-    tensor cores. That is exact for results down to 2^-126."""
+    """Return FP8 values that scales of blocks will multiply: FP32, or on a GPU BF16 where scales are powers of two, for
+    its tensor cores. That is exact for results down to 2^-126."""
     values = fp8_values(data)
-    return values if recipe.scaling.power_of_two and data.device.type != "cpu" else values.float()
+    return values if recipe.scaling.power_of_two else values.float()
 
 
 def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) -> Tensor:
-    """The numbers that block-scaled FP8 data stand for. rows: of a block, 1 for activations and gradients, 128 for
+    """Return the values of block-scaled FP8 data. rows: of a block, 1 for activations and gradients, 128 for
     weights."""
     values = _values(data, recipe)
     scale_inv = scale_inv.to(values.dtype)
@@ -242,7 +246,7 @@ def _dequantize(data: Tensor, scale_inv: Tensor, rows: int, recipe: GemmRecipe) 
 
 
 def _recast_under_largest(data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 data [R, C] with scales of rows, cast under the coarsest of them: its FP8 numbers, and that scale."""
+    """Cast row-scaled FP8 data [R, C] again under the coarsest scale; return its FP8 numbers, and that scale."""
     largest = scale_inv.amax() if scale_inv.numel() else scale_inv.new_ones(())
     largest = torch.where(largest == 0, 1.0, largest)
     fmt = E4M3 if data.dtype == torch.float8_e4m3fn else E5M2
@@ -250,7 +254,7 @@ def _recast_under_largest(data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tens
 
 
 def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple[Tensor, int]:
-    """Index [R] of the 128-row tile each row lies in, tiles restarting with each group, and an upper bound of their
+    """Return the index [R] of each row's 128-row tile, with tiles restarting in each group, and an upper bound of their
     number."""
     row = torch.arange(rows, device=device)
     if offsets is None:
@@ -264,7 +268,7 @@ def _row_tiles(rows: int, offsets: Tensor | None, device: torch.device) -> tuple
 
 
 def _cast_in_row_tiles(x: Tensor, tile: tuple[Tensor, int], fmt: Format, recipe: GemmRecipe) -> Tensor:
-    """x [R, C] cast to FP8 in tiles of 128 rows by 1 column, and read back."""
+    """Cast x [R, C] to FP8 in tiles of 128 rows by 1 column, and read it back."""
     scaling = recipe.scaling
     index, count = tile
     amax = x.new_zeros(count, x.shape[1], dtype=torch.float32)

@@ -8,25 +8,25 @@
 E4M3 forward; Format.HYBRID if gradients are E5M2, Format.E4M3 if they are E4M3. A BF16 row is the same module outside
 `te.autocast`.
 
-*Weights.* The FP32 master is our layer's parameter. TE's module is made on the meta device, stands outside our module
-tree and owns nothing: each call lends it BF16(master), with an autograd edge that takes its BF16 weight gradients to
+*Weights.* The FP32 master is our layer's parameter. TE's module is made on the meta device, is not part of our module
+tree and owns no weight. Each call lends it BF16(master), with an autograd edge that takes its BF16 weight gradients to
 the master's FP32 sum. So a checkpoint holds no second copy and no pickled `_extra_state`. TE quantises a weight in the
-first microbatch of a step and keeps it (`is_first_microbatch`); evaluation quantises for itself.
+first microbatch of a step and keeps it (`is_first_microbatch`); evaluation quantises it again.
 
-*Scales.* With delayed scaling TE's quantizers read a scale and raise an amax through pointers. They get ours: amax is
-the arena's row itself, the scale a copy of the arena's, taken when the step's weights are made. History, commit and
-drop, checkpoint and logs are therefore the arena's, as for every other backend, and TE's own history is never used (TE
-updates it in a global list, from which the module is kept). A row without history scales by its own amax, as everywhere
-here; that takes a look at whether there is history, a synchronisation a step until all rows have one. TE's cast
-ignores a NaN in the amax: it shows in the loss instead. With current and block scaling TE returns no amax and turns a
-non-finite one into scale 1, so it is measured here, one more pass over x and dy. (A GroupedLinear with current scaling
-scales each expert's rows by themselves; the arena shows the scale of the whole tensor.)
+*Scales.* With delayed scaling TE's quantizers read a scale and raise an amax through pointers, which point to ours:
+amax is the arena's row itself, the scale a copy of the arena's, made with the step's weights. So history, commit and
+drop, checkpoint and logs are the arena's, as for every other backend. TE's own history is never used (TE updates it in
+a global list, and the module is not in it). A row without history scales by its own amax, as elsewhere; checking for
+history synchronises once per step until all rows have one. TE's cast ignores a NaN in the amax: it appears in the loss
+instead. With current and block scaling TE returns no amax and turns a non-finite one into scale 1, so the amax is
+measured here, in one more pass over x and dy. (A GroupedLinear with current scaling scales each expert's rows
+separately; the arena shows the scale of the whole tensor.)
 
-*Sums.* TE's own defaults are fast in the forward product and promoted to FP32 in the other two; a recipe's
-`fp8_gemm_*` sets it from `precision.accumulation` instead, for all three.
+*Sums.* TE's own defaults are fast in the forward product and promoted to FP32 in the other two. The recipe's
+`fp8_gemm_*` sets all three from `precision.accumulation` instead.
 
-*Rows.* FP8 GEMMs take multiples of 16 rows, so rows are padded with zeros, those of each expert too. GroupedLinear
-wants its splits on the host: one synchronisation a call. torch.compile is off in a plan with these modules.
+*Rows.* FP8 GEMMs need multiples of 16 rows, so rows are padded with zeros, per expert too. GroupedLinear needs its
+splits on the host: one synchronisation per call. torch.compile is off in a plan with these modules.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from precision.rows import GemmRow
 from precision.scaling import Slot, absolute_max, record_amax, step_scale
 
 ROW_MULTIPLE = 16
-FORWARD_TENSORS, BACKWARD_TENSORS = 3, 2  # of a GEMM, in TE's lists: (input, weight, output), (dy, dx)
+FORWARD_TENSORS, BACKWARD_TENSORS = 3, 2  # per GEMM, in TE's lists: (input, weight, output), (dy, dx)
 
 
 class TransformerEngineGemm:
-    """The module that computes one Linear or GroupedLinear of ours. See the module docstring.
+    """The TE module that computes one Linear or GroupedLinear of ours. See the module docstring.
 
     input_slot, weight_slot, grad_slot: the layer's arena rows, None for a BF16 row. weight: BF16(master), after
     `refresh`.
@@ -64,14 +64,14 @@ class TransformerEngineGemm:
         self._module: Any = None
         self._recipe: Any = None
         self._padding: tuple[Any, Any] | None = None
-        self._scales: tuple[Tensor, ...] = ()  # what TE reads for input, weight and gradient; delayed scaling only
+        self._scales: tuple[Tensor, ...] = ()  # TE reads these for input, weight and gradient; delayed scaling only
         self._bound_to: Tensor | None = None
         self._has_history = False
         self._first = True  # whether the next microbatch quantises the weight
 
     @torch.no_grad()
     def refresh(self, master: Tensor) -> Tensor:
-        """Make the compute weight BF16(master [(G,) N, K]), in place; take over the scales of the step."""
+        """Make the compute weight BF16(master [(G,) N, K]), in place; copy the scales of the step."""
         if self.weight is None or self.weight.device != master.device:
             self.weight = torch.empty_like(master, dtype=torch.bfloat16)
             self._build(master.device)
@@ -85,7 +85,8 @@ class TransformerEngineGemm:
         return self.weight
 
     def __call__(self, x: Operand | Tensor, master: Tensor, offsets: Tensor | None) -> Tensor:
-        """y [..., N] BF16 of x [..., K]; offsets [G] int32 of a GroupedLinear. Gradients go to x and to the master."""
+        """Return y [..., N] BF16 of x [..., K]; offsets [G] int32 of a GroupedLinear. Gradients flow to x and to the
+        master."""
         plain = x.tensor if isinstance(x, Operand) else x
         rows = plain.reshape(-1, plain.shape[-1]).to(torch.bfloat16).contiguous()
         if self._fp8 and not self._has_history:
@@ -120,16 +121,16 @@ class TransformerEngineGemm:
         return y
 
     def lend(self) -> tuple[Tensor, ...]:
-        """The compute weight of each group, sharing its memory."""
+        """Return the compute weight of each group, sharing its memory."""
         assert self.weight is not None, "compute weights are missing: call precision.refresh_weights(model)"
         return tuple(part.detach() for part in (self.weight.unbind() if self.weight.dim() == 3 else (self.weight,)))
 
     def look_at_gradient(self, dy: Tensor) -> None:
-        """What TE does not report about the output gradient."""
+        """Record the output gradient's amax, which TE does not report."""
         self._note(2, absolute_max(dy))
 
     def _note(self, which: int, amax: Tensor) -> None:
-        """Record an amax; the scale follows from it where there is no history, or none is kept."""
+        """Record an amax; without a history the scale follows from it."""
         slot = self._slots()[which]
         assert slot.amax is not None and slot.scale is not None and slot.format is not None
         amax = amax.view(slot.amax.shape)
@@ -144,7 +145,7 @@ class TransformerEngineGemm:
         return self.input_slot, self.weight_slot, self.grad_slot
 
     def _take_scales(self) -> None:
-        """The arena's scales for the step to come; a row whose history has run out of numbers keeps its scale."""
+        """Copy the arena's scales for the next step; a row whose history has become empty keeps its scale."""
         slots = self._slots()
         if self._bound_to is not slots[0].amax:
             self._point_at_arena(slots)
@@ -155,7 +156,7 @@ class TransformerEngineGemm:
             self._has_history = bool((torch.cat([row.flatten() for row in rows]) > 0).all())
 
     def _point_at_arena(self, slots: tuple[Slot, Slot, Slot]) -> None:
-        """Let TE's quantizers read our scales and raise the arena's amaxes; experts share those of x and dy."""
+        """Make TE's quantizers read our scales and raise the arena's amaxes; experts share those of x and dy."""
         self._scales = tuple(torch.ones_like(slot.scale) for slot in slots if slot.scale is not None)
         forward, backward = (self._module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
         scales, amaxes = (
@@ -187,14 +188,14 @@ class TransformerEngineGemm:
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # pyright: ignore
 
             self._recipe = te_recipe(self._scaling, self._fast)
-            # as if it stood in TE's list of histories already: ours are in the arena
+            # as if it were in TE's list of histories already: ours are in the arena
             self._module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = []
             with te.autocast(enabled=True, recipe=self._recipe):
                 self._module.init_fp8_metadata(num_gemms=groups or 1)
 
 
 class _Lend(torch.autograd.Function):
-    """master [(G,) N, K] -> its compute weights, one a group; their gradients become one tensor of its dtype."""
+    """master [(G,) N, K] -> its compute weights, one per group; their gradients become one tensor of its dtype."""
 
     @staticmethod
     def forward(ctx, master: Tensor, gemm: TransformerEngineGemm) -> tuple[Tensor, ...]:
@@ -209,7 +210,7 @@ class _Lend(torch.autograd.Function):
 
 
 class _LookAtGradient(torch.autograd.Function):
-    """y -> y; the gradient is looked at before TE's backward pass takes it."""
+    """Identity on y that records the amax of the gradient before TE's backward pass."""
 
     @staticmethod
     def forward(ctx, y: Tensor, gemm: TransformerEngineGemm) -> Tensor:
@@ -223,9 +224,9 @@ class _LookAtGradient(torch.autograd.Function):
 
 
 def te_recipe(scaling: ScalingConfig, fast: bool = False) -> Any:
-    """TE's recipe for a scaling that `availability.te_refusal` does not refuse; fast: how all three GEMMs sum."""
+    """Return TE's recipe for a scaling that `availability.te_refusal` accepts; fast: how all three GEMMs sum."""
     recipe = _scaling_recipe(scaling)
-    if scaling.granularity is not Granularity.block:  # where TE promotes always
+    if scaling.granularity is not Granularity.block:  # TE always promotes there
         from transformer_engine.common.recipe import MMParams  # pyright: ignore
 
         for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):  # TE's modules look for these in any recipe

@@ -1,4 +1,4 @@
-"""Triton kernels of the `cuda` backend, one subject a file. Each has a twin in plain PyTorch that it is tested against.
+"""Triton kernels of the `cuda` backend, one subject per file. Each is tested against a reference in plain PyTorch.
 
-They run on Hopper GPUs, and in Triton's interpreter (TRITON_INTERPRET=1) on any machine, bit for bit the same casts.
+They run on Hopper GPUs, and in Triton's interpreter (TRITON_INTERPRET=1) on any machine, with bitwise equal casts.
 """

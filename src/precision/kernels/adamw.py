@@ -1,4 +1,4 @@
-"""AdamW over all parameters in two launches, at the speed of memory.
+"""AdamW over all parameters in two launches, bound by memory bandwidth.
 
 Per parameter p with gradient g, moments m and v, in step t (arXiv 1711.05101; torch.optim.AdamW):
 
@@ -6,14 +6,14 @@ Per parameter p with gradient g, moments m and v, in step t (arXiv 1711.05101; t
     m = m + (1 - beta1) (g - m)        v = v + (1 - beta2) (g^2 - v)
     p = p - (lr decay p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
-An element is 16 bytes read and 12 written, with moments in BF16 12 and 8 (rounded to the nearest after p has been
-computed), which is all the time there is. So gradients are not written back, and what
-is the same for a whole tensor is made beforehand: `_prepare_kernel` advances the step counts and computes each tensor's
-factors, in FP64 because 1 - beta^t loses the digits that FP32 has; `_adamw_kernel` streams. A program of it owns a
-chunk of one tensor, which it looks up in a table made once; where tensors lie comes from a table of addresses.
-(Gradients are new tensors in each step: the table is copied, asynchronously, when an address has changed.)
+The kernel reads 16 bytes per element and writes 12; with moments in BF16 12 and 8 (rounded to nearest after p has been
+computed). This traffic is its whole time. So gradients are not written back, and values that are the same for a whole
+tensor are computed beforehand: `_prepare_kernel` advances the step counts and computes each tensor's factors, in FP64
+because 1 - beta^t loses the digits that FP32 has; `_adamw_kernel` streams. Each of its programs owns a chunk of one
+tensor, which it looks up in a table made once. A second table has the tensors' addresses. (Gradients are new tensors in
+each step: the table is copied, asynchronously, when an address has changed.)
 
-Nothing is written where the flag `ok` is false: both kernels read it and leave. The twin is torch.optim.AdamW.
+Nothing is written where the flag `ok` is false: both kernels read it and return. The reference is torch.optim.AdamW.
 """
 
 import math
@@ -27,8 +27,8 @@ from torch import Tensor
 from precision.kernels.common import MOMENTS, address_table, cdiv, chunk_table
 from precision.kernels.update_norms import UpdateNorms
 
-_BLOCK = 512  # elements at a time, 4 a thread: a load of 16 bytes from each of four tensors
-_BLOCKS = 1  # that a program handles one after the other: the fastest of those measured on an H200, with many programs
+_BLOCK = 512  # elements at a time, 4 per thread: a load of 16 bytes from each of four tensors
+_BLOCKS = 1  # blocks per program: the fastest measured on an H200, with many programs
 _WARPS = 4
 _PREPARED = 256  # tensors that one program prepares
 
@@ -38,7 +38,8 @@ def _prepare_kernel(
     gradients, steps, decays, ok, lr, divisor, factors, P,
     LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step counts + 1; factors [P, 4]: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr * decay, 1 / divisor."""
+    """Add 1 to the step counts; compute factors [P, 4]: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr * decay, 1 /
+    divisor."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     go = (i < P) & tl.load(ok)
     go &= tl.load(gradients + i, mask=i < P, other=0) != 0
@@ -59,7 +60,8 @@ def _prepare_kernel(
 
 @triton.jit
 def _towards(old, new, BETA: tl.constexpr):
-    """beta old + (1 - beta) new, in the form that rounds least: the change is small beside `old` for beta near 1."""
+    """Return beta old + (1 - beta) new, in the form that rounds least: for beta near 1 the change is small beside
+    `old`."""
     if BETA > 0.5:
         return old + (new - old) * (1.0 - BETA)
     return new + (old - new) * BETA
@@ -71,8 +73,8 @@ def _update(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements from `begin` on; WHOLE: none of them is past `end`, so that loads are wide. EVICT: their policy in
-    the L2 cache."""
+    """Update BLOCK elements from `begin` on. WHOLE: none of them is past `end`, so that loads are wide. EVICT: their
+    policy in the L2 cache."""
     at = begin + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < end
     gradient = tl.load(g + at, mask=inside, eviction_policy=EVICT) * shrink
@@ -93,7 +95,7 @@ def _adamw_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
+    """Update one chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses; 0: none. tensors [P, 4]:
     addresses of p, m and v, number of elements. All addresses are multiples of ALIGN. MOMENT: format of m and v."""
     entry = chunks + tl.program_id(0).to(tl.int64) * 2
     i = tl.load(entry)
@@ -122,11 +124,10 @@ def _adamw_kernel(
 class FusedAdamW:
     """Updates P parameters in place, with their moments and step counts.
 
-    parameters, first, second: P tensors each, contiguous, of equal shapes, parameters FP32, first and second FP32 or
-    BF16; steps: P 0-d FP32 tensors, one each;
-    weight_decay: P numbers. All on one device. Moments and step counts stay where they are in memory from now on;
-    parameters and gradients may move. block, blocks, num_warps: how the work is cut, `block` elements at a time and
-    `blocks` times that by a program; evict: what the L2 cache does with what has been read.
+    parameters, first, second: P tensors each, contiguous, of equal shapes, on one device; parameters FP32, first and
+    second FP32 or BF16. steps: P 0-d FP32 tensors. weight_decay: P numbers. Moments and step counts must keep their
+    addresses; parameters and gradients may move. block, blocks, num_warps: a program handles `blocks` blocks of `block`
+    elements. evict: L2 cache policy of data that has been read.
     """
 
     def __init__(
@@ -167,9 +168,10 @@ class FusedAdamW:
         self._align = 4
 
     def step(self, ok: Tensor, lr: Tensor, divisor: Tensor | None = None) -> None:
-        """One step with the parameters' gradients if `ok`, nothing otherwise. A parameter without a gradient stays.
+        """Make one step with the parameters' gradients if `ok`, else nothing. A parameter without a gradient does not
+        change.
 
-        ok: bool; lr: FP32; divisor of all gradients: FP32, None: 1; all 0-d, on the device. Does not wait for it.
+        ok: bool; lr: FP32; divisor of all gradients: FP32, None: 1; all 0-d, on the device. Does not synchronise.
         """
         gradients = [None if p.grad is None else p.grad.contiguous() for p in self._parameters]
         self._look_up([0 if g is None else g.data_ptr() for g in gradients])
@@ -187,16 +189,16 @@ class FusedAdamW:
                 num_warps=self._num_warps,  # pyright: ignore[reportCallIssue]
             )  # fmt: skip
         written = [p for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
-        torch.autograd.graph.increment_version(written)  # what is made from a parameter asks for its version
+        torch.autograd.graph.increment_version(written)  # caches made from a parameter compare its version
 
     def norms(self, lr: Tensor) -> Tensor:
-        """[2, P] FP64: norm of what the last step, at this rate (0-d FP32), added to each parameter, 0 before the
-        first; norm of each parameter. Does not wait for the device."""
+        """Return [2, P] FP64: norm of the last step's change of each parameter, at this rate (0-d FP32), 0 before the
+        first step; norm of each parameter. Does not synchronise."""
         self._look_up(self._addresses[1])
         return self._norms(self._tensors, self._steps, self._decays, lr, self._align)
 
     def _look_up(self, gradients: list[int]) -> None:
-        """Bring the tables of addresses up to date."""
+        """Update the tables of addresses."""
         parameters = [p.data_ptr() for p in self._parameters]
         known = self._addresses
         if (parameters, gradients) == known:

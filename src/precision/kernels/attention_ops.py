@@ -1,6 +1,6 @@
-"""Attention within documents as a custom operator of PyTorch with its backward pass: see `document_attention`.
+"""Attention within documents as a custom PyTorch operator with its backward pass: see `document_attention`.
 
-Recomputation knows it by name, and keeps what it returns (`trainer.parallel.blocks`).
+Recomputation refers to it by name, and saves its result (`trainer.parallel.blocks`).
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from precision.kernels import document_attention as _kernels
 
 @torch.library.custom_op("octet::document_attention", mutates_args=())
 def document_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `document_attention.forward`: the result and the log-sum-exp, which backward needs."""
+    """Return the result and the log-sum-exp, which backward needs; see `document_attention.forward`."""
     return _kernels.forward(*map(_readable, (q, k, v)), bounds, scale)
 
 

@@ -1,17 +1,17 @@
-"""Casting into FP8, with the transposed copy that the weight gradient reads, and transposing what is FP8 already.
+"""Casts into FP8, with the transposed copy that the weight gradient reads, and the transposition of FP8 data.
 
-The tensor cores want both factors of a product contiguous along the sum. The weight gradient dy^T x sums over rows, so
+The tensor cores need both factors of a product contiguous along the sum. The weight gradient dy^T x sums over rows, so
 it reads dy^T [N, R'] and x^T [K, R'], where R' is R rounded up to a multiple of 128 with zeros. dy is read once and
-written twice; x is transposed in the backward pass, from the FP8 numbers that were kept.
+written twice; x is transposed in the backward pass, from the saved FP8 numbers.
 
-What the transposed copy is scaled by must not vary along rows:
+Scales of the transposed copy must not vary along rows:
 
     TENSOR  as it is: one scale
     ROW     cast again under the largest scale of its rows (powers of two: exact but for underflow)
     BLOCK   tiles of 128 rows x 1 column: dy from the exact numbers, x from its FP8 numbers
 
-Scales of 1 x 128 blocks are stored [C / 128, R] and those of 128 x 1 tiles [R' / 128, C]: contiguous along what a tile
-of a product reads.
+Scales of 1 x 128 blocks are stored [C / 128, R] and those of 128 x 1 tiles [R' / 128, C]: contiguous along the reads of
+a product's tile.
 """
 
 import torch
@@ -46,7 +46,7 @@ from precision.kernels.common import (
 
 @triton.jit
 def _amax_kernel(x, scale_row, own, n, DELAYED: tl.constexpr, SIZE: tl.constexpr):
-    """amax into `own`, unless the scale is known."""
+    """Write the amax into `own`, unless the scale is known."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((SIZE,), tl.int32)
         for part in range(tl.program_id(0), tl.cdiv(n, SIZE), tl.num_programs(0)):
@@ -61,7 +61,7 @@ def _tensor_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Elementwise cast under one scale."""
+    """Cast elementwise under one scale."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
     v = tl.load(x + i, mask=i < n, other=0).to(tl.float32)
@@ -71,13 +71,13 @@ def _tensor_kernel(
         tl.store(inv, inverse(scale))
 
 
-@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
+@triton.jit(do_not_specialize=["R"])  # specialised for one row, it gave wrong results on the GPU
 def _tensor_transposed_kernel(
     x, y, yt, scale_row, own, amax, inv, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """x [R, C] -> y [R, C] and y^T [C, 4 R4] (seen as words), zeros beyond R."""
+    """Cast x [R, C] into y [R, C] and y^T [C, 4 R4] (viewed as words), zeros beyond R."""
     r4 = tl.program_id(1) * (BR // 4) + tl.arange(0, BR // 4)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     scale = tensor_scale(scale_row, own, LIMIT, HEADROOM, POW2, DELAYED)
@@ -100,13 +100,13 @@ def _tensor_transposed_kernel(
         tl.store(inv, inverse(scale))
 
 
-@triton.jit(do_not_specialize=["R"])  # one row compiled apart gave wrong results on the GPU
+@triton.jit(do_not_specialize=["R"])  # specialised for one row, it gave wrong results on the GPU
 def _rows_kernel(
     x, y, amax, inv, R, C,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows in registers: amax and cast in one pass."""
+    """Cast whole rows in registers: amax and cast in one pass."""
     r = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
     c = tl.arange(0, BC)
     inside = (r < R)[:, None] & (c < C)[None, :]
@@ -120,7 +120,7 @@ def _rows_kernel(
 
 @triton.jit
 def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
-    """Which rows of x rows 4 r4 + i are, and whether there are such."""
+    """Return the rows of x for rows 4 r4 + i, and which of them exist."""
     t = r4 * 4 + i
     if GATHER:
         t = tl.load(token + t)
@@ -129,15 +129,15 @@ def _source(token, r4, T, i: tl.constexpr, GATHER: tl.constexpr):
 
 @triton.jit
 def _read(x, token, r4, c, T, C, i: tl.constexpr, GATHER: tl.constexpr):
-    """Rows 4 r4 + i of 128 columns, as they are."""
+    """Load rows 4 r4 + i of 128 columns, unconverted."""
     t, live = _source(token, r4, T, i, GATHER)
     return tl.load(x + t[:, None] * C + c[None, :], mask=live[:, None] & (c < C)[None, :], other=0.0)
 
 
 @triton.jit
 def _parts(x, token, r4, c, T, C, GATHER: tl.constexpr):
-    """A tile of 128 x 128 in four parts, all of which are asked for before the first is used: else each would wait for
-    memory by itself."""
+    """Load a tile of 128 x 128 in four parts. All loads are issued before the first part is used, so that their
+    latencies overlap."""
     return (
         _read(x, token, r4, c, T, C, 0, GATHER), _read(x, token, r4, c, T, C, 1, GATHER),
         _read(x, token, r4, c, T, C, 2, GATHER), _read(x, token, r4, c, T, C, 3, GATHER),
@@ -149,8 +149,8 @@ def _block_part(
     read,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Of 32 rows of 128 columns: FP8 under the rows' scales, these, the rows' amaxes, and the numbers that the
-    transposed copy is cast from."""
+    """Cast 32 rows of 128 columns: return FP8 under the rows' scales, these scales, the rows' amaxes, and the numbers
+    that the transposed copy is cast from."""
     v = read.to(tl.float32)
     top = amax_along(v, 1)
     scale = scale_of(top, LIMIT, HEADROOM, POW2)
@@ -160,16 +160,18 @@ def _block_part(
     return x8, scale, top, v
 
 
-@triton.jit(do_not_specialize=["T", "R"])  # one row compiled apart gave wrong results on the GPU
+@triton.jit(do_not_specialize=["T", "R"])  # specialised for one row, it gave wrong results on the GPU
 def _blocks_kernel(
     x, y, yt, token, ends, amax, inv, inv_t, T, R, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, AGAIN: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
-    column. AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist.
+    """Cast a tile of 128 x 128 of x [T, C], or of its rows token [R]: y in 1 x 128 blocks, y^T in tiles of 128 rows x 1
+    column.
 
-    Its `_parts` stay in registers until the columns' scales are known."""
+    AGAIN: y^T is cast from y's numbers, else from x's. GROUPS: rows beyond ends[GROUPS - 1] do not exist. The `_parts`
+    stay in registers until the columns' scales are known.
+    """
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
@@ -201,7 +203,7 @@ def _blocks_kernel(
 
 @triton.jit
 def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: tl.constexpr):
-    """What rows 4 r4 + i of FP8 are multiplied by to be read."""
+    """Return the factors that dequantise rows 4 r4 + i of FP8."""
     t, live = _source(token, r4, T, i, GATHER)
     if MODE == const.BLOCK:
         return tl.load(inv + (tl.max(c, 0) // 128).to(tl.int64) * T + t, mask=live, other=1.0)
@@ -209,14 +211,14 @@ def _factors(token, inv, r4, c, T, i: tl.constexpr, GATHER: tl.constexpr, MODE: 
         return tl.load(inv + t, mask=live, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T"])  # one row compiled apart gave wrong results on the GPU
+@triton.jit(do_not_specialize=["T"])  # specialised for one row, it gave wrong results on the GPU
 def _transpose_kernel(
     x, y, yt, token, ends, inv, inv_rows, inv_t, T, C, R4,
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     MODE: tl.constexpr, GROUPS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """yt[c, r] = x[token(r), c] in scales that do not vary along r; ROWS: y[r, c] = x[token(r), c], too. Tiles of 128 x
-    128 (64 x 128 columns x rows cost the same)."""
+    """Write yt[c, r] = x[token(r), c] with scales that do not vary along r; ROWS: also y[r, c] = x[token(r), c]. Tiles
+    of 128 x 128 (64 x 128 columns x rows cost the same)."""
     busy = True
     if GROUPS > 0:
         busy = tl.program_id(1) * 128 < tl.load(ends + GROUPS - 1)
@@ -244,7 +246,7 @@ def _transpose_kernel(
                 scale = scale_of(tl.max(columns, 0).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
                 tl.store(inv_t + tl.program_id(1).to(tl.int64) * C + c, inverse(scale, POW2), mask=c < C)
             else:
-                largest = tl.load(inv_t)  # 0 where all rows are
+                largest = tl.load(inv_t)  # 0 if all rows have 0
                 scale = tl.full((128,), 1.0, tl.float32) * inverse(tl.where(largest == 0, 1.0, largest))
             as_rows = words
             words = tl.zeros((32, 128), tl.int32)
@@ -259,8 +261,8 @@ def _transpose_kernel(
 def cast(
     x: Tensor, scale_row: Tensor, amax: Tensor, how: Cast, transposed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x [R, C] BF16 or FP32, contiguous -> FP8 data [R, C] and inverse scales; with `transposed` also data_t [C, R']
-    and its inverse scales. Raises the arena row `amax`.
+    """Cast x [R, C] BF16 or FP32, contiguous; return FP8 data [R, C] and inverse scales, and with `transposed` also
+    data_t [C, R'] and its inverse scales. Raises the arena row `amax`.
 
     Inverse scales: TENSOR 0-d; ROW [R, 1]; BLOCK [R, C / 128] (a view of [C / 128, R]) and [R' / 128, C].
     """
@@ -302,9 +304,11 @@ def cast_blocks(
     x: Tensor, amax: Tensor, how: Cast, rows: bool, transposed: bool, again: bool = False, ends: Tensor | None = None,
     token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """`cast` with BLOCK scales, `rows` and `transposed` as wanted. again: the transposed copy is cast from the FP8
-    numbers (activations), not from x. ends [E]: where the experts' rows end; rows beyond the last do not exist. token
-    [R'] int32: of the rows of x in the experts' order (-1: padding)."""
+    """`cast` with BLOCK scales, for the requested copies (`rows`, `transposed`).
+
+    again: the transposed copy is cast from the FP8 numbers (activations), not from x. ends [E]: where the experts' rows
+    end; rows beyond the last do not exist. token [R'] int32: indices of x's rows in the experts' order (-1: padding).
+    """
     (T, C), R = x.shape, x.shape[0] if token is None else token.shape[0]
     new = {"device": x.device, "dtype": torch.float32}
     blocks, Rt = cdiv(C, 128), padded_rows(R)
@@ -322,8 +326,11 @@ def cast_blocks(
 
 
 def transpose(x8: Tensor, inv: Tensor, how: Cast, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """FP8 x8 [R, C] with inverse scales as from `cast` -> data_t [C, R'] and its inverse scales: 0-d, or [R' / 128, C]
-    for BLOCK. ends [E]: where the experts' rows end; rows beyond the last do not exist."""
+    """Transpose FP8 x8 [R, C] with inverse scales from `cast`; return data_t [C, R'] and its inverse scales: 0-d, or
+    [R' / 128, C] for BLOCK.
+
+    ends [E]: where the experts' rows end; rows beyond the last do not exist.
+    """
     R, C = x8.shape
     Rt = padded_rows(R)
     yt = torch.empty(C, Rt, device=x8.device, dtype=x8.dtype)
@@ -339,9 +346,12 @@ def transpose(x8: Tensor, inv: Tensor, how: Cast, ends: Tensor | None = None) ->
 def gather_transposed(
     x8: Tensor, inv: Tensor, token: Tensor, ends: Tensor, how: Cast, rows: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """The same for rows in the experts' order: x8 [T, C], token [R'] int32 (-1: padding), ends [E] int32 (multiples of
-    128) -> data [R', C] and its inverse scales (if `rows`), data_t [C, R'] and its inverse scales. Rows beyond the last
-    end are not written."""
+    """Gather rows in the experts' order and transpose them: x8 [T, C], token [R'] int32 (-1: padding), ends [E] int32
+    (multiples of 128).
+
+    Returns data [R', C] and its inverse scales (if `rows`), data_t [C, R'] and its inverse scales. Rows beyond the last
+    end are not written.
+    """
     (T, C), R = x8.shape, token.shape[0]
     yt = torch.empty(C, R, device=x8.device, dtype=x8.dtype)
     y = torch.empty(R, C, device=x8.device, dtype=x8.dtype) if rows else None
@@ -356,8 +366,8 @@ def gather_transposed(
 
 
 def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor:
-    """Inverse scales of a transposed operand: known (TENSOR; ROW: the largest, 0 if all rows are), or memory for them
-    (BLOCK)."""
+    """Return inverse scales of a transposed operand: known ones (TENSOR; ROW: the largest, 0 if all rows have 0), or
+    uninitialised memory (BLOCK)."""
     if how.mode == const.TENSOR.value:
         return inv
     if how.mode == const.ROW.value:
@@ -366,7 +376,7 @@ def transposed_scales(inv: Tensor, rows: int, columns: int, how: Cast) -> Tensor
 
 
 def gathered_scales(inv: Tensor, rows: int, how: Cast) -> Tensor:
-    """Memory for the inverse scales of gathered rows, as the kernels write them ([C / 128, R'] for BLOCK)."""
+    """Allocate the inverse scales of gathered rows, in the kernels' layout ([C / 128, R'] for BLOCK)."""
     if how.mode == const.TENSOR.value:
         return inv
     shape = (rows, 1) if how.mode == const.ROW.value else (inv.shape[1], rows)

@@ -1,11 +1,11 @@
-"""What a cast into FP8 did to the numbers, in one pass over what was cast and what it became: 3 or 5 bytes an element.
+"""Statistics of a cast into FP8, in one pass over its input and output: 3 or 5 bytes per element.
 
-Counts of what saturated and what vanished, squared error, squared norm, of x and its FP8 under scales of any kind. A
-program goes over tiles of 32 rows x 128 columns, each within one block of scales along its columns. Rows may lie
-anywhere, so that every k-th of a matrix needs no copy, and some of them may not count. Sums are FP32 (counts: integers)
-inside a tile and FP64 over them. Each program has its own sums in memory, which it raises: so casts
-of one tensor are added up by launching again, nothing is locked, and the same casts give the same bits. The twin, and
-what the numbers mean: `trainer.health.casts`.
+It computes the number of saturated and of vanished elements, the squared error and the squared norm, of x and its FP8
+under scales of any kind. A program processes tiles of 32 rows x 128 columns, each within one block of scales along its
+columns. Rows may have any stride, so that every k-th row of a matrix needs no copy, and some rows may be excluded. Sums
+are FP32 (counts: integers) inside a tile and FP64 over tiles. Each program adds to its own sums in memory. So several
+casts of one tensor are accumulated by several launches, nothing is locked, and equal casts give equal bits. The
+reference, and the meaning of the numbers: `trainer.health.casts`.
 """
 
 import torch
@@ -17,8 +17,8 @@ from precision.formats import Format
 from precision.kernels.common import TRITON_FP8, abs_bits, as_bf16, as_bytes, cdiv
 
 PROGRAMS = 660
-"""At most so many work on a cast: five for each multiprocessor of a Hopper GPU, which are there all at once."""
-_ROUNDING = 1e-5  # of a scale that is known as its inverse
+"""Maximum number of programs per cast: five for each multiprocessor of a Hopper GPU, all resident at once."""
+_ROUNDING = 1e-5  # rounding of a scale that is known by its inverse
 _BLOCK = 128  # rows or columns that share a scale
 _ROWS, _COLUMNS = 32, _BLOCK
 
@@ -29,9 +29,12 @@ def _cast_statistics_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, MASTER: tl.constexpr, SHARE: tl.constexpr, LIVE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x, x8 [G, R, C], columns side by side. sums [programs, 5]. Scales are looked up by strides, one for SHARE rows
-    and COLUMNS columns, or for all (stride 0). across: tiles in a row of them; tiles: in a matrix; total: in all.
-    MASTER: x is rounded to BF16 first. LIVE: rows r of the one matrix with live[r] < 0 do not count."""
+    """Add up the statistics of x, x8 [G, R, C], columns adjacent, in sums [programs, 5].
+
+    Scales are looked up by strides, one for SHARE rows and COLUMNS columns, or for all (stride 0). across: tiles per
+    row of tiles; tiles: per matrix; total: in all. MASTER: x is rounded to BF16 first. LIVE: rows r of the one matrix
+    with live[r] < 0 do not count.
+    """
     program = tl.program_id(0)
     elements = tl.zeros((1,), tl.float64)
     saturated = tl.zeros((1,), tl.float64)
@@ -43,7 +46,7 @@ def _cast_statistics_kernel(
         g = (tile // tiles).to(tl.int64)
         r = (tile % tiles // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tile % tiles % across
-        # 16 bytes of x at a time: left alone, each thread would read 16 bytes of x8, and of x with gaps
+        # 16 bytes of x at a time: by default each thread would read 16 bytes of x8, and of x with gaps
         c = tl.max_contiguous(column * COLUMNS + tl.arange(0, COLUMNS), 4 if MASTER else 8)
         counts = r < R
         if LIVE:
@@ -77,17 +80,17 @@ def _cast_statistics_kernel(
 
 
 def new_sums(*shape: int, device: torch.device) -> Tensor:
-    """Sums of so many tensors, [*shape, PROGRAMS, 5]."""
+    """Allocate zero sums of so many tensors, [*shape, PROGRAMS, 5]."""
     return torch.zeros(*shape, PROGRAMS, 5, dtype=torch.float64, device=device)
 
 
 def add_cast_statistics(
     sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
 ) -> None:
-    """Raise sums [PROGRAMS, 5] FP64, contiguous, by those of a cast: elements, saturated, underflown, squared error,
-    squared norm; the sum over programs is the result.
+    """Add a cast's statistics to sums [PROGRAMS, 5] FP64, contiguous: elements, saturated, underflown, squared error,
+    squared norm. The sum over programs is the result.
 
-    x, data [..., C]: what was cast, BF16 or a master in FP32, and what it became. scale_inv: [], [G] of a stack,
+    x, data [..., C]: the cast's input, BF16 or a master in FP32, and its output. scale_inv: [], [G] of a stack,
     [..., 1], or for blocks of 1 x 128 or 128 x 128, [..., C / 128]; any strides. live [R] int32, of a matrix: rows
     below 0 do not count.
     """
@@ -124,7 +127,7 @@ def add_cast_statistics(
 
 
 def _rows(x: Tensor, R: int) -> tuple[Tensor, int, int]:
-    """x [..., C], seen as [G, R, C], with its first two strides."""
+    """Return x [..., C] viewed as [G, R, C], and its first two strides."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x, 0, x.stride(0)
     return x.contiguous(), R * x.shape[-1], x.shape[-1]

@@ -1,16 +1,17 @@
-"""What the kernels share: scales and casts as `precision.scaling` and `precision.formats` define them; transposition.
+"""Shared code of the kernels: scales and casts as `precision.scaling` and `precision.formats` define them;
+transposition.
 
 Scale of a tensor, by MODE:
 
     TENSOR  one. Delayed: the arena's row; where that is 0 (no history), and always with current scaling, from the
-            tensor's own amax, which a first launch has left in `own`. With a history that launch returns at once, so
-            the host need not know which case it is: its programs are few (`STRIPS`), and each goes over many tiles.
+            tensor's own amax, which a first launch has written to `own`. With a history that launch returns at once, so
+            the host need not know which case it is: its programs are few (`STRIPS`), and each visits many tiles.
     ROW     one a row, from the row itself, which is in registers: one pass
     BLOCK   one for 128 values of a row (and for 128 rows of a column, where an operand is summed over rows)
 
-Amaxes are taken on the bits of |x| as integers: these sort like the numbers, and NaN is the largest, so that it
-survives a maximum. The GPU's conversion to FP8 saturates by itself and keeps NaN; the interpreter truncates, so there
-the number is rounded first.
+Amaxes are computed on the bits of |x| as integers: these sort like the numbers, and NaN is the largest, so that it
+survives a maximum. The GPU's conversion to FP8 saturates and keeps NaN; the interpreter truncates, so there the number
+is rounded first.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from precision.formats import BY_NAME, Format
 from precision.kernels import const
 
 MODES = {Granularity.tensor: 1, Granularity.row: 2, Granularity.block: 3}
-STRIPS = 1056  # programs of a pass over strips, about: eight a multiprocessor
+STRIPS = 1056  # approximate number of programs of a pass over strips: eight per multiprocessor
 TRITON_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -43,12 +44,12 @@ class Cast:
 
     @property
     def text(self) -> str:
-        """One word, for the schemas of custom operators."""
+        """The cast as one word, for the schemas of custom operators."""
         return f"{self.fmt.name}:{self.mode}:{int(self.delayed)}:{self.margin}:{int(self.power_of_two)}"
 
     @cached_property
     def constants(self) -> dict:
-        """Keyword arguments of the kernels."""
+        """Return keyword arguments for the kernels."""
         return {
             "F8": TRITON_FP8[self.fmt.dtype],
             "LIMIT": self.fmt.max,
@@ -60,28 +61,29 @@ class Cast:
     @staticmethod
     @cache
     def parse(text: str) -> "Cast":
-        """Inverse of `text`."""
+        """Return the cast that `text` describes."""
         name, mode, delayed, margin, power_of_two = text.split(":")
         return Cast(BY_NAME[name], int(mode), delayed == "1", int(margin), power_of_two == "1")
 
 
 def as_bits(amax: Tensor) -> Tensor:
-    """An FP32 tensor of amaxes as the integers that the kernels take maxima of."""
+    """View an FP32 tensor of amaxes as the integers that the kernels compare."""
     return amax.view(torch.int32)
 
 
 def as_bytes(data: Tensor) -> Tensor:
-    """FP8 as bytes."""
+    """View FP8 as bytes."""
     return data.view(torch.uint8)
 
 
 def as_words(data: Tensor) -> Tensor:
-    """FP8 [..., 4 n] as 32-bit words [..., n]."""
+    """View FP8 [..., 4 n] as 32-bit words [..., n]."""
     return data.view(torch.int32)
 
 
 def chunk_table(counts: Sequence[int]) -> Tensor:
-    """[sum of counts, 2] int32: which tensor each program works on, and which chunk of it; counts: chunks of each."""
+    """Return [sum of counts, 2] int32: the tensor of each program, and its chunk of it; counts: chunks of each
+    tensor."""
     chunks = torch.tensor(counts)
     index = torch.repeat_interleave(torch.arange(len(counts)), chunks)
     within = torch.arange(sum(counts)) - torch.repeat_interleave(chunks.cumsum(0) - chunks, chunks)
@@ -89,29 +91,29 @@ def chunk_table(counts: Sequence[int]) -> Tensor:
 
 
 def address_table(numbers: Sequence, device: torch.device) -> Tensor:
-    """Numbers, or rows of them, as int64 on the device, copied without waiting."""
-    pinned = device.type == "cuda"  # or the copy would wait
+    """Return numbers, or rows of them, as int64 on the device, copied without synchronisation."""
+    pinned = device.type == "cuda"  # or the copy would synchronise
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
     return host.to(device, non_blocking=True)
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's own takes 2 us: constant expressions have to understand it, too.)"""
+    """Return a / b, rounded up. (Triton's own takes 2 us: it also supports constant expressions.)"""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def row_warps(width: int) -> int:
-    """Warps of a kernel that holds whole rows of this width: at most 64 values a thread."""
+    """Return the warps of a kernel that holds whole rows of this width: at most 64 values per thread."""
     return min(16, max(4, width // 2048))
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of a transposed operand: the next multiple of 128, so that tiles and the tensor cores' layouts fit."""
+    """Return the rows of a transposed operand: the next multiple of 128, for tiles and the tensor cores' layouts."""
     return cdiv(rows, 128) * 128
 
 
@@ -121,11 +123,11 @@ MOMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr):
-    """`scaling.scale_from_amax`."""
+    """Return the scale as `scaling.scale_from_amax` defines it."""
     usable = (amax > 0) & (amax < float("inf"))
     if POW2 and HEADROOM == 1.0:
         # Formats end at 1.75 2^n: the quotient's exponent is n minus amax's, less 1 where amax's mantissa exceeds 1.75.
-        # By integers, since divisions, for each row of each block, took as long as the rest of a cast.
+        # Integer arithmetic, since divisions, for each row of each block, took as long as the rest of a cast.
         tl.static_assert((LIMIT == 448.0) | (LIMIT == 57344.0))
         top = tl.full(amax.shape, LIMIT / 1.75, tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.maximum((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000, top - 0x3F000000)
@@ -139,7 +141,7 @@ def scale_of(amax, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constex
 
 @triton.jit
 def inverse(scale, POW2: tl.constexpr = False):
-    """1 / scale, correctly rounded. POW2: of a scale that `scale_of` made with it."""
+    """Return 1 / scale, correctly rounded. POW2: `scale_of` made the scale with it."""
     if POW2:
         return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
@@ -147,7 +149,7 @@ def inverse(scale, POW2: tl.constexpr = False):
 
 @triton.jit
 def inverse_of_row(scale, amax):
-    """What a row of FP8 is multiplied by; 0 for a row of zeros, so that it does not count among the largest."""
+    """Return the factor that dequantises a row; 0 for a row of zeros, so that it does not count among the largest."""
     return tl.where(amax == 0, 0.0, inverse(scale))
 
 
@@ -155,7 +157,7 @@ def inverse_of_row(scale, amax):
 def tensor_scale(
     scale_row, own, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr
 ):
-    """`scaling.step_scale`: the arena's scale, or the tensor's own."""
+    """Return the arena's scale, or the tensor's own, as `scaling.step_scale`."""
     scale = scale_of(tl.load(own).to(tl.float32, bitcast=True), LIMIT, HEADROOM, POW2)
     if DELAYED:
         known = tl.load(scale_row)
@@ -165,7 +167,7 @@ def tensor_scale(
 
 @triton.jit
 def is_known(scale_row, DELAYED: tl.constexpr):
-    """Whether the arena has a scale, so that no amax has to be taken first."""
+    """Return whether the arena has a scale, so that no amax has to be computed first."""
     if DELAYED:
         return tl.load(scale_row) > 0
     return False
@@ -173,21 +175,21 @@ def is_known(scale_row, DELAYED: tl.constexpr):
 
 @triton.jit
 def abs_bits(x):
-    """|x| FP32 as an integer."""
+    """Return |x| FP32 as an integer."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def amax_along(x, axis: tl.constexpr):
-    """Largest |x| along an axis, FP32; NaN if there is one."""
+    """Return the largest |x| along an axis, FP32; NaN if there is one."""
     return tl.max(abs_bits(x), axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def as_bf16(x):
-    """x rounded to BF16, in FP32: what the plain ops hand on, and so what is quantised."""
+    """Return x rounded to BF16, in FP32: the value that plain ops return and quantise."""
     if const.ON_GPU:
-        # as the upper half of a pair it is an FP32 number at once; a conversion alone is four times as slow
+        # as the upper half of a pair it is an FP32 number at once; a plain conversion is four times as slow
         return tl.inline_asm_elementwise(
             "{ .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z; }", "=r,f", [x.to(tl.float32)],
             dtype=tl.int32, is_pure=True, pack=1,
@@ -201,7 +203,7 @@ def as_bf16(x):
 
 @triton.jit
 def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
-    """Saturating cast of FP32, to nearest even; NaN stays NaN."""
+    """Cast FP32 with saturation, to nearest even; NaN stays NaN."""
     if const.ON_GPU:
         return x.to(F8)
     MANTISSA: tl.constexpr = 3 if LIMIT == 448.0 else 2
@@ -219,22 +221,24 @@ def to_fp8(x, F8: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def byte(x8, i: tl.constexpr):
-    """An FP8 tile as byte i of 32-bit words. Four rows go into a word, so that transposing moves words: transposing FP8
-    tiles themselves gave wrong results on the GPU with Triton 3.6."""
+    """Shift an FP8 tile to byte i of 32-bit words. Four rows share a word, so that transposing moves words: transposing
+    FP8 tiles themselves gave wrong results on the GPU with Triton 3.6."""
     return (x8.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * i)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def unbyte(words, i: tl.constexpr):
-    """Byte i of 32-bit words."""
+    """Return byte i of 32-bit words."""
     return ((words.to(tl.uint32, bitcast=True) >> (8 * i)) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
 def settled(words):
-    """words, made before anything is done with them. Where BF16 turns into words of FP8 that are both taken apart again
-    and transposed, the code that Triton 3.6 ends in transposes wrong words (half of them; not in the interpreter). So
-    they pass an instruction that may not be moved."""
+    """Force words to be computed before they are used.
+
+    Where BF16 becomes words of FP8 that are both unpacked again and transposed, the code that Triton 3.6 generates
+    transposes wrong words (half of them; not in the interpreter). So they pass an instruction that must not be moved.
+    """
     if const.ON_GPU:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1
@@ -245,8 +249,8 @@ def settled(words):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x) with two special-function instructions; within a few ulp. What the first one flushes to
-    zero is lost in the sum anyway."""
+    """Return 1 / (1 + e^-x) with two special-function instructions; within a few ulp. Values that the first one flushes
+    to zero are lost in the sum anyway."""
     if const.ON_GPU:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 t;

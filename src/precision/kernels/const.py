@@ -1,7 +1,7 @@
-"""What the kernels know at compile time: the kinds of scales (see `common`), and where they run.
+"""Compile-time constants of the kernels: the kinds of scales (see `common`), and the capability they run on.
 
-Kernels name these by way of this module, `const.ROW`: one that a kernel names directly is compared, at each launch,
-with what it was when Triton compiled the kernel. That takes as long as finding the compiled kernel does.
+Kernels access these through this module, `const.ROW`. At each launch Triton compares a global that a kernel names
+directly with its value at compile time, which takes as long as finding the compiled kernel.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""Cross entropy of rows of logits, the gradient written where the logits were.
+"""Cross entropy of rows of logits; the gradient overwrites the logits.
 
 A program owns a row z [V]. First pass: running maximum m and sum s of 2^((z - m) log2 e), block by block; whenever the
 maximum grows, the sum so far shrinks by 2^((m_old - m) log2 e) (online softmax, arXiv 1805.02867). Second pass:
 
     loss = w (m + ln s - z[y])            dz = w (2^((z - m) log2 e) / s - onehot(y))
 
-written over z, in its own format. The row is read twice, the second time from the L2 cache: few programs with many
-threads each, so that the rows in flight fit there. A target that is to be ignored costs a row of zeros and no read.
+written over z, in its own format. The row is read twice, the second time from the L2 cache: programs are few, with many
+threads each, so that the rows in flight fit there. An ignored target costs a row of zeros and no read.
 
-The twin in plain PyTorch is in `precision.cross_entropy`.
+The reference in plain PyTorch is in `precision.cross_entropy`.
 """
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from precision.kernels.common import power_of_2
 
-_BLOCK = 8192  # columns at a time; 16 a thread
+_BLOCK = 8192  # columns at a time; 16 per thread
 _LOG2_E = 1.4426950408889634
 
 
@@ -27,7 +27,7 @@ def _cross_entropy_kernel(
     z, target, weight, loss, row_stride,
     V: tl.constexpr, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, LOG2_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: loss [T], and with GRADIENT dz over z [T, V]. weight: 0-d."""
+    """Compute one row: loss [T], and with GRADIENT dz over z [T, V]. weight: 0-d."""
     row = tl.program_id(0).to(tl.int64)
     z += row * row_stride
     column = tl.arange(0, BLOCK)
@@ -63,7 +63,8 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor, gradient: bool, ignored: int) -> Tensor:
-    """Losses [T] FP32 of logits [T, V]; with `gradient` they are overwritten by dz. Rows must be contiguous.
+    """Return the losses [T] FP32 of logits [T, V]; with `gradient` overwrite the logits with dz. Rows must be
+    contiguous.
 
     target [T] int64; weight [] FP32 multiplies losses and gradients. A target outside the vocabulary that is not
     `ignored` makes its loss NaN.

@@ -1,18 +1,17 @@
 """Causal attention within documents: softmax(scale Q K^T) V where position i sees start(i) <= j <= i.
 
-Documents stand one behind the other, so what a block of queries sees is one range of keys, and what a block of keys is
-seen by is one range of queries. Both come from two numbers a position, `bounds` [2, B, S] int32: the first position of
-its document, and the one behind its last. Neither falls along a sequence, so that the first row of a block has the
-least and the last row the largest. No list of documents, no number of them: shapes never change, and the host knows
-nothing.
+Documents follow one another, so a block of queries sees one range of keys, and a block of keys is seen by one range of
+queries. Both ranges follow from two numbers per position, `bounds` [2, B, S] int32: the first position of its document,
+and the one after its last. Neither decreases along a sequence, so the first row of a block has the least and the last
+row the largest. There is no list of documents and no number of them: shapes never change, and the host knows nothing.
 
     keys          lo = start(first row) ........ start(last row) ........ first row .... last row
                   | some rows see them: masked   | whole blocks: no mask  | diagonal: masked |
 
 Blocks outside are not read. For documents much shorter than the sequence that is most of them.
 
-Forward (FlashAttention-2, arXiv 2307.08691): a program owns M queries of a head, walks over blocks of N keys with a
-running maximum and sum, and leaves the log-sum-exp of each row, to base 2:
+Forward (FlashAttention-2, arXiv 2307.08691): a program owns M queries of a head, iterates over blocks of N keys with a
+running maximum and sum, and writes the log-sum-exp of each row, to base 2:
 
     s = scale log2(e) q k^T      top' = max(top, s)      total = total 2^(top - top') + sum 2^(s - top')
     out = sum 2^(s - top) v / total                      lse = top + log2(total)
@@ -21,10 +20,10 @@ Backward: with p = 2^(s - lse) and delta = sum(out dout),
 
     dv = p^T dout        ds = p (dout v^T - delta)        dq = scale ds k        dk = scale ds^T q
 
-in two kernels: one owns keys and walks over queries (dk, dv), one owns queries and walks over keys (dq). p is computed
-twice; nothing is added up in memory by several programs, so that results are the same each time.
+in two kernels: one owns keys and iterates over queries (dk, dv), one owns queries and iterates over keys (dq). p is
+computed twice; no memory is summed by several programs, so results are deterministic.
 
-Tiles of the tensor cores want powers of two, and MLA's d_qk is 192: it is computed as 128 + 64 and not padded to 256.
+Tiles of the tensor cores need powers of two, and MLA's d_qk is 192: it is computed as 128 + 64, not padded to 256.
 
 Legend: B batch, H heads, S sequence, M rows of a block of queries, N of keys, D head size of queries and keys, V of
 values.
@@ -39,12 +38,12 @@ from precision.kernels.common import cdiv, power_of_2
 
 _LOG2_E = 1.4426950408889634
 LARGEST = 256  # head size
-SHARED_MEMORY = 200 * 1024  # bytes that a block of threads takes at most
+SHARED_MEMORY = 200 * 1024  # largest shared memory of a block of threads, in bytes
 
 
 @triton.jit
 def _rows(base, row, stride, S, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Rows `row` of a matrix [S, WIDTH], columns from FIRST on; zeros outside."""
+    """Load rows `row` of a matrix [S, WIDTH], columns from FIRST on; zeros outside."""
     column = FIRST + tl.arange(0, COUNT)
     inside = (row < S)[:, None]
     if FIRST + COUNT > WIDTH:
@@ -54,7 +53,7 @@ def _rows(base, row, stride, S, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def _put(base, row, stride, S, x, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Write x [rows, COUNT] there."""
+    """Store x [rows, COUNT] there."""
     column = FIRST + tl.arange(0, COUNT)
     inside = (row < S)[:, None]
     if FIRST + COUNT > WIDTH:
@@ -94,7 +93,7 @@ def _forward_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of a head: out, lse [B, H, S]. scale: with log2(e)."""
+    """Compute a block of queries of a head: out, lse [B, H, S]. scale: with log2(e)."""
     at = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest ranges first
     b = (tl.program_id(1) // H).to(tl.int64)
     h = tl.program_id(1) % H
@@ -129,8 +128,8 @@ def _forward_kernel(
 
 @triton.jit
 def _keys_of(start, at, S, M: tl.constexpr, N: tl.constexpr):
-    """Keys that queries [at, at + M) see: from `first` on; from `whole` on all of them; from `diagonal` on not all of
-    them any more; up to `end`. Multiples of N but the last."""
+    """Return the ranges of keys for queries [at, at + M): seen from `first` on; by all queries from `whole` on; no
+    longer by all from `diagonal` on; up to `end`. Multiples of N except the last."""
     first = tl.load(start + at) // N * N
     last = tl.load(start + tl.minimum(at + M, S) - 1)
     diagonal = at // N * N
@@ -143,7 +142,7 @@ def _delta_kernel(
     out, dout, delta, out_batch, out_head, out_row, dout_batch, dout_head, dout_row, S,
     H: tl.constexpr, V: tl.constexpr, DV: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """sum(out dout) of a block of rows, FP32 [B, H, S]."""
+    """Compute sum(out dout) of a block of rows, FP32 [B, H, S]."""
     b = (tl.program_id(1) // H).to(tl.int64)
     h = tl.program_id(1) % H
     m = tl.program_id(0) * M + tl.arange(0, M)
@@ -158,7 +157,7 @@ def _gather_keys(
     D: tl.constexpr, V: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, M: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys over queries [first, end)."""
+    """Accumulate dk and dv of a block of keys over queries [first, end)."""
     for at in range(first, end, M):
         m = at + tl.arange(0, M)
         q1 = _rows(q, m, q_row, S, D, 0, D1)
@@ -187,7 +186,7 @@ def _keys_kernel(
     B: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     DV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys of a head: dk, dv."""
+    """Compute dk, dv of a block of keys of a head."""
     at = tl.program_id(0) * N
     b = (tl.program_id(1) // H).to(tl.int64)
     h = tl.program_id(1) % H
@@ -236,7 +235,7 @@ def _gather_queries(
     D: tl.constexpr, V: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries over keys [first, end)."""
+    """Accumulate dq of a block of queries over keys [first, end)."""
     for at in range(first, end, N):
         n = at + tl.arange(0, N)
         k1 = _rows(k, n, k_row, S, D, 0, D1)
@@ -263,7 +262,7 @@ def _queries_kernel(
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of a head: dq."""
+    """Compute dq of a block of queries of a head."""
     at = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     b = (tl.program_id(1) // H).to(tl.int64)
     h = tl.program_id(1) % H
@@ -302,7 +301,7 @@ def _queries_kernel(
 
 
 def _widths(D: int, V: int) -> dict[str, int]:
-    """D as a power of two and the rest, V rounded up to one; 16 columns are the least of a tile."""
+    """Split D into a power of two and the rest, and round V up to a power of two; a tile has at least 16 columns."""
     whole = max(16, 1 << (D.bit_length() - 1))
     rest = max(0, D - whole)
     rest = max(16, power_of_2(rest)) if rest else 0
@@ -310,7 +309,7 @@ def _widths(D: int, V: int) -> dict[str, int]:
 
 
 TILES = {"forward": (128, 64, 8, 3), "keys": (64, 64, 8, 2), "queries": (128, 64, 8, 2)}
-"""M, N, warps, stages of each kernel: on Hopper nothing is spilled from registers."""
+"""M, N, warps, stages of each kernel: on Hopper no registers are spilled."""
 WIDE_TILES = {"forward": (128, 64, 8, 2), "keys": (32, 64, 8, 2), "queries": (64, 64, 8, 2)}
 """The same for head sizes above 192."""
 
@@ -321,20 +320,20 @@ def _tiles(name: str, width: int) -> dict[str, int]:
 
 
 def _three(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and row."""
+    """Return the strides of batch, head and row."""
     assert x.stride(3) == 1
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def by_position(like: Tensor, width: int) -> Tensor:
-    """Room for [B, H, S, width], in memory [B, S, H, width]."""
+    """Allocate [B, H, S, width], in memory [B, S, H, width]."""
     B, H, S, _ = like.shape
     return like.new_empty(B, S, H, width).transpose(1, 2)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q, k [B, H, S, D], v [B, H, S, V], bounds [2, B, S] int32 contiguous -> out [B, H, S, V] (in memory [B, S, H, V])
-    and lse [B, H, S] FP32, to base 2. Last dimensions must be contiguous."""
+    """Compute q, k [B, H, S, D], v [B, H, S, V] within bounds [2, B, S] int32, contiguous; return out [B, H, S, V] (in
+    memory [B, S, H, V]) and lse [B, H, S] FP32, to base 2. Last dimensions must be contiguous."""
     (B, H, S, D), V = q.shape, v.shape[-1]
     out, lse = by_position(q, V), torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", max(D, V))
@@ -348,7 +347,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tu
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk [B, H, S, D], dv [B, H, S, V], in memory [B, S, H, ...]."""
+    """Return dq, dk [B, H, S, D], dv [B, H, S, V], in memory [B, S, H, ...]."""
     (B, H, S, D), V = q.shape, v.shape[-1]
     dq, dk, dv = by_position(q, D), by_position(q, D), by_position(q, V)
     delta, widths, scales = torch.empty_like(lse), _widths(D, V), (S, scale, scale * _LOG2_E)

@@ -5,9 +5,9 @@
                -> dx = [dg, du] w1 -> sum over a token's rows; x^T from the FP8 that was kept -> dw1 = [dg, du]^T x
 
 Every operand is cast once, by the kernel that makes it; x once for gate and up. The router's weight is applied inside
-SwiGLU, so the experts' outputs need not be kept and the weight's gradient falls out of SwiGLU's. Kept for backward: x
-in token order, and the first GEMM's result in BF16. x's rows are K times as large: they are gathered again, which in
-FP8 makes their transposed copy at once; in BF16 they may be kept.
+SwiGLU, so the experts' outputs are not saved, and the weight's gradient comes with SwiGLU's. Saved for backward: x in
+token order, and the first GEMM's result in BF16. x's rows are K times as large, so they are gathered again; in FP8 this
+also makes their transposed copy. In BF16 they may be saved instead.
 
 T tokens, D hidden, F width, R' rows in tiles of 128 (see `route`), E experts, K chosen.
 """
@@ -32,7 +32,7 @@ from precision.permutation import TILE, rows_in_tiles
 
 @dataclass(frozen=True)
 class _Casts:
-    """x, h and weights; gradients. None: BF16. fast: how FP8 products are summed."""
+    """Casts of x, h and weights, and of gradients. None: BF16. fast: how FP8 products are summed."""
 
     forward: Cast | None
     grad: Cast | None
@@ -52,7 +52,7 @@ class _Casts:
 
 
 def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, casts: _Casts, to: Route | None) -> Tensor:
-    """a [R, K] times w [(G,) N, K]^T."""
+    """Multiply a [R, K] by w [(G,) N, K]^T."""
     mode = casts.mode
     if mode == 0:
         return grouped_gemm.nt_bf16(a, w, to) if to is not None else a @ w.mT
@@ -64,14 +64,14 @@ def _nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, casts: _Casts, to: R
 def _wgrad(
     a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, casts: _Casts, to: Route | None, out: torch.dtype
 ) -> Tensor:
-    """Transposed operands a [M, R'], b [N, R'] -> [(E,) M, N] in `out`."""
+    """Multiply transposed operands a [M, R'], b [N, R']; return [(E,) M, N] in `out`."""
     if to is not None:
         return grouped_gemm.wgrad(a, a_inv, b, b_inv, casts.mode, to, out, casts.fast)
     return scaled_wgrad(a, a_inv, b, b_inv, casts.mode, out, casts.fast)
 
 
 def _wgrad_bf16(a: Tensor, b: Tensor, to: Route | None, out: torch.dtype) -> Tensor:
-    """a [R, M], b [R, N] BF16 -> [(E,) M, N] in `out`."""
+    """Return a^T b of a [R, M], b [R, N] BF16, [(E,) M, N] in `out`."""
     return grouped_gemm.wgrad_bf16(a, b, to, out) if to is not None else plain_wgrad(a, b, out)
 
 
@@ -85,11 +85,13 @@ def ffn_forward(
     add: Tensor, h_scale: Tensor, h_amax: Tensor, how: str, choices: int, h_place: Tensor | None, kurtosis: Tensor,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain), of which so many choices are
-    not none (-1: all; see `route`), add [T, D] (empty: none) -> y [T, D] BF16; then what backward reads: the first
-    GEMM's result, h's scales, rows of x (with keep_rows, of BF16 experts) and the six tensors of the Route.
+    """Compute the layer; return y [T, D] BF16 and the tensors for backward: the first GEMM's result, h's scales, rows
+    of x (with keep_rows, of BF16 experts) and the six tensors of the Route.
 
-    h_place, kurtosis [2] FP64 (empty: none): h's, for a step that is sampled."""
+    x [T, D], w1 [(E,) 2F, D], w2 [(E,) D, F]; expert, weight [T, K] (empty: plain); choices: how many of them are not
+    none (-1: all; see `route`); add [T, D] (empty: none). h_place, kurtosis [2] FP64 (empty: none): h's, for a sampled
+    step.
+    """
     casts = _Casts.parse(how)
     T, D = x.shape
     experts = w1.shape[0] if w1.dim() == 3 else 0
@@ -144,12 +146,14 @@ def ffn_backward(
     w1: Tensor, w1_inv: Tensor, w2: Tensor, w2_inv: Tensor, dy_scale: Tensor, d1_scale: Tensor, how: str,
     out: torch.dtype, dy_place: Tensor | None = None, d1_place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] as the input gradients read them; the rest as `ffn_forward`
-    returned it -> dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] in `out` (FP32 or BF16), the router weights'
-    gradient [T, K] FP32 (or empty), the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
+    """Return dx [T, D] BF16, dw1 [(E,) 2F, D] and dw2 [(E,) D, F] in `out` (FP32 or BF16), the router weights' gradient
+    [T, K] FP32 (or empty), and the amaxes of dy and [dg, du] [2] FP32 (zeros in BF16).
 
-    The amaxes are returned, not written into the arena: where an operator changes two views of one buffer, inductor
-    copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11)."""
+    dy [T, D]; w1 [(E,) D, 2F] and w2 [(E,) F, D] in the input gradients' layout; the rest from `ffn_forward`.
+
+    The amaxes are returned, not written into the arena: where an operator mutates two views of one buffer, inductor
+    copies one of them, and reads the copy at the storage offset of the block that was compiled (torch 2.11).
+    """
     amaxes = torch.zeros(2, device=dy.device)
     return *_backward(
         dy, x, x_inv, y1, h_inv, x_rows, routing, w1, w1_inv, w2, w2_inv, dy_scale, amaxes[0], d1_scale, amaxes[1], how,
@@ -257,7 +261,7 @@ def _backward_bf16(
 def _sample_h(
     y1: Tensor, h: Tensor, h_inv: Tensor, to: Route | None, casts: _Casts, place: Tensor | None, kurtosis: Tensor
 ) -> None:
-    """Show rows of h in BF16, made again where only FP8 is in memory: their cast, and their kurtosis."""
+    """Show rows of h in BF16, recomputed where only FP8 is in memory: their cast, and their kurtosis."""
     part = every(y1)
     live = None if to is None else to.token[part]
     exact, inv = h[part], h_inv
@@ -272,7 +276,7 @@ def _sample_h(
 def _sample_d1(
     dh: Tensor, y1: Tensor, d1: Tensor, d1_inv: Tensor, to: Route | None, how: Cast, place: Tensor | None
 ) -> None:
-    """Show rows of [dg, du], made again in BF16."""
+    """Show rows of [dg, du], recomputed in BF16."""
     part = every(y1)
     rows = dh[part].contiguous(), y1[part].contiguous()
     exact, _, _, _ = swiglu_backward_rows(*rows, *_sampled_route(to, part), None, _empty(dh, 1), None, None)
@@ -280,7 +284,8 @@ def _sample_d1(
 
 
 def _sampled_route(to: Route | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
-    """The router's weights of rows, and where these end: dead ones are made as well, of whatever there is."""
+    """Return the router's weights of the sampled rows, and where these end; unused rows are recomputed too, with
+    arbitrary values."""
     if to is None:
         return None, None
     weight = to.weight[part].contiguous()
@@ -288,7 +293,7 @@ def _sampled_route(to: Route | None, part: slice) -> tuple[Tensor | None, Tensor
 
 
 def _transpose(x8: Tensor, inv: Tensor, how: Cast, to: Route | None) -> tuple[Tensor, Tensor]:
-    """ROW scales; rows are in tiles already."""
+    """Transpose x8 with ROW scales; its rows are in tiles already."""
     if to is None:
         return transpose(x8, inv, how)
     return transpose(x8, inv, how, to.ends)

@@ -1,6 +1,6 @@
 """The FP8 GEMMs as custom operators; see `grouped_gemm`.
 
-Grouped ones take rows without gaps, offsets [G] int32, and put them into tiles of 128 for the product.
+Grouped ones take rows without gaps, offsets [G] int32, and move them into tiles of 128 for the product.
 """
 
 import torch
@@ -17,7 +17,7 @@ from precision.operators import operator
 def grouped_nt(
     a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, offsets: Tensor, how: str, fast: bool = False
 ) -> Tensor:
-    """a [R, K], w [G, N, K] -> [R, N] BF16."""
+    """Multiply a [R, K] by w [G, N, K]^T; return [R, N] BF16."""
     made, to = Cast.parse(how), tiles(offsets, a.shape[0])
     rows, inv = gather(a, a_inv, to, made)
     assert inv is not None
@@ -34,7 +34,8 @@ def grouped_wgrad(
     dy: Tensor, dy_inv: Tensor, dy_exact: Tensor, x: Tensor, x_inv: Tensor, offsets: Tensor, how: str, how_x: str,
     out: torch.dtype, fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    """dy [R, N], x [R, K] -> [G, N, K] in `out`, FP32 or BF16. BLOCK: dy's tiles are cast from the exact gradient."""
+    """Return dy^T x per group, [G, N, K] in `out`, FP32 or BF16, for dy [R, N], x [R, K]. BLOCK: dy's tiles are cast
+    from the exact gradient."""
     made, to = Cast.parse(how), tiles(offsets, x.shape[0])
     if made.mode == const.BLOCK.value:
         unseen = torch.zeros((), device=x.device)
@@ -57,7 +58,8 @@ def _(
 
 
 def tiles(offsets: Tensor, rows: int) -> Route:
-    """Rows without gaps (expert e's end at offsets[e]) -> where they lie in tiles of 128. No host synchronisation."""
+    """Return the positions in tiles of 128 of rows without gaps (expert e's end at offsets[e]). No host
+    synchronisation."""
     E, device = offsets.shape[0], offsets.device
     size = (rows + E * 127 + 127) // 128 * 128
     ends = offsets.long()

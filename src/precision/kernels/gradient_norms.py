@@ -1,8 +1,8 @@
-"""L2 norms of all gradients in two launches: one pass over them at the speed of memory, 4 bytes an element.
+"""L2 norms of all gradients in two launches: one pass at memory bandwidth, 4 bytes per element.
 
-`_squares_kernel` streams: a program owns a chunk of one tensor, which it looks up in a table made once, and leaves a
-sum of squares, FP32; `_total_kernel` adds up those of a tensor, in FP64 and always in the same order. Where tensors lie
-comes from a table of addresses. The twin is torch._foreach_norm, which launches once for every 20 M elements.
+`_squares_kernel` streams: a program owns a chunk of one tensor, which it looks up in a table made once, and writes an
+FP32 sum of squares. `_total_kernel` adds up those of a tensor, in FP64 and always in the same order. A second table has
+the tensors' addresses. The reference is torch._foreach_norm, which launches once for every 20 M elements.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from precision.kernels.common import address_table, chunk_table
 
-_BLOCK = 4096  # elements of a program, 16 a thread
+_BLOCK = 4096  # elements per program, 16 per thread
 _WARPS = 8
 _AT_ONCE = 4096  # sums of a tensor that are read at a time
 
 
 @triton.jit
 def _squares_kernel(chunks, gradients, sizes, sums, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
-    """One chunk: its sum. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses, multiples of ALIGN; 0:
-    none, whose sum is 0. sizes [P]: numbers of elements."""
+    """Sum the squares of one chunk. chunks [programs, 2]: tensor, chunk of it. gradients [P]: addresses, multiples of
+    ALIGN; 0: none, with sum 0. sizes [P]: numbers of elements."""
     program = tl.program_id(0).to(tl.int64)
     i = tl.load(chunks + program * 2)
     at = tl.load(chunks + program * 2 + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +41,7 @@ def _squares_kernel(chunks, gradients, sizes, sums, BLOCK: tl.constexpr, ALIGN: 
 
 @triton.jit
 def _total_kernel(ends, sums, norms, BLOCK: tl.constexpr):
-    """One tensor, whose sums end at ends[i]: its norm."""
+    """Compute the norm of one tensor, whose sums end at ends[i]."""
     i = tl.program_id(0)
     begin = tl.load(ends + i - 1, mask=i > 0, other=0)
     end = tl.load(ends + i)
@@ -54,7 +54,8 @@ def _total_kernel(ends, sums, norms, BLOCK: tl.constexpr):
 
 
 class GradientNorms:
-    """Of P tensors with so many elements (0, too) on a device. block, warps: elements and warps of a program."""
+    """Norms of P tensors with so many elements (0 is allowed) on a device. block, warps: elements and warps of a
+    program."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, block: int = _BLOCK, warps: int = _WARPS):
         self._block, self._warps, self._device = block, warps, device
@@ -66,7 +67,7 @@ class GradientNorms:
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """[P] FP32, 0 for None; gradients FP32. Does not wait for the device."""
+        """Return [P] FP32, 0 for None; gradients FP32. Does not synchronise."""
         flat = [None if g is None else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in flat]
         if addresses != self._known:

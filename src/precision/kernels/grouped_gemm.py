@@ -1,21 +1,21 @@
-"""GEMMs over rows sorted by expert: persistent, loads by the tensor memory accelerator. On Hopper: `hopper_gemm`.
+"""GEMMs over rows sorted by expert: persistent, with loads by the tensor memory accelerator. On Hopper: `hopper_gemm`.
 
     nt      y[r, n]    = sum over k of a[r, k] b[e(r), n, k]            forward and input gradient
     wgrad   d[e, m, n] = sum over e's rows r of a[m, r] b[n, r]         weight gradient, of transposed operands
 
-Both factors are contiguous along the sum, which is what Hopper's FP8 tensor cores read. Rows of an expert start at
-multiples of 128, so no tile crosses a border, and offsets stay on the device. FP8 products are summed in the tensor
-cores over 128 of the sum, and these partial sums in FP32; with `fast` in the tensor cores' own precision, about 14
-bits, over the whole sum (`precision.accumulation`). BLOCK scales need partial sums anyway.
+Both factors are contiguous along the sum, as Hopper's FP8 tensor cores require. Rows of an expert start at multiples of
+128, so no tile crosses a border, and offsets stay on the device. The tensor cores sum FP8 products over 128 of the sum,
+and these partial sums are added in FP32; with `fast` the tensor cores sum over the whole length in their own precision,
+about 14 bits (`precision.accumulation`). BLOCK scales need partial sums anyway.
 
 Scales, by MODE: TENSOR one for a, one an expert for b; ROW one a row of a and a column of y; BLOCK 1 x 128 of a with
 128 x 128 of b (nt), 128 x 1 of both (wgrad); PLAIN none: BF16.
 
-The kernels here are for Triton's interpreter, which does not run those of `hopper_gemm`, and for rows and weight
-gradients that are not whole tiles high.
+The kernels here serve Triton's interpreter, which cannot run those of `hopper_gemm`, and rows and weight gradients
+whose height is not a multiple of the tile's.
 
-One program a multiprocessor visits tiles with a constant stride: none is launched again, and loads never pause. More
-and shorter ones were no faster, nor beside messages to other ranks (docs/benchmarks.md).
+One program per multiprocessor visits tiles with a constant stride: none is launched again, and loads never pause. More
+and shorter programs were no faster, not even beside messages to other ranks (docs/benchmarks.md).
 """
 
 from functools import cache
@@ -69,7 +69,8 @@ def _nt_kernel(
 
 @triton.jit
 def _rounded(x, to: tl.constexpr):
-    """FP32 in the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which cuts by itself)."""
+    """Round FP32 to the type `to`, FP32 or BF16, to nearest even (also in the interpreter, which truncates by
+    default)."""
     if const.ON_GPU or to == tl.float32:
         return x.to(to)
     return as_bf16(x).to(to)
@@ -116,8 +117,11 @@ def _wgrad_kernel(
 
 
 def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, fast: bool = False) -> Tensor:
-    """a [R, K] FP8, b [E, N, K] FP8 contiguous -> [R, N] BF16. Scales are inverse scales: TENSOR 0-d and [E] (or 0-d);
-    ROW [R, 1] and [E, N] in any shape; BLOCK [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128]."""
+    """Multiply a [R, K] FP8 by b [E, N, K] FP8, contiguous; return [R, N] BF16.
+
+    scale_a, scale_b are inverse scales: TENSOR 0-d and [E] (or 0-d); ROW [R, 1] and [E, N] in any shape; BLOCK
+    [R, K / 128] (stored [K / 128, R]) and [E, N / 128, K / 128].
+    """
     (E, N, K), R = b.shape, a.shape[0]
     grid = _multiprocessors(a.device)
     if not const.INTERPRETED and R and R % 128 == 0:
@@ -135,7 +139,7 @@ def nt(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Ro
 
 
 def nt_bf16(a: Tensor, b: Tensor, to: Route) -> Tensor:
-    """a [R, K], b [E, N, K] BF16, contiguous as it is or transposed -> [R, N] BF16."""
+    """Multiply a [R, K] by b [E, N, K] BF16, contiguous as it is or transposed; return [R, N] BF16."""
     (_, N, K), R = b.shape, a.shape[0]
     if const.INTERPRETED or not R or R % 128 or N % 8 or K % (8 if b.is_contiguous() else 64):
         return _grouped_mm(a, b.mT, offs=to.ends)
@@ -146,14 +150,16 @@ def wgrad(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, out: torch.dtype = torch.float32,
     fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    """a [M, R'] FP8, b [N, R'] FP8 -> [E, M, N] in `out`, FP32 or BF16 (rounded once). Inverse scales: 0-d (TENSOR,
-    ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK)."""
+    """Multiply a [M, R'] FP8 by b [N, R'] FP8; return [E, M, N] in `out`, FP32 or BF16 (rounded once). Inverse scales:
+    0-d (TENSOR, ROW), or [R' / 128, M] and [R' / 128, N] (BLOCK)."""
     return _wgrad(a, scale_a, b, scale_b, mode, to, out, fast)
 
 
 def wgrad_bf16(a: Tensor, b: Tensor, to: Route, out: torch.dtype = torch.float32) -> Tensor:
-    """a [R', M], b [R', N] BF16 in the experts' order -> [E, M, N] in `out`, FP32 or BF16. torch's grouped GEMM returns
-    BF16 only, and turning that into FP32 costs as much as a quarter of the product."""
+    """Multiply a [R', M], b [R', N] BF16 in the experts' order; return [E, M, N] in `out`, FP32 or BF16.
+
+    torch's grouped GEMM returns only BF16, and converting that to FP32 costs a quarter of the product.
+    """
     return _wgrad(a, a, b, b, const.PLAIN.value, to, out, False)
 
 

@@ -6,23 +6,22 @@
     BLOCK        p    = x[64, 128] y[128 of 256, 128]^T   tensor cores, a fresh product every 128 of the sum
                  acc += p * scales                        FP32, twice: for each half of 128 columns
 
-Nothing makes the two groups wait for each other but the stages in shared memory, which the loading warp fills (scales
-too) as soon as both have left them, also across tiles: the first products of a tile are there when the last tile is
-stored, and while one group scales or stores, the other multiplies. For that, one starts S - 1 steps before the other,
-and they stay so. `tl.dot` in a plain loop has a barrier of all warps every step, and nothing multiplies while it
-stores.
+The two groups synchronise only through the stages in shared memory. The loading warp fills a stage (scales too) as soon
+as both have left it, also across tiles. So the first products of a tile are loaded when the last tile is stored, and
+one group multiplies while the other scales or stores. To this end one group starts S - 1 steps before the other and
+stays ahead. `tl.dot` in a plain loop has a barrier of all warps every step, and nothing multiplies while it stores.
 
-One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after a rest. FP32 sums cost 7 to 10 % of a product:
-1,210 to 1,350 in nt, 1,120 to 1,280 in wgrad. With `fast`, `tl.dot` in brackets: one scale a tensor 1,210 to 1,370
-(1,150 to 1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to 1,150) with
-BF16; BLOCK 1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). What holds nt
-is the way from L2, 48 KiB a step and multiprocessor: without the loads the same kernel takes 0.72 ms where it takes
-0.86.
+One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after a rest. FP32 sums cost 7 to 10 % of a product: 1,210
+to 1,350 in nt, 1,120 to 1,280 in wgrad. With `fast`, `tl.dot` in brackets: one scale a tensor 1,210 to 1,370 (1,150 to
+1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to 1,150) with BF16; BLOCK
+1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). The path from L2 limits nt,
+with 48 KiB per step and multiprocessor: without the loads the same kernel takes 0.72 ms instead of 0.86.
 
 Registers (240 a thread, none spilled): acc 128, BLOCK's p 64. There is no room for a second p, so each half is scaled
-behind a branch that is always taken: the assembler does not start the second product above it.
+behind a branch that is always taken: the assembler does not move the second product above it.
 
-Written in Gluon, Triton's lower layer, which has no interpreter: on a CPU `grouped_gemm`'s kernels stand for it.
+The kernels are written in Gluon, Triton's lower layer, which has no interpreter: on a CPU `grouped_gemm`'s kernels
+replace them.
 """
 
 from functools import cache
@@ -92,7 +91,7 @@ def _nt_wgrad_kernel(
     K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr,
     TRANS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 128 // a.block_shape[0]  # of a stage of a
+    PARTS: gl.constexpr = 128 // a.block_shape[0]  # parts per stage of a
     sx = gl.allocate_shared_memory(a.dtype, [S * PARTS, a.block_shape[0], a.block_shape[1]], a.layout)
     sy = gl.allocate_shared_memory(b.dtype, [S, b.block_shape[0], b.block_shape[1]], b.layout)
     WIDTH: gl.constexpr = (256 if N > 128 else 128) if MODE == const.ROW and not WGRAD else 1
@@ -125,8 +124,8 @@ def _nt_wgrad_kernel(
 def nt(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, mode: int, to: Route, programs: int, fast: bool
 ) -> Tensor:
-    """`grouped_gemm.nt` and `nt_bf16`; any N and K (in multiples of 16 bytes), R a multiple of 128 (130 ended in an
-    illegal instruction). BF16 b may lie transposed, and K is then a multiple of 64."""
+    """`grouped_gemm.nt` and `nt_bf16` for any N and K (in multiples of 16 bytes), R a multiple of 128 (130 ended in an
+    illegal instruction). BF16 b may be transposed; K is then a multiple of 64."""
     (E, N, K), R, bits = b.shape, a.shape[0], 8 * a.element_size()
     y = torch.empty(R, N, device=a.device, dtype=torch.bfloat16)
     left = right = None
@@ -171,12 +170,13 @@ def wgrad(
 
 
 def fits(M: int, N: int, mode: int) -> bool:
-    """Whether `wgrad` serves [M, N]: whole tiles high (what is beyond N is cut off), rows of whole 16 bytes."""
+    """Return whether `wgrad` supports [M, N]: whole tiles high (columns beyond N are cut off), rows of whole 16
+    bytes."""
     return M % 128 == 0 and N % (128 if mode == const.BLOCK.value else 8) == 0
 
 
 def _promotes(mode: int, fast: bool) -> bool:
-    """Whether FP32 adds are the kernel's own: BF16 needs none, blocks have theirs."""
+    """Return whether the kernel itself adds in FP32: BF16 needs no such adds, blocks have their own."""
     return not fast and mode in (const.TENSOR.value, const.ROW.value)
 
 

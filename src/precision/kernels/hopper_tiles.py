@@ -1,5 +1,5 @@
-"""A tile of a grouped GEMM on Hopper: where it is, what one group of four warps does for its 64 rows of it, and how
-these are written. See `hopper_gemm`."""
+"""A tile of a grouped GEMM on Hopper: its position, the work of one group of four warps on its 64 rows, and the stores.
+See `hopper_gemm`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from precision.kernels import const
 
 @gluon.jit
 def tiles(ends, E: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WGRAD: gl.constexpr):
-    """How many there are."""
+    """Return the number of tiles."""
     if WGRAD:
         count = E * (M // 128) * ((N + 255) // 256)
     else:
@@ -29,7 +29,7 @@ def where(
     tile, group, ends, E: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, WGRAD: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the expert, its first row in a and in the expert's b, where its sum starts, and steps of it."""
+    """Return a tile's expert, its first row in a and in the expert's b, where its sum starts, and the steps of it."""
     NT: gl.constexpr = (N + 255) // 256
     n = tile % NT * 256
     if WGRAD:
@@ -48,7 +48,8 @@ def where(
 
 @gluon.jit
 def _put(c, buf, acc, row, col, W: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr):
-    """acc [64, W] to c at (row, col), P columns at a time through buf; the last piece is still under way on return."""
+    """Store acc [64, W] to c at (row, col), P columns at a time through buf; the last piece is still in flight on
+    return."""
     if W > P:
         left, right = gl.split(gl.permute(gl.reshape(acc, (64, 2, W // 2)), (0, 2, 1)))
         _put(c, buf, left, row, col, W // 2, P, TRANS)
@@ -70,7 +71,7 @@ def _put(c, buf, acc, row, col, W: gl.constexpr, P: gl.constexpr, TRANS: gl.cons
 def _corner(
     e, m, n, M: gl.constexpr, N: gl.constexpr, WGRAD: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr
 ):  # fmt: skip
-    """Where in c a group's rows of a tile go."""
+    """Return the position in c of a group's rows of a tile."""
     if WGRAD:
         row = m + G * 64 if TRANS else e * M + m + G * 64
         col = e * N + n if TRANS else n
@@ -82,8 +83,8 @@ def _corner(
 
 @gluon.jit
 def _operands(sx, sy, s, W: gl.constexpr, G: gl.constexpr):
-    """Stage s as the tensor cores take it: a group's 64 rows of x, [64, sum], and y, [sum, W]. Where they lie the other
-    way round, which BF16 may, they are 64 deep."""
+    """Return stage s as the tensor cores read it: a group's 64 rows of x, [64, sum], and y, [sum, W]. Transposed
+    operands, which BF16 allows, are 64 deep."""
     if sx.shape[1] == 64:
         x = sx.index(s * 2 + G).permute((1, 0))
     else:
@@ -99,8 +100,8 @@ def _operands(sx, sy, s, W: gl.constexpr, G: gl.constexpr):
 def accumulate(
     sx, sy, full, empty, ahead, it, steps, S: gl.constexpr, K16: gl.constexpr, G: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """The sum of one tile in the tensor cores, a group's 64 rows and W columns of it, FP32. Steps done so far go in and
-    out."""
+    """Sum one tile in the tensor cores, a group's 64 rows and W columns of it, FP32. `it`, the steps so far, is updated
+    and returned."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, K16])
     acc = gl.full([64, W], 0.0, gl.float32, L)
     for k in range(steps):
@@ -127,7 +128,8 @@ def _sum(
     S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """One tile, W columns of it: the sum in the tensor cores, then its scales. Steps done so far go in and out."""
+    """Compute W columns of one tile: the sum in the tensor cores, then its scales. The steps so far are updated and
+    returned."""
     K16: gl.constexpr = 16 if MODE == const.PLAIN else 32
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, K16])
     ROWS: gl.constexpr = MODE == const.ROW and not WGRAD
@@ -149,7 +151,7 @@ def _sum(
 
 @gluon.jit
 def _product(x, sy, s, none, AT: gl.constexpr):
-    """A fresh product of one step with 128 columns of y from AT on, under way."""
+    """Start a fresh product of one step with 128 columns of y from AT on."""
     return warpgroup_mma(x, sy.index(s).slice(AT, 128).permute((1, 0)), none, use_acc=False, is_async=True)
 
 
@@ -158,7 +160,7 @@ def _finish(
     c, buf, acc, sf, f, row, col, MODE: gl.constexpr, WGRAD: gl.constexpr, AT: gl.constexpr, P: gl.constexpr,
     TRANS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Scales of columns AT on, and their way to c."""
+    """Scale columns from AT on and store them to c."""
     W: gl.constexpr = acc.shape[1]
     if MODE == const.ROW and not WGRAD:
         acc = acc * gl.expand_dims(f, 1) * gl.expand_dims(sf.slice(AT, W).load(gl.SliceLayout(0, L)), 0)
@@ -173,7 +175,7 @@ def _promoted(
     S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """As `_sum`, each step's product fresh, in halves of 128 columns, and added up in FP32."""
+    """As `_sum`, with a fresh product per step, in halves of 128 columns, added up in FP32."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     if MODE == const.ROW and not WGRAD:
         f = gl.load(scale_a + m + G * 64 + gl.arange(0, 64, gl.SliceLayout(1, L)))
@@ -190,7 +192,7 @@ def _promoted(
         x = sx.index(s).slice(G * 64, 64)
         q0 = _product(x, sy, s, none, 0)
         p0 = warpgroup_mma_wait(0, deps=(q0,))
-        if it >= 0:  # always: see `hopper_gemm` on registers
+        if it >= 0:  # always true: see `hopper_gemm` on registers
             acc0 += p0
         if W == 256:
             q1 = _product(x, sy, s, none, 128)
@@ -232,7 +234,8 @@ def sums(
     N: gl.constexpr, K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, MODE: gl.constexpr, WGRAD: gl.constexpr,
     P: gl.constexpr, TRANS: gl.constexpr, G: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """Group G's part of every tile of a program, without BLOCK scales. The other group starts S - 1 steps later."""
+    """Compute group G's part of every tile of a program, without BLOCK scales. The other group starts S - 1 steps
+    later."""
     STEP: gl.constexpr = 64 if MODE == const.PLAIN else 128
     it = 0
     if G == 1:
@@ -264,7 +267,8 @@ def block_sums(
     K: gl.constexpr, GRID: gl.constexpr, S: gl.constexpr, WGRAD: gl.constexpr, P: gl.constexpr, TRANS: gl.constexpr,
     G: gl.constexpr,
 ):  # fmt: skip
-    """Group G's part of every tile of a program, with BLOCK scales: each step's product is fresh, and scaled."""
+    """Compute group G's part of every tile of a program, with BLOCK scales: each step's product is fresh, and
+    scaled."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     LEFT: gl.constexpr = gl.SliceLayout(1, L)
     RIGHT: gl.constexpr = gl.SliceLayout(0, L)

@@ -1,12 +1,12 @@
 """The products of `newton_schulz` on Hopper, in tiles of 128 x 256: one warp loads, two groups of four warps multiply.
 
-The machine is that of `hopper_gemm`: groups wait for stages in shared memory only, one of them S - 1 steps behind the
-other, so that the tensor cores work while the other group writes. Here that is half of what a tile needs besides
-products: a symmetric result is written twice, as it is and mirrored, and the polynomials add the tile of another
-matrix. Both go from registers through two buffers in turn, 64 x 64 at a time.
+The structure is that of `hopper_gemm`: groups synchronise through stages in shared memory only, and one runs S - 1
+steps behind the other, so that the tensor cores work while the other group writes. Here writes are half of a tile's
+work besides products: a symmetric result is written twice, plain and mirrored, and the polynomials add the tile of
+another matrix. Both go from registers through two alternating buffers, 64 x 64 at a time.
 
-Which tiles there are, and in which order, is a table (`newton_schulz.tile_table`). Of a symmetric result, with i and j
-the numbers of a tile in rows of 128 and columns of 256:
+A table lists the tiles in their order (`newton_schulz.tile_table`). For a symmetric result, with i and j the numbers of
+a tile in rows of 128 and columns of 256:
 
     i - 2 j = 0     the left half of the tile, which lies on the diagonal; the right one is mirrored by the next
     i - 2 j = 1     all of it; the left half is mirrored
@@ -28,7 +28,7 @@ _STAGES = 4
 
 @gluon.jit
 def _place(table, tile, each):
-    """Of a tile: its matrix, first row and first column."""
+    """Return a tile's matrix, first row and first column."""
     packed = gl.load(table + tile % each)
     return tile // each, (packed & 0xFFFF) * 128, (packed >> 16) * 256
 
@@ -53,7 +53,8 @@ def _produce(a, b, sx, sy, full, empty, table, tiles, each, M, K, S: gl.constexp
 
 @gluon.jit
 def _piece(c, buf, value, row, col, TRANS: gl.constexpr):
-    """value [64, 64] to c at (row, col) through a buffer; what went through the other one may still be under way."""
+    """Store value [64, 64] to c at (row, col) through a buffer; the store through the other one may still be in
+    flight."""
     tma.store_wait(1)
     if TRANS:
         buf.permute((1, 0)).store(value)
@@ -68,8 +69,8 @@ def _write(
     c, sc, value, row, col, from_row, from_col, G: gl.constexpr, W: gl.constexpr, AT: gl.constexpr,
     MIRRORED: gl.constexpr,
 ):  # fmt: skip
-    """value [64, W] to c at (row, col), its first MIRRORED columns also at (from_col, from_row), the mirrored place.
-    Two of the buffers are group G's; pieces take them in turn."""
+    """Store value [64, W] to c at (row, col), its first MIRRORED columns also at (from_col, from_row), the mirrored
+    place. Two of the buffers are group G's; pieces alternate between them."""
     if W > 64:
         left, right = gl.split(gl.permute(gl.reshape(value, (64, 2, W // 2)), (0, 2, 1)))
         _write(c, sc, left, row, col, from_row, from_col, G, W // 2, AT, MIRRORED)
@@ -86,7 +87,7 @@ def _tile(
     c, added, sx, sy, sc, full, empty, ahead, factors, alpha, beta, it, e, m, n, M, N, K, S: gl.constexpr,
     ADDS: gl.constexpr, G: gl.constexpr, W: gl.constexpr, MIRRORED: gl.constexpr,
 ):  # fmt: skip
-    """One group's rows of one tile, W columns of it. Steps done so far go in and out."""
+    """Compute one group's rows of one tile, W columns of it. The steps so far are updated and returned."""
     acc, it = accumulate(sx, sy, full, empty, ahead, it, K // 64, S, 16, G, W)
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     f = gl.load(factors + e)

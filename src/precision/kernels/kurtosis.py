@@ -1,7 +1,7 @@
-"""Kurtosis of rows, added up in one pass and one launch; what it is, and the twin: `precision.kurtosis`.
+"""Kurtosis of rows, added up in one pass and one launch. `precision.kurtosis` has the definition and the reference.
 
-A program a row. Sums over features are FP32, those over rows FP64 by atomics: their order is left to chance, and with
-it the last of 53 bits.
+There is one program per row. Sums over features are FP32, those over rows FP64 by atomics: their order is not
+deterministic, and with it the last of 53 bits.
 """
 
 import torch
@@ -27,7 +27,7 @@ def _add_powers(x, r, stride, X, second, fourth, COLUMNS: tl.constexpr):
 def _kurtosis_kernel(
     x, beside, live, sums, X, Y, stride_x, stride_y, BESIDE: tl.constexpr, LIVE: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """x [R, X], beside [R, Y], columns side by side; live [R]."""
+    """Add the kurtosis of one row: x [R, X], beside [R, Y], columns adjacent; live [R]."""
     r = tl.program_id(0)
     second = tl.zeros((COLUMNS,), tl.float32)
     fourth = tl.zeros((COLUMNS,), tl.float32)
@@ -46,8 +46,8 @@ def _kurtosis_kernel(
 
 @torch.no_grad()
 def add_kurtosis(sums: Tensor, x: Tensor, beside: Tensor | None = None, live: Tensor | None = None) -> None:
-    """Raise sums [2] FP64 by the kurtosis of rows x [R, X], with more features beside [R, Y], and by their number. Rows
-    of zeros do not count, nor those with live [R] int32 below 0. Rows may lie anywhere."""
+    """Add to sums [2] FP64 the kurtosis of rows x [R, X], with more features beside [R, Y], and their number. Rows of
+    zeros do not count, nor those with live [R] int32 below 0. Rows may have any stride."""
     x, beside = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (x, beside))
     assert x is not None
     other = x if beside is None else beside

@@ -1,11 +1,11 @@
-"""Muon's elementwise halves of a step, each in one pass over a weight's part (`trainer.optim.muon`, which is the twin).
+"""Muon's elementwise halves of a step, each in one pass over a weight's part (reference: `trainer.optim.muon`).
 
     advance     M <- mu M + G           U = mu M + G rounded, where the iteration reads it           14 bytes an element
     apply       W <- W - lr (times O + decay W)        and sums of the squares of what was added     10
 
-With momentum in BF16 advance takes 10 bytes. Matrices are [k, A, B] within a weight, rows apart by its width; U and O
-lie as they are iterated on, transposed where A > B: a tile is read along the rows of one and written along the rows of
-the other. Nothing but U and the sums is written where `ok` is false.
+With momentum in BF16 advance takes 10 bytes. Matrices are [k, A, B] within a weight, with the weight's row stride. U
+and O have the iteration's layout, transposed where A > B: a tile is read along the rows of one and written along the
+rows of the other. Where `ok` is false only U and the sums are written.
 """
 
 import triton
@@ -21,7 +21,7 @@ _WARPS = 4
 
 @triton.jit
 def _rounded(x, to: tl.constexpr):
-    """FP32 in the type `to`, to nearest even (also in the interpreter, which cuts by itself)."""
+    """Round FP32 to the type `to`, to nearest even (also in the interpreter, which truncates by default)."""
     if const.ON_GPU or to != tl.bfloat16:
         return x.to(to)
     return as_bf16(x).to(to)
@@ -32,7 +32,7 @@ def _advance_kernel(
     gradient, momentum, out, ok, divisor, mu, rows, columns, apart, width, out_apart, out_row, out_column,
     NESTEROV: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix. apart, width: elements from a matrix, a row to the next; out_...: in out."""
+    """Advance one tile of one matrix. apart, width: elements from a matrix, a row to the next; out_...: in out."""
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
@@ -52,7 +52,7 @@ def _apply_kernel(
     weight, update, sums, ok, lr, times, decay, rows, columns, apart, width, from_apart, from_row, from_column,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix, and the sum of squares of what was added to it, which is 0 where nothing was."""
+    """Update one tile of one matrix, and write the sum of squares of its change, 0 where there was none."""
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
@@ -71,7 +71,7 @@ def _apply_kernel(
 
 
 def programs(matrices: Tensor) -> int:
-    """How many sums `apply` leaves of matrices [k, A, B]."""
+    """Return the number of sums that `apply` writes for matrices [k, A, B]."""
     k, rows, columns = matrices.shape
     return k * cdiv(rows, _TILE) * cdiv(columns, _TILE)
 
@@ -79,8 +79,11 @@ def programs(matrices: Tensor) -> int:
 def advance(
     gradient: Tensor, momentum: Tensor, out: Tensor, ok: Tensor, divisor: Tensor, mu: float, nesterov: bool
 ) -> None:
-    """gradient FP32 and momentum [k, A, B], alike in memory, with rows of adjacent elements; out [k, A, B], any strides
-    and format. ok bool, divisor of the gradient FP32: 0-d. Does not wait."""
+    """Advance the momentum and write U to `out`; see the module docstring. Does not synchronise.
+
+    gradient FP32 and momentum [k, A, B], of one layout, with rows of adjacent elements; out [k, A, B], any strides and
+    format. ok bool, divisor of the gradient FP32: 0-d.
+    """
     k, rows, columns = gradient.shape
     assert gradient.stride() == momentum.stride() and (gradient.stride(2) == 1 or columns == 1)
     _advance_kernel[(cdiv(columns, _TILE), cdiv(rows, _TILE), k)](
@@ -90,8 +93,11 @@ def advance(
 
 
 def apply(weight: Tensor, update: Tensor, sums: Tensor, ok: Tensor, lr: Tensor, times: float, decay: float) -> None:
-    """weight FP32 [k, A, B], rows of adjacent elements; update [k, A, B], any strides and format; sums [programs] FP32.
-    ok bool, lr FP32: 0-d. Does not wait."""
+    """Update the weight; see the module docstring. Does not synchronise.
+
+    weight FP32 [k, A, B], rows of adjacent elements; update [k, A, B], any strides and format; sums [programs] FP32. ok
+    bool, lr FP32: 0-d.
+    """
     k, rows, columns = weight.shape
     assert weight.stride(2) == 1 or columns == 1
     _apply_kernel[(cdiv(columns, _TILE), cdiv(rows, _TILE), k)](

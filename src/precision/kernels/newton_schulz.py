@@ -1,17 +1,17 @@
 """The products of a Newton-Schulz iteration (`trainer.optim.orthogonalise`), in BF16 with sums in FP32.
 
-For matrices X [m, n], m <= n, with factors f (1 but in the first step), one step is
+For matrices X [m, n], m <= n, with factors f (1 except in the first step), one step is
 
     S = f^2 X X^T                symmetric: only tiles on and below the diagonal are computed, the others mirrored
     B = b S + c S S              symmetric, too, because S is
     X = f (a X + B X)
 
-3 m^2 n + m^3 multiplications and additions in place of 4 m^2 n + 2 m^3, and no pass besides the products: `torch.
-baddbmm` copies the matrix that is added. f divides by the norm, which the first products take along: X is read as it
-came.
+3 m^2 n + m^3 multiplications and additions instead of 4 m^2 n + 2 m^3, and no pass besides the products:
+`torch. baddbmm` copies the matrix that is added. f divides by the norm; the first products apply it, so X is read
+unscaled.
 
-On Hopper, matrices of whole tiles are for `hopper_triangle`. The kernel here serves other GPUs, other shapes and
-Triton's interpreter. A program visits tiles with a constant stride; `tile_table` names them.
+On Hopper, `hopper_triangle` handles matrices of whole tiles. The kernel here serves other GPUs, other shapes and
+Triton's interpreter. A program visits tiles with a constant stride; `tile_table` lists them.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from precision.kernels import const
 from precision.kernels.common import as_bf16
 
 FEWEST_ROWS = 256
-"""Smaller matrices are a tile or two high: a triangle of these is nearly all of them."""
+"""Minimum number of rows: smaller matrices are a tile or two high, and a triangle of these is nearly all of them."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How `_product_kernel` cuts the work: tiles of rows x columns, so much of the sum at a time."""
+    """How `_product_kernel` divides the work: tiles of rows x columns, and the length of the sum per step."""
 
     rows: int = 128
     columns: int = 128
@@ -77,14 +77,14 @@ def _product_kernel(
         value = _rounded(acc)
         c.store([e, m, n], value.reshape(1, BM, BN))
         if SYMMETRIC:
-            if m >= n + BN:  # a tile that the diagonal crosses holds its own mirror image, with those beside it
+            if m >= n + BN:  # a tile on the diagonal contains its own mirror image, with those beside it
                 mirrored.store([e, n, m], value.T.reshape(1, BN, BM))
 
 
 @cache
 def tile_table(rows: int, columns: int, height: int, width: int, symmetric: bool, device: torch.device) -> Tensor:
-    """The tiles of one matrix, int32: number among the rows + 2^16 times that among the columns; of a symmetric one
-    those that the diagonal crosses or that lie below it."""
+    """Return the tiles of one matrix, int32: number among the rows + 2^16 times that among the columns; for a symmetric
+    one those on or below the diagonal."""
     tall, wide = -(-rows // height), -(-columns // width)
     found = [i + (j << 16) for i in range(tall) for j in range(wide) if not symmetric or (i + 1) * height > j * width]
     return torch.tensor(found, dtype=torch.int32, device=device)
@@ -94,10 +94,10 @@ def product(
     a: Tensor, b: Tensor, out: Tensor, added: Tensor | None, factors: Tensor, alpha: float, beta: float,
     symmetric: bool, cut: Cut | None = None,
 ) -> None:  # fmt: skip
-    """out = factors (alpha a b + beta added); symmetric: a b^T in place of a b, of which only one triangle is computed.
+    """Compute out = factors (alpha a b + beta added); symmetric: a b^T instead of a b, computed for one triangle only.
 
     a [k, m, K], b [k, K, n] (symmetric: [k, m, K], and n = m), out and added [k, m, n]: BF16, contiguous. factors [k]
-    FP32. cut: of the kernel in this file, which then serves whatever the GPU and the shape.
+    FP32. cut: forces the kernel in this file, with this division, on any GPU and shape.
     """
     (E, M, N), K, device = out.shape, a.shape[2], out.device
     if cut is None and serves_hopper(device) and M % 128 == K % 128 == 0 and (symmetric or N % 256 == 0):
@@ -124,8 +124,10 @@ def product(
 def iterate(
     x: Tensor, factors: Tensor, triples: Sequence[tuple[float, float, float]], cut: Cut | None = None
 ) -> Tensor:
-    """Steps of the iteration with these (a, b, c), from factors x. x [k, m, n] BF16, m <= n, contiguous; it may be
-    overwritten. factors [k] FP32. Returns [k, m, n] BF16."""
+    """Run the iteration with these (a, b, c), from factors x; return [k, m, n] BF16.
+
+    x [k, m, n] BF16, m <= n, contiguous; it may be overwritten. factors [k] FP32.
+    """
     k, m, n = x.shape
     s, polynomial = x.new_empty(k, m, m), x.new_empty(k, m, m)
     y, one = torch.empty_like(x), torch.ones_like(factors)
@@ -139,12 +141,13 @@ def iterate(
 
 
 def is_faster(m: int, n: int, device: torch.device) -> bool:
-    """Whether `iterate` was measured to be faster than torch.baddbmm for matrices [m, n] (scripts/bench/muon.py)."""
+    """Return whether `iterate` was measured to be faster than torch.baddbmm for matrices [m, n]
+    (scripts/bench/muon.py)."""
     return serves_hopper(device) and m % 128 == 0 and n % 256 == 0 and m >= FEWEST_ROWS
 
 
 def serves_hopper(device: torch.device) -> bool:
-    """Whether `hopper_triangle` runs here."""
+    """Return whether `hopper_triangle` runs here."""
     return not const.INTERPRETED and torch.cuda.get_device_capability(device)[0] == 9
 
 

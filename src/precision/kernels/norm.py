@@ -1,9 +1,9 @@
-"""RMSNorm (arXiv 1910.07467) that casts, forward and backward.
+"""RMSNorm (arXiv 1910.07467) with a fused cast, forward and backward.
 
     forward   y = x rstd gain, rstd = 1 / sqrt(mean(x^2) + eps);  FP8 of BF16(y), and y itself if it has a reader
     backward  dx = rstd (g - n mean(g n)),  n = x rstd,  g = dy gain;   dgain = sum over rows of dy n
 
-A row stays in registers while it is normalised and cast.
+A row stays in registers while it is normed and cast.
 """
 
 import torch
@@ -33,7 +33,7 @@ from precision.kernels.common import (
 
 @triton.jit
 def _normed(x, gain, r, c, R, C, XS, eps):
-    """x divided by its rows' root mean square, times gain; the result's place, and 1 / root mean square."""
+    """Return x divided by its rows' root mean square, times gain; the result's position, and 1 / root mean square."""
     inside = (r < R)[:, None] & (c < C)[None, :]
     i = r[:, None] * C + c[None, :]
     v = tl.load(x + r[:, None] * XS + c[None, :], mask=inside, other=0).to(tl.float32)
@@ -45,7 +45,7 @@ def _normed(x, gain, r, c, R, C, XS, eps):
 def _amax_kernel(
     x, gain, scale_row, own, R, C, XS, eps, DELAYED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """amax of the result into `own`, unless its scale is known."""
+    """Write the result's amax into `own`, unless its scale is known."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((BR, BC), tl.int32)
         for strip in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
@@ -112,8 +112,11 @@ def _backward_kernel(dy, x, gain, rstd, dx, dgain, R, C, XS, STRIPS, BC: tl.cons
 def rms_norm(
     x: Tensor, gain: Tensor, eps: float, scale_row: Tensor, amax: Tensor, how: Cast | None, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [R, C] BF16, features side by side, gain [C] FP32 -> y [R, C] BF16 (empty unless `plain`), FP8 data and inverse
-    scales as `cast` makes them (empty without `how`), rstd [R] FP32."""
+    """Norm x [R, C] BF16, features adjacent, with gain [C] FP32.
+
+    Returns y [R, C] BF16 (empty unless `plain`), FP8 data and inverse scales as from `cast` (empty without `how`), and
+    rstd [R] FP32.
+    """
     (R, C), XS = x.shape, x.stride(0)
     new = {"device": x.device, "dtype": torch.float32}
     y = torch.empty((R, C) if plain else (0,), device=x.device, dtype=x.dtype)
@@ -141,7 +144,7 @@ def rms_norm(
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dy, x [R, C] BF16, x's features side by side, rstd [R] -> dx [R, C] in x's dtype, dgain [C] FP32."""
+    """Return dx [R, C] in x's dtype and dgain [C] FP32, for dy, x [R, C] BF16, x's features adjacent, and rstd [R]."""
     (R, C), XS = x.shape, x.stride(0)
     strips = min(STRIPS, max(R, 1))  # each sums dgain over its rows
     dx = x.new_empty(R, C)

@@ -1,8 +1,8 @@
-"""The kernels as custom operators, so that compiled graphs take them as they are.
+"""The kernels as custom operators, so that compiled graphs hold them as they are.
 
-Operators return new tensors and raise the arena's amax rows in place. A recipe travels as the text of a `Cast`; an
-optional tensor that is missing is empty. Where a step is sampled, an operator shows rows of what it has cast, under the
-`place` of the slot (see `precision.observe`): the one thing here that is not in its result.
+Operators return new tensors and raise the arena's amax rows in place. A recipe is passed as the text of a `Cast`; a
+missing optional tensor is empty. In a sampled step an operator shows rows of its cast, under the `place` of the slot
+(see `precision.observe`): its only side effect besides the amax.
 """
 
 import torch
@@ -18,7 +18,7 @@ from precision.operators import operator
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, features side by side; rows may lie apart, as parts of wider ones do."""
+    """Return x with features adjacent; rows may have a larger stride, as parts of wider ones do."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -59,7 +59,7 @@ def _(x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None
 def cast_transposed(
     x: Tensor, scale_row: Tensor, amax: Tensor, how: str, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels.cast.cast`; the scales of the transposed copy are empty where they are those of the other."""
+    """See `kernels.cast.cast`; the scales of the transposed copy are empty where both copies share them."""
     x, made = x.contiguous(), Cast.parse(how)
     y, inv, yt, inv_t = _cast.cast(x, scale_row, amax, made, transposed=True)
     assert yt is not None and inv_t is not None

@@ -1,11 +1,11 @@
-"""Rows to other GPUs of a node, over memory that all of them have mapped (symmetric memory), and out of it.
+"""Row exchange with other GPUs of a node, through memory that all of them have mapped (symmetric memory).
 
-Each of P processes has an inbox of P blocks of equal size, block s for what process s sends. `push` writes the rows in
-use of block p of a tensor into process p's inbox, block `rank`: plain stores, over NVLink to other GPUs. `take` copies
-an own inbox into a tensor, with zeros in the place of rows that are not in use. How many are is known on the device
-only. Who may write and read when is the caller's matter: barriers on both sides (`models.transport`).
+Each of P processes has an inbox of P equal blocks, block s for rows from process s. `push` writes the used rows of
+block p of a tensor into process p's inbox, block `rank`: plain stores, over NVLink to other GPUs. `take` copies its own
+inbox into a tensor, with zeros in place of unused rows. The number of used rows is known on the device only. The caller
+synchronises reads and writes: barriers on both sides (`models.transport`).
 
-Numbers are moved as 32-bit words, in whichever format they are.
+Numbers are moved as 32-bit words, whatever their format.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from precision.kernels import const
 
 _WORDS = 4096  # of a program at a time
-_PROGRAMS = 64  # for each block: enough for NVLink, and few beside a GEMM
+_PROGRAMS = 64  # per block: enough for NVLink, and few beside a GEMM
 
 
 @triton.jit
@@ -41,8 +41,9 @@ def _take_kernel(inbox, out, live, row_words, block_words, SIZE: tl.constexpr, P
 
 
 def push(rows: Tensor, inboxes: Tensor, live: Tensor, offset: int, rank: int) -> None:
-    """rows [P * C, ...], contiguous, rows of whole words: the first live[p] (int64 [P]) of each C to process p. inboxes
-    [P] int64: the processes' addresses; offset: into each of them, bytes, a multiple of 16."""
+    """Write rows [P * C, ...], contiguous, of whole words, to the other processes: the first live[p] (int64 [P]) of
+    each C to process p. inboxes [P] int64: the processes' addresses; offset: into each of them, bytes, a multiple of
+    16."""
     P, words = inboxes.shape[0], _words(rows)
     block = words.shape[0] * words.shape[1] // P
     assert block % 4 == 0 and offset % 16 == 0, "blocks begin at multiples of 16 bytes"
@@ -51,7 +52,7 @@ def push(rows: Tensor, inboxes: Tensor, live: Tensor, offset: int, rank: int) ->
 
 
 def take(inbox: Tensor, live: Tensor) -> Tensor:
-    """A copy of inbox [P * C, ...], contiguous: the first live[p] (int64 [P]) rows of each C, then zeros."""
+    """Return a copy of inbox [P * C, ...], contiguous: the first live[p] (int64 [P]) rows of each C, then zeros."""
     out, P = torch.empty_like(inbox), live.shape[0]
     words, to = _words(inbox), _words(out)
     block = words.shape[0] * words.shape[1] // P
@@ -61,7 +62,7 @@ def take(inbox: Tensor, live: Tensor) -> Tensor:
 
 
 def _words(rows: Tensor) -> Tensor:
-    """[R, words] int32."""
+    """View rows as [R, words] int32."""
     return rows.view(rows.shape[0], -1).view(torch.int32)
 
 

@@ -4,7 +4,7 @@
     backward  dq = [dq'_nope ; turn back(dq'_rope)], dkv = [dk_nope ; dv], dk_rope = sum over heads of dk's last R
 
 turn: as `rotary.apply_rope`, pairs interleaved in q and as halves in q'. A program has one position and up to 16 heads
-at a time. Values are not touched on the way forward: attention reads them where they are, in kv.
+at a time. The forward pass does not touch values: attention reads them in place, in kv.
 
 B batch, S sequence, H heads, N nope, R rope, V value features; kv = [k_nope ; v] head by head.
 """
@@ -19,7 +19,7 @@ from precision.kernels.common import as_bf16, power_of_2
 
 @triton.jit
 def _angles(table, S, p, R: tl.constexpr):
-    """cos and sin of this program's position."""
+    """Load cos and sin of this program's position."""
     at = (tl.program_id(0) % S) * (R // 2) + p
     cos = tl.load(table + at, mask=p < R // 2, other=0.0)
     sin = tl.load(table + S * (R // 2) + at, mask=p < R // 2, other=0.0)
@@ -94,8 +94,11 @@ def _sizes(H: int, N: int, R: int) -> dict[str, int]:
 
 
 def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, S, H, N + R], kv [B, S, H, N + V], k_rope [B, S, R], turned already, all BF16 and contiguous; table [2, S,
-    R / 2] FP32, cos and sin -> q' and k [B, S, H, N + R]."""
+    """Return q' and k [B, S, H, N + R].
+
+    q [B, S, H, N + R], kv [B, S, H, N + V], k_rope [B, S, R], turned already, all BF16 and contiguous; table
+    [2, S, R / 2] FP32, cos and sin.
+    """
     (B, S, H, D), R = q.shape, k_rope.shape[-1]
     N = D - R
     q_out, k_out = torch.empty_like(q), torch.empty_like(q)
@@ -106,7 +109,7 @@ def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Te
 
 
 def turn_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q', k and v [B, S, H, ...], BF16, features side by side -> those of q, kv and k_rope."""
+    """Return the gradients of q, kv and k_rope from those of q', k and v [B, S, H, ...], BF16, features adjacent."""
     (B, S, H, D), V, R = dq.shape, dv.shape[-1], 2 * table.shape[-1]
     dq_out, dkv, dk_rope = dq.new_empty(B, S, H, D), dq.new_empty(B, S, H, D - R + V), dq.new_empty(B, S, R)
     strides = [stride for d in (dq, dk, dv) for stride in d.stride()[:3]]

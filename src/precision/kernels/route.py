@@ -1,11 +1,11 @@
-"""Tokens to their experts' rows and back: where each row comes from, gathering, and the weighted sum.
+"""Permutation of tokens to their experts' rows and back: the source of each row, the gather, and the weighted sum.
 
 A token that chose K of E experts becomes K rows. Rows are sorted by expert (a stable counting sort), and each expert's
-rows start at a multiple of `align`, so that no tile of a grouped GEMM crosses a border; what lies between is zero. How
-many rows there are in all is known on the device only: buffers have R' rows, the largest number that can come up, and
-kernels stop at the last expert's end.
+rows start at a multiple of `align`, so that no tile of a grouped GEMM crosses a border; the padding between is zero.
+The total number of rows is known on the device only: buffers have R' rows, the largest possible number, and kernels
+stop at the last expert's end.
 
-A choice may be none, written as expert E: it makes no row, and its place is -1.
+A choice may be none, written as expert E: it makes no row, and its position is -1.
 
 T tokens, P = T K choices, E experts.
 """
@@ -21,11 +21,11 @@ from precision.kernels import const
 from precision.kernels.cast import gathered_scales
 from precision.kernels.common import Cast, as_bytes, cdiv, power_of_2
 
-_CHOICES = 256  # choices of one program
+_CHOICES = 256  # choices per program
 
 
 class Route(NamedTuple):
-    """Where rows come from and go to; all int32 but `weight`.
+    """Sources and destinations of rows; all int32 except `weight`.
 
     token [R']: the token of each row, -1 for padding. weight [R'] FP32: the router's, 0 for padding. position [T, K]:
     the row of each choice, -1 for none. starts, ends [E]: each expert's rows, ends rounded up to `align`. tile_expert
@@ -52,7 +52,7 @@ def _count_kernel(expert, counts, P, E, EP: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _scan_kernel(counts, before, total, B, E, BP: tl.constexpr):
-    """One program an expert: choices of it in the blocks before each block, and in all."""
+    """Scan one expert per program: its choices in the blocks before each block, and in all."""
     e = tl.program_id(0)
     b = tl.arange(0, BP)
     count = tl.load(counts + b * E + e, mask=b < B, other=0)
@@ -129,7 +129,7 @@ def _combine_kernel(
 
 
 def route(expert: Tensor, weight: Tensor, num_experts: int, align: int, choices: int = -1) -> Route:
-    """expert [T, K] int, weight [T, K] FP32 -> Route. choices: how many are not none; -1: all. No host
+    """Compute the Route of expert [T, K] int and weight [T, K] FP32. choices: how many are not none; -1: all. No host
     synchronisation."""
     (T, K), E = expert.shape, num_experts
     P, device = T * K, expert.device
@@ -159,7 +159,8 @@ def route(expert: Tensor, weight: Tensor, num_experts: int, align: int, choices:
 
 
 def gather(x: Tensor, inv: Tensor | None, to: Route, how: Cast | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of tokens x [T, C] in the experts' order, [R', C], zero in padding; FP8 with its scales (see `cast`)."""
+    """Gather rows of tokens x [T, C] in the experts' order, [R', C], zero in padding; FP8 with its scales (see
+    `cast`)."""
     (T, C), R = x.shape, to.token.shape[0]
     y = torch.empty(R, C, device=x.device, dtype=x.dtype)
     mode = 0 if how is None or inv is None else how.mode
@@ -180,7 +181,7 @@ def gather(x: Tensor, inv: Tensor | None, to: Route, how: Cast | None) -> tuple[
 def combine(
     rows: Tensor, to: Route, add: Tensor | None = None, partial: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of each token's rows [R', C] (and `add` [T, C]) in FP32 -> [T, C] in the rows' dtype.
+    """Sum each token's rows [R', C] (and `add` [T, C]) in FP32; return [T, C] in the rows' dtype.
 
     partial [n, R'] FP32: shares of a number for each row; the second result [T, K] is their sum for each choice.
     """

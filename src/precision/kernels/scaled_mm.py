@@ -1,4 +1,4 @@
-"""Plain GEMMs: cuBLAS, FP8 through `torch._scaled_mm` with the layouts of scales that it wants.
+"""Plain GEMMs: cuBLAS, for FP8 through `torch._scaled_mm` with its layouts of scales.
 
     scales   a                                     b
     TENSOR   0-d                                   0-d
@@ -6,7 +6,7 @@
     BLOCK    [R, K / 128], stored [K / 128, R]     [K / 128, N / 128], stored [N / 128, K / 128]
     wgrad    0-d, or [M, R' / 128], stored [R' / 128, M], and [R' / 128, N]
 
-cuBLAS promotes partial sums to FP32 on the way; with `fast` it does not (`precision.accumulation`), but for BLOCK.
+cuBLAS promotes partial sums to FP32; with `fast` it does not (`precision.accumulation`), except for BLOCK.
 """
 
 import torch
@@ -26,7 +26,8 @@ _scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (tor
 def scaled_nt(
     a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, mode: int, out: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """a [R, K], w [N, K] FP8 contiguous -> [R, N]. w_inv: 0-d, N values in any shape, or [N / 128, K / 128]."""
+    """Multiply a [R, K] by w [N, K]^T, FP8 contiguous; return [R, N]. w_inv: 0-d, N values in any shape, or
+    [N / 128, K / 128]."""
     if mode == const.BLOCK.value:
         return _block_nt(a, a_inv, w, w_inv).to(out)
     w_inv = w_inv.view(1, -1) if w_inv.dim() else w_inv
@@ -36,26 +37,26 @@ def scaled_nt(
 def scaled_wgrad(
     a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, mode: int, out: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Transposed operands a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
+    """Multiply transposed operands a [M, R'], b [N, R'] FP8; return [M, N] in `out`."""
     if mode == const.BLOCK.value:
         return _block_wgrad(a, a_inv, b, b_inv, out)
     return _scaled_mm(a, b.t(), scale_a=a_inv, scale_b=b_inv, out_dtype=out, use_fast_accum=fast)
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
-    """a [R, M], b [R, N] -> a^T b [M, N] in `out`. FP32 of BF16 operands comes straight from cuBLAS's sum; for
-    BF16, cuBLAS may round parts of a sum, too (torch's `allow_bf16_reduced_precision_reduction`)."""
+    """Return a^T b [M, N] in `out`, for a [R, M], b [R, N]. FP32 of BF16 operands is cuBLAS's own sum; for BF16, cuBLAS
+    may also round parts of a sum (torch's `allow_bf16_reduced_precision_reduction`)."""
     if a.is_cuda and a.dtype == torch.bfloat16 and out == torch.float32:
         return torch.mm(a.t(), b, out_dtype=out)
     return (a.t() @ b).to(out)
 
 
-# Operators, since torch 2.11 cannot trace its own function, nor 2.13 how a Triton kernel is given its descriptors.
+# Operators, since torch 2.11 cannot trace its own function, and 2.13 cannot trace Triton's descriptor arguments.
 
 
 @operator("block_nt")
 def _block_nt(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
-    """a [R, K], w [N, K] FP8 -> [R, N] BF16."""
+    """Multiply a [R, K] by w [N, K]^T FP8; return [R, N] BF16."""
     if _ragged(*w.shape) or a.shape[0] % 4:
         return grouped_gemm.nt(a, a_inv, w[None], w_inv[None], const.BLOCK.value, _one_group(a, a.shape[0]))
     missing = -w_inv.shape[1] % 4  # cuBLAS reads blocks along the sum in fours
@@ -70,7 +71,7 @@ def _(a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor) -> Tensor:
 
 @operator("block_wgrad")
 def _block_wgrad(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> Tensor:
-    """a [M, R'], b [N, R'] FP8 -> [M, N] in `out`."""
+    """Multiply a [M, R'], b [N, R'] FP8; return [M, N] in `out`."""
     if _ragged(a.shape[0], b.shape[0]):
         return grouped_gemm.wgrad(a, a_inv, b, b_inv, const.BLOCK.value, _one_group(a, a.shape[1]), out)[0]
     return F.scaled_mm(a, b.t(), a_inv.t(), ROWS, b_inv.t(), ROWS, output_dtype=out)
@@ -82,8 +83,8 @@ def _(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, out: torch.dtype) -> T
 
 
 def _ragged(*sizes: int) -> bool:
-    """cuBLAS takes block scales for whole blocks only, and rows in fours; elsewhere the grouped kernels serve, with one
-    group."""
+    """Return whether a size is no multiple of 128. cuBLAS supports block scales for whole blocks only, and rows in
+    fours; for other sizes the grouped kernels serve, with one group."""
     return any(size % 128 for size in sizes)
 
 

@@ -1,11 +1,11 @@
-"""SwiGLU (arXiv 2002.05202) that casts, forward and backward, with a router's weight for each row.
+"""SwiGLU (arXiv 2002.05202) with a fused cast, forward and backward, and a router's weight for each row.
 
     forward   h = silu(g) u w                                                     [g, u] = the GEMM's two halves
     backward  dg = dh w u s (1 + g (1 - s)),  du = dh w silu(g),  dw = sum of dh silu(g) u,   s = sigmoid(g)
 
-The backward pass makes what four products read: [dg, du] in FP8 for the input gradient, its transposed copy and h's for
-the weight gradients; h is computed again, so that only the GEMM's result has been kept. With ROW scales a row is in
-registers, and what has to be transposed is written as rows first; with BLOCK scales the pass hands BF16 to `cast`.
+The backward pass makes the operands of four products: [dg, du] in FP8 for the input gradient, its transposed copy and
+h's for the weight gradients. h is recomputed, so that only the GEMM's result is saved. With ROW scales a row is in
+registers, and operands to be transposed are written as rows first; with BLOCK scales the pass returns BF16 to `cast`.
 """
 
 import torch
@@ -49,7 +49,7 @@ def _activate(g, u, w):
 
 @triton.jit
 def _gradients(dh, g, u, w):
-    """d gate, d up, h, and the addends of the weight's gradient."""
+    """Return d gate, d up, h, and the addends of the weight's gradient."""
     s = sigmoid(g)
     silu = g * s
     hu = silu * u
@@ -66,7 +66,7 @@ def _rows_left(ends, R, GROUPS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, r, R, GROUPS: tl.constexpr):
-    """The router's, or 1."""
+    """Load the router's weights, or 1."""
     if GROUPS > 0:
         return tl.load(weight + r, mask=r < R, other=0.0)
     return tl.full(r.shape, 1.0, tl.float32)
@@ -74,7 +74,7 @@ def _weights(weight, r, R, GROUPS: tl.constexpr):
 
 @triton.jit
 def _activated(y, weight, r, c, R, F, GROUPS: tl.constexpr):
-    """The result for rows and columns, and which of them there are."""
+    """Return the result for rows and columns, and which of them exist."""
     inside = (r < R)[:, None] & (c < F)[None, :]
     i = r[:, None].to(tl.int64) * (2 * F) + c[None, :]
     w = _weights(weight, r, R, GROUPS)
@@ -85,7 +85,7 @@ def _activated(y, weight, r, c, R, F, GROUPS: tl.constexpr):
 
 @triton.jit
 def _changed(dh, y, weight, r, c, R, F, GROUPS: tl.constexpr):
-    """`_gradients` for rows and columns."""
+    """Return `_gradients` for rows and columns."""
     r64 = r[:, None].to(tl.int64)
     inside = (r < R)[:, None] & (c < F)[None, :]
     w = _weights(weight, r, R, GROUPS)
@@ -101,7 +101,8 @@ def _amax_kernel(
     dh, y, weight, ends, scale_row, own, R, F, COLUMNS, DELAYED: tl.constexpr, BACKWARD: tl.constexpr,
     GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """amax into `own`, unless the scale is known: of the result, or (BACKWARD) of the gradients of gate and up."""
+    """Write the amax into `own`, unless the scale is known: of the result, or (BACKWARD) of the gradients of gate and
+    up."""
     if not is_known(scale_row, DELAYED):
         largest = tl.zeros((BR, BC), tl.int32)
         tiles = tl.cdiv(_rows_left(ends, R, GROUPS), BR) * COLUMNS
@@ -122,7 +123,7 @@ def _forward_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     MODE: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
+    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
     column = tl.program_id(0) % COLUMNS
     if row * BR < _rows_left(ends, R, GROUPS):
         r = row * BR + tl.arange(0, BR)
@@ -138,7 +139,7 @@ def _forward_kernel(
             if tl.program_id(0) == 0:
                 tl.store(inv, inverse(scale))
                 tl.store(inv + 1, scale)
-        else:  # the tile is as wide as what shares a scale
+        else:  # the tile is as wide as the block that shares a scale
             top = amax_along(v, 1)
             scale = scale_of(top, LIMIT, HEADROOM, POW2)
             tl.store(h + o, to_fp8(v * scale[:, None], F8, LIMIT), mask=inside)
@@ -153,8 +154,9 @@ def _backward_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     H8: tl.constexpr, H_LIMIT: tl.constexpr, GROUPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One scale a tensor: [dg, du], its transposed copy and h's, in FP8. All loads come before all stores."""
-    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second one of a grid ends at 65,535
+    """Compute [dg, du], its transposed copy and h's, in FP8 with one scale per tensor. All loads come before all
+    stores."""
+    row = tl.program_id(0) // COLUMNS  # of tiles; one axis, since the second axis of a grid is limited to 65,535
     column = tl.program_id(0) % COLUMNS
     if row * BR < _rows_left(ends, R4 * 4, GROUPS):  # plain rows: up to the end of the transposed copies
         r4 = row * (BR // 4) + tl.arange(0, BR // 4)
@@ -202,7 +204,7 @@ def _backward_rows_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     H8: tl.constexpr, H_LIMIT: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. ROW: FP8 under the row's own scale; 0: BF16."""
+    """Compute one row per program. ROW: FP8 under the row's own scale; 0: BF16."""
     r = tl.program_id(0)
     if r < _rows_left(ends, R, GROUPS):
         c = tl.arange(0, BC)
@@ -237,14 +239,16 @@ def _backward_rows_kernel(
 def swiglu(
     y: Tensor, weight: Tensor | None, ends: Tensor | None, scale_row: Tensor, amax: Tensor, how: Cast | None
 ) -> tuple[Tensor, Tensor]:
-    """y [R, 2F] BF16, weight [R] FP32 and ends [E] of the experts' rows (None: plain rows) -> h [R, F] and its inverse
-    scales: FP8 as `cast` makes them (TENSOR: [inverse scale, scale]), BF16 without `how`."""
+    """Return h [R, F] and its inverse scales: FP8 as from `cast` (TENSOR: [inverse scale, scale]), BF16 without `how`.
+
+    y [R, 2F] BF16, weight [R] FP32 and ends [E] of the experts' rows (None: plain rows).
+    """
     R, F = y.shape[0], y.shape[1] // 2
     mode = 0 if how is None else how.mode
     constants = (how or _PLAIN).constants
     h = torch.empty(R, F, device=y.device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
     shape = {0: (0,), const.TENSOR.value: (2,), const.ROW.value: (R, 1), const.BLOCK.value: (cdiv(F, 128), R)}[mode]
-    # rows beyond the experts' last are not written; the largest scale must not see what lay there
+    # rows beyond the experts' last are not written; the largest scale must not include stale values
     inv = torch.zeros(shape, device=y.device, dtype=torch.float32)
     own = torch.zeros(1, device=y.device, dtype=torch.int32) if mode == const.TENSOR.value else as_bits(inv)
     if mode == const.ROW.value:
@@ -270,8 +274,11 @@ def swiglu_backward_tensor(
     dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, h_scale: Tensor, scale_row: Tensor, amax: Tensor,
     how: Cast, how_h: Cast,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """TENSOR scales. dh [R, F], y [R, 2F] BF16; h_scale [2] as `swiglu` returned it -> d [R, 2F] and d_t [2F, R'] FP8,
-    h_t [F, R'] FP8, d's inverse scale (0-d), and the weights' gradients in parts [n, R] FP32."""
+    """Backward with TENSOR scales: return d [R, 2F] and d_t [2F, R'] FP8, h_t [F, R'] FP8, d's inverse scale (0-d), and
+    the weights' gradients in parts [n, R] FP32.
+
+    dh [R, F], y [R, 2F] BF16; h_scale [2] as `swiglu` returned it.
+    """
     R, F = dh.shape
     Rt, device = padded_rows(R), dh.device
     d = torch.empty(R, 2 * F, device=device, dtype=how.fmt.dtype)
@@ -298,13 +305,16 @@ def swiglu_backward_rows(
     dh: Tensor, y: Tensor, weight: Tensor | None, ends: Tensor | None, inv_h: Tensor | None, amax: Tensor,
     how: Cast | None, how_h: Cast | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """ROW scales, or BF16 without `how` -> d [R, 2F], h [R, F], d's inverse scales [R, 1] (empty for BF16), and the
-    weights' gradients [1, R] FP32. inv_h [R, 1]: h's inverse scales, as `swiglu` returned them."""
+    """Backward with ROW scales, or BF16 without `how`: return d [R, 2F], h [R, F], d's inverse scales [R, 1] (empty for
+    BF16), and the weights' gradients [1, R] FP32.
+
+    inv_h [R, 1]: h's inverse scales, as `swiglu` returned them.
+    """
     R, F = dh.shape
     device = dh.device
     d = torch.empty(R, 2 * F, device=device, dtype=torch.bfloat16 if how is None else how.fmt.dtype)
     h = torch.empty(R, F, device=device, dtype=torch.bfloat16 if how_h is None else how_h.fmt.dtype)
-    # rows beyond the experts' last are not written; the largest scale must not see what lay there
+    # rows beyond the experts' last are not written; the largest scale must not include stale values
     inv = torch.zeros((0,) if how is None else (R, 1), device=device)
     dw = torch.empty(1 if weight is not None else 0, R, device=device)
     BC = power_of_2(F)
@@ -318,7 +328,7 @@ def swiglu_backward_rows(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for an argument that the kernel does not read."""
+    """Return a pointer for an argument that the kernel may not read."""
     return other if tensor is None else tensor
 
 

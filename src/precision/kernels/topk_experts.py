@@ -1,4 +1,4 @@
-"""A token's experts in one pass over its scores; what is chosen, and the twin: `precision.topk_experts`.
+"""A token's experts in one pass over its scores. `precision.topk_experts` has the definition and the reference.
 
 A program holds all scores of some tokens and takes the largest K times. (The library's top-k, sorted, takes 0.3 ms for
 65,536 tokens, three times over where experts are in groups; this reads the scores once.)
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from precision.kernels.common import cdiv, power_of_2
 
-_SCORES = 4096  # held by a program
+_SCORES = 4096  # scores per program
 
 
 @triton.jit
 def _largest(score, at):
-    """The largest of each row, and where: the first of equals."""
+    """Return the largest of each row and its position: the first of equals."""
     top = tl.max(score, 1)
     where = tl.min(tl.where(score == top[:, None], at[None, :], 0x7FFFFFFF), 1)
     return top, where
@@ -29,7 +29,7 @@ def _choose_kernel(
     scores, bias, chosen, T, E, G, BIASED: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
     EP: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """GP: a power of two, at least G; 1: no groups."""
+    """Choose the experts of BT tokens. GP: a power of two, at least G; 1: no groups."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, EP)
     inside = (t < T)[:, None] & (e < E)[None, :]
@@ -59,7 +59,7 @@ def _choose_kernel(
 
 
 def choose(score: Tensor, bias: Tensor | None, num_chosen: int, num_groups: int, num_groups_kept: int) -> Tensor:
-    """See `precision.topk_experts.choose_experts`; score [T, E] FP32 -> [T, K] int64."""
+    """Return the experts [T, K] int64 for score [T, E] FP32; see `precision.topk_experts.choose_experts`."""
     T, E = score.shape
     chosen = torch.empty(T, num_chosen, device=score.device, dtype=torch.int64)
     EP = power_of_2(E)

@@ -1,15 +1,14 @@
-"""How far AdamW's last step moved each parameter, and how large the parameter is: one pass over p, m and v.
+"""Norms of AdamW's last update and of each parameter: one pass over p, m and v.
 
-With t steps made, and p, m, v as they are now, the step was (`trainer.optim.update_norms` has the derivation, and is
-the twin)
+After t steps, with the current p, m, v, the last step was (`trainer.optim.update_norms` has the derivation, and is the
+reference)
 
     lr / (1 - lr decay) * (u + decay p)        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-An element is 12 bytes read (with moments in BF16 8) and nothing written, which is all the time there is.
-`_factors_kernel` makes what is the
-same for a whole tensor, in FP64; `_squares_kernel` streams: a program owns a chunk of one tensor and leaves two sums of
-squares, FP32 over some thousand elements; `_add_up_kernel` adds them up, a program a tensor, in FP64 and always in the
-same order.
+The kernel reads 12 bytes per element (with moments in BF16 8) and writes nothing; this traffic is its whole time.
+`_factors_kernel` computes the values that are the same for a whole tensor, in FP64. `_squares_kernel` streams: a
+program owns a chunk of one tensor and writes two sums of squares, FP32 over some thousand elements. `_add_up_kernel`
+adds them, one program per tensor, in FP64 and always in the same order.
 """
 
 import math
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from precision.kernels.common import MOMENTS, cdiv, chunk_table
 
-_BLOCK = 2048  # elements of a program, 16 a thread: four loads of 16 bytes from each of three tensors
+_BLOCK = 2048  # elements per program, 16 per thread: four loads of 16 bytes from each of three tensors
 _WARPS = 4
 _AT_ONCE = 4096  # sums of a tensor that are read at a time
 _PREPARED = 256  # tensors that one program prepares
@@ -32,7 +31,8 @@ _PREPARED = 256  # tensors that one program prepares
 def _factors_kernel(
     steps, factors, P, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """factors [P, 2]: sqrt(1 - beta2^t) / (1 - beta1^t), eps sqrt(1 - beta2^t). Without steps: what u = 0 takes."""
+    """Compute factors [P, 2]: sqrt(1 - beta2^t) / (1 - beta1^t), eps sqrt(1 - beta2^t). Without steps: values that give
+    u = 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(steps + i, mask=i < P, other=0).to(tl.pointer_type(tl.float32))
     t = tl.load(step, mask=i < P, other=0).to(tl.float64)
@@ -47,7 +47,7 @@ def _factors_kernel(
 
 @triton.jit
 def _squares(p, m, v, begin, end, factor, small, decay, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Sums of squares of (u + decay p) and p over BLOCK elements; WHOLE: none of them is past `end`."""
+    """Return the sums of squares of (u + decay p) and p over BLOCK elements; WHOLE: none of them is past `end`."""
     at = begin + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < end
     master = tl.load(p + at, mask=inside, eviction_policy="evict_first")
@@ -64,8 +64,8 @@ def _squares(p, m, v, begin, end, factor, small, decay, BLOCK: tl.constexpr, WHO
 def _squares_kernel(
     chunks, tensors, factors, decays, sums, BLOCK: tl.constexpr, ALIGN: tl.constexpr, MOMENT: tl.constexpr
 ):  # fmt: skip
-    """One chunk: its two sums, [programs, 2]. chunks [programs, 2]: tensor, chunk of it. tensors [P, 4]: addresses of
-    p, m and v, multiples of ALIGN, number of elements. MOMENT: format of m and v."""
+    """Write one chunk's two sums, [programs, 2]. chunks [programs, 2]: tensor, chunk of it. tensors [P, 4]: addresses
+    of p, m and v, multiples of ALIGN, number of elements. MOMENT: format of m and v."""
     program = tl.program_id(0).to(tl.int64)
     i = tl.load(chunks + program * 2)
     begin = tl.load(chunks + program * 2 + 1).to(tl.int64) * BLOCK
@@ -86,7 +86,8 @@ def _squares_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _add_up_kernel(ends, sums, steps, decays, lr, norms, P, BLOCK: tl.constexpr):
-    """One tensor, whose sums end at ends[i]: its norms, norms [2, P]: of the update, 0 without steps; of itself."""
+    """Write the norms of one tensor, whose sums end at ends[i], to norms [2, P]: of the update, 0 without steps; of
+    itself."""
     i = tl.program_id(0)
     begin = tl.load(ends + i - 1, mask=i > 0, other=0)
     end = tl.load(ends + i)
@@ -127,10 +128,10 @@ class UpdateNorms:
         self._factors = torch.empty(len(sizes), 2, device=device)
 
     def __call__(self, tensors: Tensor, steps: Tensor, decays: Tensor, lr: Tensor, align: int) -> Tensor:
-        """[2, P] FP64: norms of the updates, of the parameters. Does not wait for the device.
+        """Return [2, P] FP64: norms of the updates, of the parameters. Does not synchronise.
 
-        tensors [P, 4] int64: addresses of parameter, first and second moment, contiguous, and multiples of
-        `align`; elements. steps [P] int64: addresses of FP32 numbers. decays [P] FP32. lr: 0-d FP32.
+        tensors [P, 4] int64: addresses of parameter, first and second moment, contiguous, and multiples of `align`;
+        elements. steps [P] int64: addresses of FP32 numbers. decays [P] FP32. lr: 0-d FP32.
         """
         P, device = len(self._ends), self._ends.device
         sums = torch.empty(len(self._chunks), 2, device=device)

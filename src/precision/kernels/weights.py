@@ -1,8 +1,8 @@
 """Weights: FP32 master -> BF16 -> FP8, with the transposed copy that the input gradient reads; one read of the master.
 
-A stack [G, N, K] has scales of its own for each group. TENSOR and BLOCK (128 x 128) copies hold the same numbers; ROW
-scales rows of w for the forward product and columns for the input gradient (both sum along the other axis), which takes
-a pass for the amaxes first.
+A stack [G, N, K] has separate scales per group. TENSOR and BLOCK (128 x 128) copies hold the same numbers. ROW scales
+rows of w for the forward product and columns for the input gradient (they sum along different axes), which needs a pass
+for the amaxes first.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _load_part(w, g, n4, k, N, K, i: tl.constexpr):
 
 @triton.jit
 def _bits(w, g, row, column, N, K):
-    """|w| of a tile of 128 x 128, rounded to BF16, as integers; its rows and columns."""
+    """Return |w| of a tile of 128 x 128, rounded to BF16, as integers; and its rows and columns."""
     n = row * 128 + tl.arange(0, 128)
     k = column * 128 + tl.arange(0, 128)
     at = w + (g * N + n[:, None]) * K + k[None, :]
@@ -49,7 +49,7 @@ def _bits(w, g, row, column, N, K):
 
 @triton.jit
 def _amax_kernel(w, scale_row, own, N, K, DELAYED: tl.constexpr):
-    """TENSOR: amax of each group into own[g], unless its scale is known."""
+    """TENSOR: write the amax of each group into own[g], unless its scale is known."""
     g = tl.program_id(1).to(tl.int64)
     if not is_known(scale_row + g, DELAYED):
         largest = tl.zeros((128, 128), tl.int32)
@@ -61,7 +61,7 @@ def _amax_kernel(w, scale_row, own, N, K, DELAYED: tl.constexpr):
 
 @triton.jit
 def _amaxes_kernel(w, by_row, by_column, N, K):
-    """ROW: amaxes of rows and columns."""
+    """ROW: write the amaxes of rows and columns."""
     g = tl.program_id(2).to(tl.int64)
     bits, n, k = _bits(w, g, tl.program_id(0), tl.program_id(1), N, K)
     tl.atomic_max(by_row + g * N + n, tl.max(bits, 1), mask=n < N, sem="relaxed")
@@ -74,7 +74,7 @@ def _cast_kernel(
     F8: tl.constexpr, LIMIT: tl.constexpr, HEADROOM: tl.constexpr, POW2: tl.constexpr, DELAYED: tl.constexpr,
     MODE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 128 x 128; four parts of 32 rows each, so that words of four rows can be transposed."""
+    """Cast a tile of 128 x 128 in four parts of 32 rows each, so that words of four rows can be transposed."""
     g = tl.program_id(2).to(tl.int64)
     n4 = tl.program_id(0) * 32 + tl.arange(0, 32)
     k = tl.program_id(1) * 128 + tl.arange(0, 128)
@@ -133,7 +133,7 @@ def _cast_kernel(
 
 @triton.jit
 def _transpose_kernel(w8, wt, N, K):
-    """A tile of 128 x 128 bytes, in words of four rows."""
+    """Transpose a tile of 128 x 128 bytes, in words of four rows."""
     g = tl.program_id(2).to(tl.int64)
     n4 = tl.program_id(0) * 32 + tl.arange(0, 32)
     k = tl.program_id(1) * 128 + tl.arange(0, 128)
@@ -147,8 +147,10 @@ def _transpose_kernel(w8, wt, N, K):
 
 
 def transpose_weight(data: Tensor, out: Tensor | None) -> Tensor:
-    """FP8 [(G,) N, K], N and K multiples of 16 -> [(G,) K, N], contiguous, in the memory of `out` if given. Exact: of
-    TENSOR and BLOCK scales, what `cast_weight` makes as the transposed copy."""
+    """Transpose FP8 [(G,) N, K], N and K multiples of 16, to [(G,) K, N], contiguous, in the memory of `out` if given.
+
+    With TENSOR and BLOCK scales the result equals the transposed copy of `cast_weight`.
+    """
     *stack, N, K = data.shape
     out = torch.empty((*stack, K, N), device=data.device, dtype=data.dtype) if out is None else out
     grid = (cdiv(N, 128), cdiv(K, 128), stack[0] if stack else 1)
@@ -164,13 +166,13 @@ def cast_weight(
     out: tuple[Tensor, ...] | None,
     transposed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """master [N, K] or [G, N, K] FP32 or BF16, N and K multiples of 16 -> data, inverse scales, the transposed copy
-    [(G,) K, N] and its inverse scales, in the memory of `out` if given. Not `transposed`: any N, and an empty copy.
+    """Cast master [N, K] or [G, N, K] FP32 or BF16, N and K multiples of 16, in the memory of `out` if given.
 
-    Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK [(G,) N / 128, K / 128]
-    and its transpose.
+    Returns data, inverse scales, the transposed copy [(G,) K, N] and its inverse scales. Not `transposed`: any N, and
+    an empty copy. Inverse scales: TENSOR 0-d or [G], the same for both; ROW [(G,) N, 1] and [(G,) 1, K]; BLOCK
+    [(G,) N / 128, K / 128] and its transpose.
     """
-    # ROW scales of BF16 went wrong on an H200, and the others have not been seen right there: so kernels read FP32
+    # ROW scales of BF16 gave wrong results on an H200, and the other modes are unverified there: so kernels read FP32
     master = master.float()
     *stack, N, K = master.shape
     G, device = stack[0] if stack else 1, master.device

@@ -1,4 +1,4 @@
-"""Measured rates: how long each backend takes for a GEMM on a GPU that was measured. See `rates.table`."""
+"""Measured rates: the time of a GEMM by backend, on the GPUs that were measured. See `rates.table`."""
 
 from precision.rates.table import Entry, RateTable, load_rates, record
 

@@ -1,4 +1,4 @@
-"""The table behind `precision.backend=auto` and `precision.never_slower`: one YAML file a GPU, in this folder.
+"""The table behind `precision.backend=auto` and `precision.never_slower`: one YAML file per GPU, in this folder.
 
     gpu: NVIDIA H200                 the name that torch.cuda.get_device_name() gives
     measured:                        what measured the entries of a kind, and at which commit; only: these times
@@ -15,12 +15,12 @@
 | `rows` | rows of x in one call: tokens of a microbatch; for experts tokens times the number chosen |
 | `ms` | milliseconds of one forward and backward, casts counted in, by what ran: `bf16`, `cuda`, `transformer_engine` |
 
-Transformer Engine's linears are left out. Alone they are as fast as `cuda` (5 % faster in blocks, slower where they are
-small); but a model that has one is not compiled, and its norms and activations cannot write FP8 for it.
+Transformer Engine's linears are excluded. Alone they are as fast as `cuda` (5 % faster in blocks, slower where they are
+small). But a model that contains one is not compiled, and its norms and activations cannot write FP8 for it.
 
-Only entries of the same kind and scaling are compared, of the same accumulation if there are any. A shape that was not
-measured takes the nearest one that was: the least sum of |log ratio| over out features, in features, groups and rows
-(rows only where they are known). The first of equals wins.
+Only entries of the same kind and scaling are compared, and of the same accumulation if there are any. An unmeasured
+shape uses the nearest measured one: the least sum of |log ratio| over out features, in features, groups and rows (rows
+only where they are known). The first of equals wins.
 """
 
 import math
@@ -41,7 +41,7 @@ RUNS = ("bf16", "cuda", "transformer_engine")
 
 @dataclass(frozen=True)
 class Entry:
-    """One measured GEMM layer; see the module docstring. ms: milliseconds by what ran."""
+    """One measured GEMM layer; see the module docstring. ms: milliseconds by backend."""
 
     kind: str
     scaling: str
@@ -67,7 +67,7 @@ class Entry:
             raise UserError(f"ms={dict(self.ms)}: a time is a number above 0")
 
     def distance(self, shape: tuple[int, int, int], rows: int | None) -> float:
-        """How far a shape is from this one; 0: the same. rows None: not compared."""
+        """Return the distance of a shape from this one; 0: the same. rows None: not compared."""
         pairs = [*zip(self.shape, shape, strict=True), *([(self.rows, rows)] if rows is not None else [])]
         return sum(abs(math.log(a / b)) for a, b in pairs)
 
@@ -83,7 +83,7 @@ class RateTable:
 
     @property
     def runs(self) -> set[str]:
-        """What was measured at all: some of bf16, cuda, transformer_engine."""
+        """Everything that was measured: some of bf16, cuda, transformer_engine."""
         return {run for entry in self._entries for run in entry.ms}
 
     def nearest(
@@ -95,8 +95,8 @@ class RateTable:
         rows: int | None,
         runs: Collection[str],
     ) -> Entry | None:
-        """The nearest entry of that kind and scaling that has a time for one of `runs`, and of that accumulation if one
-        of them is; None if there is none."""
+        """Return the nearest entry of that kind and scaling that has a time for one of `runs`, and of that accumulation
+        if there is one; None if there is none."""
         same = [
             entry
             for entry in self._entries
@@ -107,7 +107,7 @@ class RateTable:
 
 
 def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
-    """The table of a GPU by its name; without entries if it was not measured. UserError for a file that is wrong."""
+    """Return the table of a GPU by its name, without entries if it was not measured. UserError for an invalid file."""
     for path in sorted(folder.glob("*.yaml")):
         content = yaml.safe_load(path.read_text())
         if content.get("gpu") == gpu:
@@ -118,7 +118,7 @@ def load_rates(gpu: str, folder: Path = FOLDER) -> RateTable:
 def record(
     kind: str, scaling: str, accumulation: str, shape: tuple[int, int, int], rows: int, ms: Mapping[str, float]
 ) -> str:
-    """The line of a measurement, to be put under `entries`. Times are kept to four digits. UserError if it is none."""
+    """Return the line of a measurement, for `entries`. Times have four digits. UserError if it is invalid."""
     times = {run: float(f"{ms[run]:.4g}") for run in sorted(ms, key=lambda run: RUNS.index(run) if run in RUNS else 99)}
     entry = Entry(kind, scaling, accumulation, (shape[0], shape[1], shape[2]), rows, times)
     words = ", ".join(f"{run}: {value}" for run, value in entry.ms.items())

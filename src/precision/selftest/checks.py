@@ -1,6 +1,6 @@
-"""Which kernels are checked, by what, and which op does without them where the check fails.
+"""The list of checks: the kernels that each covers, and the op that runs without them if the check fails.
 
-A kernel that is not here fails a test (`tests/precision/selftest`).
+A kernel that is missing here fails a test (`tests/precision/selftest`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from precision.selftest import muon, operands, others, products
 
 @dataclass(frozen=True)
 class Check:
-    """run: Mismatch if a kernel is wrong. kernels: what it launches, MODULE.NAME. hopper: they want sm_90."""
+    """One check. run: raises Mismatch if a kernel is wrong. kernels: those it launches, MODULE.NAME. hopper: they need
+    sm_90."""
 
     op: str
     run: Callable[[torch.device], None]
@@ -28,7 +29,7 @@ def _of(module: str, *names: str) -> tuple[str, ...]:
 
 _ATTENTION = _of("document_attention", "forward", "delta", "keys", "queries")
 _EXPERTS = *_of("grouped_gemm", "nt", "wgrad"), "hopper_gemm._nt_wgrad_kernel"
-CHECKS = (  # those that compile longest first: see `share_of`; each check compiles its own variants
+CHECKS = (  # the longest to compile first: see `share_of`; each check compiles its own variants
     Check(ATTENTION, others.attention_mla_backward, _ATTENTION[1:], hopper=False),
     Check(EXPERTS, products.experts_products_tensor, _EXPERTS),
     Check(EXPERTS, products.experts_products_row, _EXPERTS),
@@ -66,8 +67,8 @@ CHECKS = (  # those that compile longest first: see `share_of`; each check compi
 
 
 def share_of(checks: Sequence[Check], share: int, count: int) -> list[Check]:
-    """Those of one of `count` processes: the first ones in turn, the next ones in reverse, so that the longest meet
-    the shortest."""
+    """Return the checks of one of `count` processes: the first ones in turn, the next ones in reverse, so that the
+    longest share a process with the shortest."""
     rounds = [list(checks[at : at + count]) for at in range(0, len(checks), count)]
     place = (share if turn % 2 == 0 else count - 1 - share for turn in range(len(rounds)))
     return [each[at] for each, at in zip(rounds, place, strict=True) if at < len(each)]

@@ -1,4 +1,4 @@
-"""Checks of Muon's kernels: what is elementwise, and the products of the Newton-Schulz iteration."""
+"""Checks of Muon's kernels: the elementwise ones, and the products of the Newton-Schulz iteration."""
 
 import torch
 
@@ -7,12 +7,13 @@ from precision.selftest.operands import plain
 from precision.selftest.twins import BF16_STEP, FP32_SUM, near, same
 
 MU, TIMES, DECAY, LR = 0.95, 3.0, 0.1, 0.5
-SHAPES = (2, 384, 768), (2, 40, 104)  # tiles of each kind on Hopper; tiles that are not whole
+SHAPES = (2, 384, 768), (2, 40, 104)  # tiles of each kind on Hopper; partial tiles
 FACTORS = 0.5, 2.0
 
 
 def elementwise(device: torch.device) -> None:
-    """Momentum, U and weights of matrices that are parts of a weight, upright and transposed, a step dropped before."""
+    """Check momentum, U and weights of matrices that are parts of a weight, upright and transposed, with an earlier
+    dropped step."""
     lr, divisor = torch.tensor(LR, device=device), torch.tensor(4.0, device=device)
     bad, good = torch.tensor(False, device=device), torch.tensor(True, device=device)
     for moment, transposed in ((torch.float32, True), (torch.bfloat16, False)):
@@ -37,7 +38,7 @@ def elementwise(device: torch.device) -> None:
 
 
 def products(device: torch.device) -> None:
-    """The three products of a step, of coherent rows: sums of one sign."""
+    """Check the three products of a step, on coherent rows: sums of one sign."""
     factors = torch.tensor(FACTORS, device=device)
     f = factors.double()[:, None, None]
     for shape in SHAPES:

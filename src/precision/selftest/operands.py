@@ -32,30 +32,30 @@ FORWARD = {
     ROW: Cast(E4M3, ROW, False, 0, True),
     BLOCK: Cast(E4M3, BLOCK, False, 0, True),
 }
-"""How the recipes cast activations, by mode: with a history, in rows, in blocks."""
+"""Casts of activations in the recipes, by mode: delayed, per row, per block."""
 GRAD = {TENSOR: Cast(E5M2, TENSOR, True, 0, False), ROW: Cast(E5M2, ROW, False, 0, True), BLOCK: FORWARD[BLOCK]}
 SHAPES = (1, 16), (37, 144)
 
 
 def values(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers of six orders of magnitude, along rows."""
+    """Return random numbers of six orders of magnitude, along rows."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=generator) * torch.logspace(-3, 3, shape[-2])[:, None]
     return x.to(device, dtype)
 
 
 def plain(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Random numbers of one magnitude, others for another shape or seed."""
+    """Return random numbers of one magnitude, different for each shape and seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + 10_000 * seed)).to(device, dtype)
 
 
 def zeros(device: torch.device, *shape: int) -> Tensor:
-    """FP32."""
+    """Return FP32 zeros."""
     return torch.zeros(shape, device=device)
 
 
 def casts_of(device: torch.device) -> Iterator[tuple[Cast, Tensor, Tensor]]:
-    """Each way to cast, a tensor, and the arena's scale: none, or one that saturates some numbers."""
+    """Yield each kind of cast, a tensor, and the arena's scale: none, or one that saturates some numbers."""
     for shape in SHAPES:
         x = values(device, *shape)
         for how in dict.fromkeys([*FORWARD.values(), *GRAD.values()]):
@@ -65,7 +65,7 @@ def casts_of(device: torch.device) -> Iterator[tuple[Cast, Tensor, Tensor]]:
 
 
 def casts(device: torch.device) -> None:
-    """Casts of activations and gradients, their transposed copies, and the transposition of saved operands."""
+    """Check casts of activations and gradients, their transposed copies, and the transposition of saved operands."""
     for how, x, scale in casts_of(device):
         where = f"{how.fmt.name}, mode {how.mode}, {tuple(x.shape)}"
         R, amax, known = len(x), zeros(device), scale if how.delayed and bool(scale > 0) else None
@@ -91,7 +91,7 @@ def casts(device: torch.device) -> None:
 
 
 def weights(device: torch.device) -> None:
-    """Weights and stacks of them, FP32 and BF16, whole, without a transposed copy, and transposed afterwards."""
+    """Check weights and stacks of them, FP32 and BF16: whole, without a transposed copy, and transposed afterwards."""
     for mode in MODES:
         for stack in ((), (2,)):
             for dtype in (torch.float32, torch.bfloat16):
@@ -120,7 +120,7 @@ def _weight(w: Tensor, how: Cast, where: str) -> None:
 
 
 def norms(device: torch.device) -> None:
-    """RMSNorm, forward and backward, with and without a cast."""
+    """Check RMSNorm, forward and backward, with and without a cast."""
     for R, C in ((5, 48), (37, 144)):
         x = (plain(device, R, C + 16) * 3)[:, :C]  # rows of a wider tensor
         gain, dy = plain(device, C, dtype=torch.float32), plain(device, R, C, seed=1)
@@ -142,7 +142,7 @@ def norms(device: torch.device) -> None:
 
 
 def activations(device: torch.device, to: Route | None = None) -> None:
-    """SwiGLU, forward and backward, in BF16 and with every kind of scale: of plain rows, or of the experts'."""
+    """Check SwiGLU, forward and backward, in BF16 and with every kind of scale, on plain rows or on the experts'."""
     R, width = 37 if to is None else len(to.token), 80
     weight, ends = (None, None) if to is None else (to.weight, to.ends)
     live = slice(0, R if to is None else int(to.ends[-1]))
@@ -183,7 +183,7 @@ def activations(device: torch.device, to: Route | None = None) -> None:
 
 
 def experts_casts(device: torch.device, to: Route) -> None:
-    """Rows of tokens in the experts' order: gathered with their scales, transposed on the way, cast on the way."""
+    """Check rows of tokens in the experts' order: gathered with their scales, transposed or cast during the gather."""
     T = len(to.position)
     for mode in MODES:
         x, how, where = plain(device, T, 144), FORWARD[mode], f"rows of experts, mode {mode}"

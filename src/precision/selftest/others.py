@@ -1,4 +1,5 @@
-"""Checks of what is no GEMM: choice of experts, attention and its inputs, loss, optimizer, statistics."""
+"""Checks of the kernels that are not GEMMs: choice of experts, attention and its inputs, loss, optimizer,
+statistics."""
 
 import math
 
@@ -22,7 +23,7 @@ LR, BETAS, EPS, DECAYS = 1e-2, (0.9, 0.95), 1e-8, (0.0, 0.1, 0.3)
 
 
 def choices(device: torch.device) -> None:
-    """The K largest scores, of all experts and of the best groups."""
+    """Check the K largest scores, among all experts and among the best groups."""
     for E, K, groups, kept in ((10, 4, 5, 2), (64, 6, 1, 1)):
         score, bias = plain(device, 33, E, dtype=torch.float32), plain(device, E, dtype=torch.float32)
         for given in (bias, None):
@@ -31,7 +32,7 @@ def choices(device: torch.device) -> None:
 
 
 def losses(device: torch.device) -> None:
-    """Losses of logits, and the gradient in their place."""
+    """Check losses of logits, and the gradient in their place."""
     for rows, words in ((5, 64), (13, 333)):
         target = torch.randint(0, words, (rows,), generator=torch.Generator().manual_seed(rows)).to(device)
         target[1::3] = IGNORED
@@ -44,24 +45,24 @@ def losses(device: torch.device) -> None:
 
 
 def attention_mla(device: torch.device) -> None:
-    """Attention within documents with MLA's head sizes."""
+    """Check attention within documents with MLA's head sizes."""
     _attention_forward(_AttentionCase(device, 150, 192, 128))
 
 
 def attention_mla_backward(device: torch.device) -> None:
-    """The gradients of it."""
+    """Check its gradients."""
     _attention_backward(_AttentionCase(device, 150, 192, 128))
 
 
 def attention_small(device: torch.device) -> None:
-    """Both with head sizes that are no powers of two."""
+    """Check both with head sizes that are not powers of two."""
     case = _AttentionCase(device, 77, 24, 16)
     _attention_forward(case)
     _attention_backward(case)
 
 
 class _AttentionCase:
-    """Operands, and in float64 the result, its log-sum-exp to base 2, and the gradients of q, k and v."""
+    """Operands; and in float64 the result, its log-sum-exp to base 2, and the gradients of q, k and v."""
 
     def __init__(self, device: torch.device, S: int, D: int, V: int):
         starts = torch.tensor([0, 1, 2, 20, 50], device=device)
@@ -87,8 +88,8 @@ def _attention_forward(case: _AttentionCase) -> None:
 
 
 def _attention_backward(case: _AttentionCase) -> None:
-    """The gradient of a score is a difference (`ds` there); its parts, one of them from the rounded result, are several
-    times as large as it is."""
+    """Check the gradients. A score's gradient is a difference (`ds`); its parts, one of them from the rounded result,
+    are several times as large."""
     out, lse = case.out.to(case.q.dtype), case.lse.float()
     grads = document_attention.backward(case.probe, case.q, case.k, case.v, case.bounds, out, lse, case.scale)
     for name, ours, exact in zip("qkv", grads, case.gradients, strict=True):
@@ -96,7 +97,7 @@ def _attention_backward(case: _AttentionCase) -> None:
 
 
 def heads(device: torch.device) -> None:
-    """Queries and keys, turned, and their gradients, in another order of memory too."""
+    """Check queries and keys after RoPE, and their gradients, also in another memory order."""
     for S, H, N, R, V in ((5, 3, 24, 8, 16), (3, 17, 128, 64, 128)):
         sizes = (H, N + R), (H, N + V), (R,)
         q, kv, k_rope = (plain(device, 2, S, *size, seed=i) for i, size in enumerate(sizes))
@@ -117,7 +118,7 @@ def heads(device: torch.device) -> None:
 
 
 def optimizer(device: torch.device) -> None:
-    """Norms of gradients; AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    """Check norms of gradients; AdamW and the norms of its updates, in three steps of which the second is dropped."""
     gradients = [plain(device, n, dtype=torch.float32) for n in (1, 5000, 37)]
     norms = GradientNorms([1, 5000, 37, 3], device)([*gradients, None])
     near(norms, torch.stack([*(g.double().norm() for g in gradients), norms.new_zeros(())]), FP32_SUM, "gradient norms")
@@ -144,12 +145,12 @@ def _optimizer(device: torch.device, moments: torch.dtype) -> None:
         if ok:
             twin.step()
             moved = torch.stack([(p.double() - b).norm() for p, b in zip(ours, before, strict=True)])
-            allowed = 1e-4 if moments == torch.float32 else 2.0**-8  # of weights with 24 bits, of rounded moments
+            allowed = 1e-4 if moments == torch.float32 else 2.0**-8  # weights with 24 bits, rounded moments
             near(kernel.norms(lr)[0], moved, allowed, f"norms of updates, step {step}")
             for kept, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
                 for mine, q in zip(kept, theirs, strict=True):
                     near(mine, twin.state[q][key], 2.0**-8 + FP32_SUM, f"{key} in {moments}, step {step}")
-                    twin.state[q][key].copy_(mine)  # as rounded
+                    twin.state[q][key].copy_(mine)  # with its rounding
         for p, q, decay in zip(ours, theirs, DECAYS, strict=True):
             near(p, q, FP32_SUM, f"AdamW, {moments}, step {step}, decay {decay}")
         sizes_of = torch.stack([p.double().norm() for p in ours])
@@ -157,7 +158,7 @@ def _optimizer(device: torch.device, moments: torch.dtype) -> None:
 
 
 def statistics(device: torch.device) -> None:
-    """Kurtosis of rows, and what casts lose."""
+    """Check the kurtosis of rows, and the statistics of casts."""
     x, beside = plain(device, 7, 300), plain(device, 7, 20)
     ours, theirs = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
     add_kurtosis(ours, x, beside)

@@ -16,11 +16,11 @@ from precision.selftest.twins import BF16_ROUNDING, FP32_SUM, Mismatch, experts_
 
 T, K, E = 40, 2, 3
 SUM = 2.0**-10
-"""Bound of the error of FP8 products: sums here are short, and the tensor cores keep 13 bits of each."""
+"""Error bound of FP8 products: sums here are short, and the tensor cores keep 13 bits of each."""
 
 
 def routed(device: torch.device, align: int = 128) -> tuple[Route, Tensor, Tensor]:
-    """A route to experts of which the second has no row, the choices [T, K] and their weights."""
+    """Return a route in which the second expert has no row, the choices [T, K] and their weights."""
     generator = torch.Generator().manual_seed(T)
     first = torch.randint(0, 2, (T,), generator=generator) * (E - 1)
     expert = torch.stack([first, E - 1 - first], 1).to(device)
@@ -29,7 +29,7 @@ def routed(device: torch.device, align: int = 128) -> tuple[Route, Tensor, Tenso
 
 
 def routes(device: torch.device) -> None:
-    """The counting sort, gathering, and the weighted sum."""
+    """Check the counting sort, the gather, and the weighted sum."""
     to, expert, weight = routed(device)
     if to.starts.tolist() != [0, *to.ends.tolist()[:-1]] or any(end % 128 for end in to.ends.tolist()):
         raise Mismatch(f"route: experts begin at {to.starts.tolist()} and end at {to.ends.tolist()}")
@@ -52,7 +52,7 @@ def routes(device: torch.device) -> None:
 
 
 def peers(device: torch.device) -> None:
-    """Rows that two processes, played by this one, write into each other's inboxes, and read out of them."""
+    """Check rows that two processes, both simulated here, write into each other's inboxes and read from them."""
     slots, width, used = 5, 12, ((5, 2), (0, 3))  # rows from each to each
     rows = [plain(device, 2 * slots, width, dtype=torch.float32, seed=seed) for seed in range(2)]
     inboxes = [torch.full_like(one, torch.nan) for one in rows]
@@ -68,37 +68,37 @@ def peers(device: torch.device) -> None:
 
 
 def experts_activations(device: torch.device) -> None:
-    """SwiGLU over experts' rows."""
+    """Check SwiGLU over experts' rows."""
     operands.activations(device, routed(device)[0])
 
 
 def experts_casts(device: torch.device) -> None:
-    """Casts of experts' rows."""
+    """Check casts of experts' rows."""
     operands.experts_casts(device, routed(device)[0])
 
 
 def experts_products_tensor(device: torch.device) -> None:
-    """Products and weight gradients of the experts, one scale a tensor."""
+    """Check products and weight gradients of the experts, one scale per tensor."""
     _experts_in_fp8(device, TENSOR)
 
 
 def experts_products_fast(device: torch.device) -> None:
-    """The same, summed by the tensor cores."""
+    """Check the same, summed by the tensor cores."""
     _experts_in_fp8(device, TENSOR, fast=True)
 
 
 def experts_products_row(device: torch.device) -> None:
-    """The same, one scale a row."""
+    """Check the same, one scale per row."""
     _experts_in_fp8(device, ROW)
 
 
 def experts_products_block(device: torch.device) -> None:
-    """The same, one scale a block."""
+    """Check the same, one scale per block."""
     _experts_in_fp8(device, BLOCK)
 
 
 def _experts_operands(device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor, Route]]:
-    """x, dy, w and their route, in widths that are not whole tiles and in widths that are, which take different
+    """Yield x, dy, w and their route, in widths that are not whole tiles and in widths that are: these use different
     kernels."""
     to, _, _ = routed(device)
     live = to.token[:, None] >= 0
@@ -131,7 +131,7 @@ def _compare_in_fp8(x: Tensor, dy: Tensor, w: Tensor, mode: int, to: Route, fast
 
 
 def experts_products_bf16(device: torch.device) -> None:
-    """Products, input gradients and weight gradients of the experts, without FP8."""
+    """Check products, input gradients and weight gradients of the experts, without FP8."""
     for x, dy, wide, to in _experts_operands(device):
         w = wide.bfloat16()
         y, dx = grouped_gemm.nt_bf16(x, w, to), grouped_gemm.nt_bf16(dy, w.mT, to)
@@ -144,11 +144,11 @@ def experts_products_bf16(device: torch.device) -> None:
 
 
 def products(device: torch.device) -> None:
-    """GEMMs over all rows: cuBLAS, or where it takes no blocks the experts' kernels with one group."""
+    """Check GEMMs over all rows: cuBLAS, or where it does not support blocks the experts' kernels with one group."""
     for R, inner, outer in ((37, 144, 272), (132, 256, 128)):
         for mode in MODES:
             if mode == BLOCK and R % 4 == 0 and device.type == "cpu":
-                continue  # cuBLAS alone has blocks
+                continue  # cuBLAS alone supports blocks
             x, dy, w = plain(device, R, inner), plain(device, R, outer), plain(device, outer, inner)
             x8, x_inv, x_t, x_t_inv = cast.cast(x, zeros(device), zeros(device), FORWARD[mode], transposed=True)
             _, _, dy_t, dy_t_inv = cast.cast(dy, zeros(device), zeros(device), GRAD[mode], transposed=True)

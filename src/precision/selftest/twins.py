@@ -1,4 +1,4 @@
-"""Plain PyTorch that the kernels are compared with, where no other module has it, and how results are compared."""
+"""Plain PyTorch references for kernels that have none elsewhere, and the comparison of results."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,9 +11,9 @@ from precision.scaling import scale_from_amax
 BF16_ROUNDING = 2.0**-8
 """Largest relative error of a number rounded to BF16."""
 BF16_STEP = 2.0**-7
-"""The same of a number cut to BF16, as Triton's interpreter stores it."""
+"""The same for a number truncated to BF16, as Triton's interpreter stores it."""
 FP32_SUM = 2.0**-16
-"""Relative error that a sum in FP32 stays below and one in BF16 does not: half-way between their roundings."""
+"""Relative error that an FP32 sum stays below and a BF16 sum exceeds: half-way between their roundings."""
 FP8_ROUNDING = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 """Largest relative error of a normal number rounded to FP8."""
 TILES = {1: (0, 0), 2: (1, 0), 3: (1, 128)}
@@ -22,11 +22,11 @@ WEIGHT_TILES = {1: (0, 0), 2: (1, 0), 3: (128, 128)}
 
 
 class Mismatch(Exception):
-    """A kernel and its twin differ: what, where, by how much."""
+    """A kernel and its reference differ: what, where, by how much."""
 
 
 def same(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """Mismatch unless both hold the same numbers; FP8 too."""
+    """Raise Mismatch unless both hold the same numbers; FP8 too."""
     if ours.shape != theirs.shape:
         raise Mismatch(f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
     wrong = ours.float() != theirs.float()
@@ -36,17 +36,17 @@ def same(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def near(ours: Tensor, exact: Tensor, bound: float, what: str) -> None:
-    """Mismatch unless the relative error in norm is at most `bound`."""
+    """Raise Mismatch unless the relative error in norm is at most `bound`."""
     if ours.shape != exact.shape:
         raise Mismatch(f"{what}: shape {tuple(ours.shape)} instead of {tuple(exact.shape)}")
     error = (ours.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300)
-    if not bool(error <= bound):  # NaN is no success
+    if not bool(error <= bound):  # NaN fails
         raise Mismatch(f"{what}: relative error {float(error):.1e}, at most {bound:.1e} expected")
 
 
 def cast_in_tiles(x: Tensor, how: Cast, rows: int, columns: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """FP8 of x [R, C] with one scale for each `rows` x `columns` (0: all), and the inverse scale of each number. scale:
-    a known one for all instead."""
+    """Return FP8 of x [R, C] with one scale per `rows` x `columns` (0: all), and the inverse scale of each number.
+    scale: a known one for all instead."""
     (R, C), one = x.shape, scale
     if one is None:
         r, c = rows or R, columns or C
@@ -59,12 +59,12 @@ def cast_in_tiles(x: Tensor, how: Cast, rows: int, columns: int, scale: Tensor |
 
 
 def numbers_of(data: Tensor, inv: Tensor, mode: int, along: int = 1) -> Tensor:
-    """What FP8 data stand for; scales of blocks (mode 3) repeat 128 times along a dimension."""
+    """Return the values of FP8 data; scales of blocks (mode 3) repeat 128 times along a dimension."""
     if mode == 3:
         inv = inv.repeat_interleave(128, along).narrow(along, 0, data.shape[along])
     return data.float() * inv
 
 
 def experts_rows(to: Route) -> list[slice]:
-    """Rows of each expert, padding included."""
+    """Return the rows of each expert, padding included."""
     return [slice(a, b) for a, b in zip(to.starts.tolist(), to.ends.tolist(), strict=True)]

@@ -1,26 +1,24 @@
 """Saves the state of a run in the background.
 
-    save      on the trainer's thread: take the tree apart, copy its tensors to host buffers (pinned if there is a GPU,
-              kept from save to save), hand them to the writing thread, continue training
+    save      on the trainer's thread: split the tree, copy its tensors to host buffers (pinned if there is a GPU,
+              reused from save to save), pass them to the writing thread, continue training
     write     into checkpoints/.writing_step_N: tensors through DCP, state.json, the manifest; everything fsync'ed
-    rename    to checkpoints/step_N: here it becomes visible, whole or not at all
-    delete    what exceeds `keep`: only now, so that there is always a whole one
+    rename    to checkpoints/step_N: here it becomes visible, complete or not at all
+    delete    what exceeds `keep`: only now, so that there is always a complete one
 
-Of many ranks, each copies and writes its own parts, in a file of its own; rank 0 also what all have alike. The writing
-threads agree over a gloo group of theirs, which the trainers do not use: rank 0 plans, waits for every rank's file,
-sees that it is there, writes the manifest and renames. So a rank that dies or fails before that leaves no checkpoint of
-the step, and the ones before.
+With several ranks, each copies and writes its own parts in a file of its own; rank 0 also writes what all share. The
+writing threads coordinate over their own gloo group, which the trainers do not use: rank 0 plans, waits until every
+rank's file is visible to it, writes the manifest and renames. If a rank dies or fails before that, the step has no
+checkpoint, and earlier ones stay.
 
-A failed save (disk full, folder not writable) costs that checkpoint and nothing else: it is an alert through
-`on_event`, what was half written is removed, the ones before stay, and training continues; `wait()` raises it for those
-who must know.
+A failed save (disk full, folder not writable) costs only that checkpoint: `on_event` reports it, partial files are
+removed, earlier checkpoints stay, and training continues. `wait()` raises the error for callers that need it.
 """
 
 import json
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -29,11 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
-from torch.distributed import DistError
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
 
 from precision.errors import UserError
 from trainer.checkpoint.folder import (
@@ -47,13 +40,9 @@ from trainer.checkpoint.folder import (
     set_aside_after,
     superseded,
 )
-from trainer.checkpoint.manifest import FileDigest, seal, write_file
-from trainer.checkpoint.reading import STATE, cause
-from trainer.checkpoint.shard_view import ShardSavePlanner, ShardView
+from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.staging import HostBuffers
 from trainer.checkpoint.state_tree import split
-from trainer.checkpoint.storage import SafetensorsWriter
-from trainer.files import sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,12 +50,7 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 WAIT = timedelta(hours=2)
-"""How long a rank's writing thread waits for the slowest other one. A rank that dies ends the wait at once."""
-SEEN = 30.0
-"""Seconds after which rank 0 must see what other ranks have written; network file systems are late."""
-
-# DCP warns even with no_dist=True.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+"""How long a rank's writing thread waits for the slowest other rank. The death of a rank ends the wait at once."""
 
 
 class CheckpointError(OSError):
@@ -74,11 +58,11 @@ class CheckpointError(OSError):
 
 
 class Checkpointer:
-    """Writes checkpoints of one run into `folder` (`RUN/checkpoints`), the `keep` newest of which stay (0: all).
+    """Writes checkpoints of one run into `folder` (`RUN/checkpoints`) and keeps the `keep` newest (0: all).
 
-    `on_event` hears of every checkpoint saved, failed or found damaged; it is called from the writing thread too.
-    What a killed process left half written is deleted here, so hold the run's lock. world: who saves; with several
-    ranks all of them make one (a collective), and rank 0's hears of events.
+    `on_event` receives every checkpoint saved, failed or found damaged, also from the writing thread. The constructor
+    deletes partial files of a killed process, so hold the run's lock. world: the ranks that save; with several, all of
+    them construct one (a collective), and rank 0's reports events.
     """
 
     def __init__(self, folder: Path, keep: int, on_event: OnEvent, world: "World | None" = None) -> None:
@@ -99,14 +83,14 @@ class Checkpointer:
 
             self._group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=WAIT))
             self._is_first = world.is_first
-            # ranks of a run that was killed may be writing still
+            # ranks of a killed run may still be writing
             self._attempt = world.share(f".{time.time_ns():x}")
         if self._is_first:
             delete_leftovers(folder)
 
     def announce(self, step: int, before: int | None = None) -> None:
-        """A run resumes from `step`: say if the next save will delete more than the one checkpoint that it replaces,
-        because `keep` was larger before. before: as for `save`."""
+        """Warn if the next save of a run resumed from `step` will delete more checkpoints than the one that it
+        replaces, because `keep` was larger before. before: as for `save`."""
         found = list_checkpoints(self.folder)
         doomed = superseded([*found, self.folder / checkpoint_name(step + 1)], self._keep, before)
         if self._is_first and len(doomed) > 1:
@@ -114,8 +98,7 @@ class Checkpointer:
             self._on_event("checkpoint", step, f"checkpoint.keep={self._keep}: the next save deletes {which}")
 
     def reserve(self, state: Mapping[str, Any]) -> None:
-        """Get the host memory that saves of `state` need now, so that the first one holds training up no longer than
-        the others."""
+        """Allocate the host memory for saves of `state` now, so that the first save takes no longer than the others."""
         self._buffers.reserve(self._own(split(state)[1])[1])
 
     def save(
@@ -126,19 +109,19 @@ class Checkpointer:
         began: float | None = None,
         before: int | None = None,
     ) -> None:
-        """Save `state` (a tree of tensors, `ShardView`s and JSON scalars, see `tree`) as the checkpoint of `step`.
+        """Save `state` (a tree of tensors, `ShardView`s and JSON scalars, see `state_tree`) as the checkpoint of
+        `step`.
 
-        Returns when the tensors have been copied: they may change from here on. Waits for the save before, if that is
+        Returns when the tensors have been copied: they may change from here on. Waits for the previous save if that is
         still being written, because it occupies the buffers. `meta` is JSON for people and tools: it can be read
-        without any tensor. A step that is saved already is not saved again: in one run, a step has one state.
-        began: when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest
-        checkpoint of a step below it stays, even beyond `keep`, until the next save.
+        without any tensor. A step that is already saved is not saved again: in one run, a step has one state. began:
+        when training stopped for it (`time.perf_counter`), if that was before the call. before: the newest checkpoint
+        of a step below it stays, even beyond `keep`, until the next save.
 
-        All ranks call it for the same steps, with states of the same names; what is not a `ShardView`, rank 0's is
-        saved. No rank waits for another one here.
+        All ranks call it for the same steps, with states of the same names; anything that is not a `ShardView` is saved
+        from rank 0. Ranks do not wait for each other here.
 
-        Raises TypeError or UserError for a state that cannot be saved. Errors of the disk are not raised here, see
-        `wait`.
+        Raises TypeError or UserError for a state that cannot be saved. Disk errors are not raised here, see `wait`.
         """
         began = time.perf_counter() if began is None else began
         if self._pending is not None:
@@ -158,7 +141,7 @@ class Checkpointer:
         self._pending = self._thread.submit(self._write, step, staged, text, held, before)
 
     def wait(self) -> None:
-        """Return when the last save is on the disk. Raises its error (CheckpointError), once, if it is not."""
+        """Return when the last save is on the disk. Raises its error (CheckpointError) once, if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -168,18 +151,18 @@ class Checkpointer:
                 raise
 
     def settle(self) -> None:
-        """Return when nothing is being written any more, successful or not."""
+        """Return when no save is being written, successful or not."""
         if self._pending is not None:
             self._pending.exception()
 
     def go_back(self, step: int) -> None:
-        """The run resumes from the checkpoint of `step`: later ones are taken out of use, and may be saved again."""
+        """Set later checkpoints aside because the run resumes from `step`. Their steps may be saved again."""
         self._last = step
         if self._is_first:
             set_aside_after(self.folder, step)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that verifies; damaged ones are named through `on_event` and passed over."""
+        """Return the newest checkpoint that verifies. Damaged ones are reported through `on_event` and skipped."""
         return newest_checkpoint(self.folder, self._on_event)
 
     def close(self) -> None:
@@ -189,7 +172,7 @@ class Checkpointer:
         self.wait()
 
     def _own(self, tensors: Mapping[str, Tensor | ShardView]) -> tuple[dict[str, ShardView], dict[str, Tensor]]:
-        """What this rank writes: the parts, and the tensors that they are kept in."""
+        """Return what this rank writes: the parts, and the tensors that hold them."""
         parts = {
             name: x if isinstance(x, ShardView) else ShardView.whole(x, self._is_first) for name, x in tensors.items()
         }
@@ -197,16 +180,18 @@ class Checkpointer:
         return parts, {name: part.data for name, part in parts.items()}
 
     def _write(self, step: int, parts: dict[str, ShardView], text: str, held: float, before: int | None) -> None:
+        from trainer.checkpoint.dcp import CheckpointWriter, save_parts
+
         start = time.perf_counter()
         path = self.folder / checkpoint_name(step)
         temporary = self.folder / f"{WRITING}{path.name}{self._attempt}"
         try:
-            files = save_parts(_Checkpoint(temporary, path, text), parts, self._group)
+            files = save_parts(CheckpointWriter(temporary, path, text), parts, self._group)
         except OSError as error:
             reason = f"step {step} could not be written to {path}: {error.strerror or error}"
             if self._is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
-                if reason != self._last_reported:  # by the attempt before
+                if reason != self._last_reported:  # not by the attempt before
                     self._on_event("alert", step, reason, rule="checkpoint", path=str(path), failed=True)
                 self._last_reported = reason
             raise CheckpointError(
@@ -224,67 +209,3 @@ class Checkpointer:
         what = {"path": str(path), "bytes": size, "seconds": round(seconds, 3), "held_seconds": round(held, 4)}
         message = f"saved {path.name} ({size / 2**20:.1f} MiB in {seconds:.1f} s; training waited {held:.2f} s)"
         self._on_event("checkpoint", step, message, **what)
-
-
-class _Checkpoint(SafetensorsWriter):
-    """The storage of one checkpoint: `temporary` until rank 0 has seen that it is whole, `path` from then on.
-
-    DCP raises an error of any rank on all ranks.
-    """
-
-    def __init__(self, temporary: Path, path: Path, text: str) -> None:
-        super().__init__(temporary)
-        self._path, self._text = path, text
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """Rank 0 makes the folder, before the others may write."""
-        super().set_up_storage_writer(is_coordinator, rank=rank)
-        if is_coordinator:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written their files: make it a checkpoint."""
-        super().finish(metadata, results)
-        self.files[STATE] = write_file(self.folder / STATE, self._text)
-        for name, digest in self.files.items():
-            _see(self.folder / name, digest)
-        seal(self.folder, self.files)
-        self.folder.rename(self._path)
-        sync_folder(self._path.parent)
-
-
-def _see(path: Path, digest: FileDigest) -> None:
-    """OSError unless the file is there in its full size, from this rank's point of view."""
-    deadline = time.monotonic() + SEEN
-    while not path.is_file() or path.stat().st_size != digest.bytes:
-        if time.monotonic() > deadline:
-            why = f"{path.name} was written by another rank and is not in {path.parent}"
-            raise OSError(f"{why}; all nodes need run.dir on a file system that they share")
-        time.sleep(0.1)
-
-
-def save_parts(
-    writer: SafetensorsWriter, parts: Mapping[str, ShardView], group: "ProcessGroup | None" = None
-) -> dict[str, FileDigest]:
-    """Write this rank's parts by name through DCP. Returns, on rank 0, the digests of all files written.
-
-    group: of all ranks that save; None: this one alone. Raises what went wrong, on all ranks: OSError names the rank;
-    other errors are those of their rank, and a DistError on the others.
-    """
-    try:
-        dcp_save(
-            dict(parts),
-            storage_writer=writer,
-            planner=ShardSavePlanner(),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as failure:
-        error, rank = cause(failure), min(failure.failures)
-        if group is not None and isinstance(error, OSError):
-            raise OSError(f"rank {rank}: {error.strerror or error}") from failure
-        if group is not None and group.rank() not in failure.failures:
-            raise DistError(f"rank {rank} could not save: {error}") from failure
-        raise error from failure
-    return writer.files

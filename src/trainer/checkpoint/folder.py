@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: what is in it, which one to resume from, and what a kill may leave behind.
+"""The folder of a run's checkpoints: its contents, the checkpoint to resume from, and leftovers of a killed process.
 
     step_00000200/            visible: complete when it was renamed into place
     .writing_step_00000400/   being written, or left by a kill
     .deleting_step_00000100/  being deleted, or left by a kill
-    step_00000600.set_aside/  out of use (damaged, or later than the checkpoint gone on from), kept to look at
+    step_00000600.set_aside/  out of use (damaged, or later than the checkpoint resumed from), kept for inspection
 
-Only names of the first form count as checkpoints. Renames are atomic, so that a process killed at any moment leaves
-each checkpoint under exactly one of these names.
+Only names of the first form count as checkpoints. Renames are atomic: a process killed at any moment leaves each
+checkpoint under exactly one of these names.
 """
 
 import json
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Verify = Callable[[Path], None]
-"""Raises DamagedCheckpoint unless the checkpoint at a path is whole."""
+"""Raises DamagedCheckpoint unless the checkpoint at a path is complete and unchanged."""
 
 
 class OnEvent(Protocol):
-    """Hears of what happens to checkpoints; `Sinks.event` is one."""
+    """Receives events of checkpoints; `Sinks.event` is one."""
 
     def __call__(self, kind: str, step: int, message: str, **what: Any) -> None: ...
 
@@ -41,18 +41,18 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 def checkpoint_name(step: int) -> str:
-    """`step_00000200`: names sort as their steps do."""
+    """Return the name, such as `step_00000200`: names sort as their steps do."""
     return f"step_{step:08d}"
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint folder by its name, None if the name is not one of a checkpoint."""
+    """Return the step in the name of a checkpoint folder, or None for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All visible checkpoints, oldest first, whole or not. Empty if the folder does not exist."""
+    """Return all visible checkpoints, oldest first, valid or not. Empty if the folder does not exist."""
     if not folder.is_dir():
         return []
     found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
@@ -60,7 +60,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """`verify`, and the step in the folder's name is the step that was saved. DamagedCheckpoint otherwise."""
+    """Raise DamagedCheckpoint unless `verify` passes and the step in the folder's name is the saved step."""
     verify(path)
     _check_name(path)
 
@@ -73,8 +73,8 @@ def _check_name(path: Path) -> None:
 
 
 def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -> T:
-    """What `ask(check)` gives on rank 0, on every rank; `check` is `verify_checkpoint` by all ranks, each of which
-    reads its share of the files. A collective; named: as for `World.on_first`."""
+    """Return on every rank what `ask(check)` returns on rank 0. `check` is `verify_checkpoint` by all ranks, each of
+    which reads its share of the files. A collective; named: as for `World.on_first`."""
 
     def part(path: Path) -> str | None:
         try:
@@ -97,8 +97,8 @@ def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -
 def newest_checkpoint(
     folder: Path, on_event: OnEvent, before: int | None = None, check: Verify = verify_checkpoint
 ) -> Path | None:
-    """The newest checkpoint that verifies (`check`), of a step below `before` if given. Damaged ones are reported
-    through `on_event` and passed over."""
+    """Return the newest checkpoint that verifies (`check`), of a step below `before` if given. Damaged ones are
+    reported through `on_event` and skipped."""
     for path in reversed(list_checkpoints(folder)):
         if before is not None and (checkpoint_step(path) or 0) >= before:
             continue
@@ -116,8 +116,8 @@ def newest_checkpoint(
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Take every checkpoint later than `step` out of use, by renaming it. Returns the new names.
 
-    Called when a run continues from `step`: what was saved later belongs to a course of events that will not be, or is
-    damaged, and a later resume must not pick it. It is deleted when a new checkpoint of its step is saved.
+    Called when a run resumes from `step`: later checkpoints belong to an abandoned course of the run, or are damaged,
+    and no later resume may pick them. Each is deleted when a new checkpoint of its step is saved.
     """
     aside = []
     for path in list_checkpoints(folder):
@@ -131,8 +131,8 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint folder, if it exists; a kill half way leaves nothing that could be taken for a checkpoint. Of
-    a link, only the link: what it points to was moved there by the user."""
+    """Delete a checkpoint folder, if it exists. A kill half way leaves nothing that looks like a checkpoint. Of a link,
+    only the link is deleted: the user moved its target there."""
     if os.path.lexists(path):
         doomed = path.with_name(_DELETING + path.name)
         _remove(doomed)
@@ -141,7 +141,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link, if it is there. Never follows a link."""
+    """Remove a folder, file or link, if it exists. Never follows a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -149,21 +149,21 @@ def _remove(path: Path) -> None:
 
 
 def superseded(found: list[Path], keep: int, before: int | None = None) -> list[Path]:
-    """Of checkpoints, oldest first, all but the `keep` newest (0: keeps all). The newest one of a step below `before`,
-    if given, stays in any case."""
+    """Return all but the `keep` newest of checkpoints, oldest first (0: keeps all). The newest one of a step below
+    `before`, if given, stays in any case."""
     needed = [path for path in found if before is not None and (checkpoint_step(path) or 0) < before][-1:]
     return [path for path in found[:-keep] if path not in needed] if keep else []
 
 
 def delete_superseded(folder: Path, step: int, keep: int, before: int | None = None) -> None:
-    """When the checkpoint of `step` is visible: delete the one of that step set aside, and those `superseded`."""
+    """Delete the `superseded` checkpoints and the one of `step` that was set aside. Call it when `step` is visible."""
     delete_checkpoint(folder / (checkpoint_name(step) + _ASIDE))
     for path in superseded(list_checkpoints(folder), keep, before):
         delete_checkpoint(path)
 
 
 def delete_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted; under the run's lock. Returns the names."""
+    """Delete what a killed process left half written or half deleted; hold the run's lock. Returns the names."""
     leftovers = (
         [path for path in folder.iterdir() if path.name.startswith((WRITING, _DELETING))] if folder.is_dir() else []
     )

@@ -1,16 +1,16 @@
-"""How a checkpoint folder proves that it is whole.
+"""The manifest, which proves that a checkpoint folder is complete.
 
 `manifest.json`, written last, lists every file of the folder with its size and SHA-256, and carries a digest of that
 list:
 
     {"files": {"rank00000.safetensors": {"bytes": 81234, "sha256": "..."}, ...}, "format": 1, "sha256": "..."}
 
-`verify` compares sizes first (a truncated file is found without reading anything), then contents. Every file is
-checked, the manifest itself included: it must be, byte for byte, the text that its own content would be written as.
-Files that it does not list are ignored (a network file system may leave some).
+`verify` compares sizes first (a truncated file is found without reading anything), then contents. It checks every file,
+the manifest included: the manifest must be, byte for byte, the text that its content serialises to. It ignores files
+that are not listed (a network file system may leave some).
 
-Durability: a file's bytes are on the disk when `os.fsync` of the file returns, its *name* when `os.fsync` of the
-folder does. Both are needed before a rename may announce the folder.
+Durability: a file's bytes are on the disk when `os.fsync` of the file returns, its *name* when `os.fsync` of the folder
+does. Both are needed before a rename may announce the folder.
 """
 
 import errno
@@ -33,7 +33,7 @@ _THREADS = 8
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint folder is not what was saved; the message names the file and what is wrong with it."""
+    """A checkpoint folder differs from what was saved. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def seal(folder: Path, files: dict[str, FileDigest]) -> None:
 
 
 def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1)) -> None:
-    """Return if every file of the checkpoint, or `only` one, is what was saved. DamagedCheckpoint names the file.
+    """Check that every file of the checkpoint, or `only` one, is as saved. Raises DamagedCheckpoint, naming the file.
 
     share: (number, count): of `count` about equal shares of the files, this one.
     """
@@ -76,7 +76,7 @@ def verify(folder: Path, only: str | None = None, share: tuple[int, int] = (0, 1
             raise DamagedCheckpoint(f"{path} is missing") from None
         if size != expected["bytes"]:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {expected['bytes']}")
-    with ThreadPoolExecutor(max_workers=_THREADS) as threads:  # hashing lets go of Python's lock
+    with ThreadPoolExecutor(max_workers=_THREADS) as threads:  # hashing releases the GIL
         digests = threads.map(_sha256, [folder / name for name in files])
         for name, digest in zip(files, digests, strict=True):
             if digest != files[name]["sha256"]:

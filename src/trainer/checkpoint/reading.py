@@ -1,8 +1,8 @@
-"""Reading a checkpoint, whichever ranks wrote it, into the state of the ranks that resume.
+"""Reads a checkpoint, whichever ranks wrote it, into the state of the ranks that resume.
 
-A run that resumes has its tensors already, perhaps sharded over other ranks than those that saved. They are filled in
-place, each rank's part from the boxes that overlap it: a rank reads only what it holds, and holds nothing twice.
-State without a tensor to fill is returned as new tensors on the CPU.
+A resuming run has its tensors already, perhaps sharded over other ranks than those that saved. They are filled in
+place, each rank's part from the boxes that overlap it: a rank reads only what it holds, and holds nothing twice. State
+without a tensor to fill is returned as new tensors on the CPU.
 """
 
 import json
@@ -12,50 +12,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from precision.errors import UserError
 from trainer.checkpoint.folder import verify_checkpoint
 from trainer.checkpoint.manifest import STATE
-from trainer.checkpoint.shard_view import ShardLoadPlanner, ShardView
+from trainer.checkpoint.shard_view import ShardView
 from trainer.checkpoint.state_tree import join, split
-from trainer.checkpoint.storage import SafetensorsReader
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` that the checkpoint `path` was saved with. Does not verify: `read` and `newest_checkpoint` do."""
+    """Return the `meta` of the checkpoint `path`. Does not verify: `read` and `newest_checkpoint` do."""
     return json.loads((path / STATE).read_text())["meta"]
 
 
 def read_values(path: Path, branch: str) -> Any:
-    """A branch without tensors of the state that the checkpoint `path` holds. Does not verify, as `read_meta`."""
+    """Return a branch without tensors of the state in the checkpoint `path`. Does not verify, as `read_meta`."""
     return join(json.loads((path / STATE).read_text())["state"][branch], {})
 
 
 def saved_shapes(path: Path) -> dict[str, torch.Size]:
-    """Shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
-    return {name: tensor.size for name, tensor in _tensors(SafetensorsReader(path)).items()}
+    """Return the shapes of the whole tensors in the checkpoint `path`, by their paths in its state."""
+    from trainer.checkpoint.dcp import SafetensorsReader, saved_tensors
+
+    return {name: tensor.size for name, tensor in saved_tensors(SafetensorsReader(path)).items()}
 
 
 def read(
     path: Path, into: Mapping[str, Any] | None = None, *, rest: bool = True, verified: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as they were saved.
+    """Return (state, meta) of the checkpoint folder `path`, its tensors on the CPU, bit for bit as saved.
 
-    into: branches of the state, by name, whose tensors and `ShardView`s are filled in place; they are left out of
-    what is returned. rest: whether the other branches are wanted. verified: the caller has verified the folder.
+    into: branches of the state, by name, whose tensors and `ShardView`s are filled in place; they are left out of the
+    result. rest: whether to return the other branches. verified: the caller has verified the folder.
 
-    Verified before anything is believed, and nothing is unpickled. Raises DamagedCheckpoint, naming the file, and
-    UserError if the branches in `into` have other tensors than those that were saved; then nothing was filled. No
-    collective: each rank reads for itself.
+    Verifies before it uses anything, and unpickles nothing. Raises DamagedCheckpoint, naming the file, and UserError if
+    the branches in `into` have other tensors than those that were saved; then nothing was filled. No collective: each
+    rank reads for itself.
     """
+    from trainer.checkpoint.dcp import SafetensorsReader, load_parts, saved_tensors
+
     if not verified:
         verify_checkpoint(path)
     into = into or {}
     reader = SafetensorsReader(path)
-    saved = _tensors(reader)
+    saved = saved_tensors(reader)
     targets = {name: x if isinstance(x, ShardView) else ShardView.whole(x) for name, x in split(into)[1].items()}
     branches = {name: name.split("/", 1)[0] in into for name in saved}
     for name in (*targets, *(name for name, ours in branches.items() if ours)):
@@ -77,28 +77,10 @@ def read(
         wanted[name] = part
         if part.data.dtype != dtype:
             wanted[name] = converted[name] = replace(part, data=torch.empty(part.data.shape, dtype=dtype))
-    _fill(reader, wanted)
+    load_parts(reader, wanted)
     with torch.no_grad():
         for name, part in converted.items():
             targets[name].data.copy_(part.data)
     text = json.loads((path / STATE).read_text())
     branches_wanted = {key: value for key, value in text["state"].items() if rest and key not in into}
     return join(branches_wanted, fresh), text["meta"]
-
-
-def _tensors(reader: SafetensorsReader) -> dict[str, TensorStorageMetadata]:
-    saved = reader.read_metadata().state_dict_metadata
-    return {name: tensor for name, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
-
-
-def _fill(reader: SafetensorsReader, parts: dict[str, ShardView]) -> None:
-    here = {name: part for name, part in parts.items() if not part.is_empty}
-    try:
-        dcp_load(here, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
-    except CheckpointException as failure:
-        raise cause(failure) from failure
-
-
-def cause(failure: CheckpointException) -> BaseException:
-    """DCP wraps the error of each rank; the first one's."""
-    return failure.failures[min(failure.failures)][0]

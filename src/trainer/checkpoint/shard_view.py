@@ -1,28 +1,27 @@
 """A rank's part of a tensor, described without a mesh: a box of the whole.
 
-Ranks may share a tensor in any way (rows of it, whole experts of it, copies of it): what a checkpoint needs to know of
-it is the whole's shape, where this rank's box begins, and which of the ranks that hold the same box writes it. So what
-is on the disk depends on no layout, and any other number of ranks finds what it needs. The planners below are
-torch.distributed.checkpoint's own, for such parts.
+Ranks may share a tensor in any way (rows, whole experts, copies). A checkpoint only needs the shape of the whole, the
+offsets of this rank's box, and which of the ranks with the same box writes it. Files therefore depend on no layout, and
+any other number of ranks finds what it needs.
 """
 
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 @dataclass(frozen=True)
 class ShardView:
     """This rank's part of a tensor.
 
-    data: the part. shape: of the whole. offsets: where the part begins in it, one number a dimension. writes: whether
-    this rank saves it; of those that hold the same part, one does.
+    data: the part. shape: of the whole. offsets: where the part begins in it, per dimension. writes: whether this rank
+    saves it; exactly one rank with the same part does.
     """
 
     data: Tensor
@@ -32,67 +31,24 @@ class ShardView:
 
     @classmethod
     def whole(cls, tensor: Tensor, writes: bool = True) -> Self:
-        """A tensor that is not shared, as a part."""
+        """Return a tensor that is not shared, as a part."""
         return cls(tensor, tensor.shape, (0,) * tensor.dim(), writes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing of a tensor that has something."""
+        """Whether this rank has no element of a non-empty tensor."""
         return self.data.numel() == 0 and prod(self.shape) > 0
 
     @property
-    def box(self) -> ChunkStorageMetadata:
+    def box(self) -> "ChunkStorageMetadata":
         """Offsets and sizes, in DCP's type."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # takes two seconds: not at start-up
+
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.shape)
 
     def size(self) -> torch.Size:
-        """Shape of the whole; DCP asks."""
+        """Shape of the whole, for DCP."""
         return self.shape
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # DCP asks
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":  # for DCP
         return [self.box]
-
-
-class ShardSavePlanner(DefaultSavePlanner):
-    """Plans what each rank writes of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        """The parts that this rank writes."""
-        parts: dict[str, ShardView] = self.state_dict
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, part.box.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(part.box, TensorProperties(dtype=part.data.dtype), part.shape),
-                )
-                for name, part in parts.items()
-                if part.writes and not part.is_empty
-            ]
-        )
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written for `index`."""
-        return self.state_dict[index.fqn].data
-
-
-class ShardLoadPlanner(DefaultLoadPlanner):
-    """Plans which boxes on the disk fill a rank's parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, ShardView], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """`state_dict`: parts by name."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is filled for `index`."""
-        return self.state_dict[index.fqn].data

@@ -1,10 +1,10 @@
 """Host memory that a checkpoint is copied to before it is written.
 
-The trainer may continue as soon as its tensors are copied, so the copy is what a save costs it. All tensors go to one
-buffer that stays from save to save: allocated and, for tensors on a GPU, page-locked once, because page-locking costs
-many times what copying costs, and copying to pageable memory several times as much. The buffer is registered with CUDA,
-not taken from torch's pinned allocator, which rounds up to a power of two: up to twice the state in host memory.
-`reserve` does it ahead of the first save.
+Training continues as soon as the tensors are copied, so the copy is all that a save costs the trainer. All tensors
+share one buffer that stays from save to save. It is allocated and, for tensors on a GPU, page-locked once: page-locking
+costs many times as much as copying, and copying to pageable memory several times as much. The buffer is registered with
+CUDA instead of taken from torch's pinned allocator, which rounds up to a power of two: up to twice the state in host
+memory. `reserve` allocates it ahead of the first save.
 
 torch's own DefaultStager is not used: in torch 2.11 it works once.
 """
@@ -29,7 +29,7 @@ class HostBuffers:
         self._unpin: weakref.finalize | None = None
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get the memory that `copy` of these tensors will need, if it is not there; what was there before goes."""
+        """Allocate the memory for a `copy` of these tensors unless it exists; an older buffer is freed."""
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if layout != self._layout:
             self.release()
@@ -47,7 +47,7 @@ class HostBuffers:
         return dict(self._copies)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._unpin is not None:
             self._unpin()
         self._layout, self._copies, self._unpin = [], {}, None
@@ -57,13 +57,13 @@ class HostBuffers:
         starts = [0]
         for size in sizes:
             starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-        buffer = torch.empty(starts[-1], dtype=torch.uint8).fill_(0)  # pages come when they are touched: now
+        buffer = torch.empty(starts[-1], dtype=torch.uint8).fill_(0)  # touch the pages now, so that they are mapped
         for (name, tensor), start, size in zip(tensors.items(), starts[:-1], sizes, strict=True):
             self._copies[name] = buffer[start : start + size].view(tensor.dtype).view(tensor.shape)
         if pin and len(buffer):
             cudart: Any = torch.cuda.cudart()
             if int(cudart.cudaHostRegister(buffer.data_ptr(), len(buffer), 0)) == 0:
-                # Before the buffer goes, also without a call of release; not at exit, when CUDA is gone already.
+                # Unregister before the buffer is freed, also without `release`; not at exit, when CUDA is gone.
                 self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, buffer.data_ptr())
                 self._unpin.atexit = False
             else:

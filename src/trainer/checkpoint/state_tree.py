@@ -1,16 +1,16 @@
-"""A state tree taken apart into JSON and tensors, and put together again.
+"""Splits a state tree into JSON and tensors, and joins them again.
 
-What must survive a restart is a tree: dicts, lists and tuples whose leaves are tensors (or a rank's `ShardView` of
-one), numbers, strings, booleans and None (`optimizer.state_dict()` is one). Pickle would write any of it and, on
-loading, run any code, so no pickle here: `split` moves every tensor out, under the path that leads to it, and leaves
-a JSON skeleton that refers to the tensors by path. `join` is its inverse.
+State that survives a restart is a tree: dicts, lists and tuples whose leaves are tensors (or a rank's `ShardView` of
+one), numbers, strings, booleans and None, such as `optimizer.state_dict()`. Pickle would write any of it and, on
+loading, run any code, so it is not used. `split` moves every tensor out, under the path that leads to it, and leaves a
+JSON skeleton that refers to the tensors by path. `join` is its inverse.
 
     {"model": {"embed": T1}, "seen": (3, 0.1)}
       -> skeleton {"model": {"embed": {"$tensor": "model/embed"}}, "seen": {"$tuple": [3, 0.1]}}
          tensors  {"model/embed": T1}
 
 JSON keeps Python's ints exactly, and its floats too (`float.__repr__` round-trips; NaN and the infinities are written
-by name). What JSON cannot say is tagged by a one-key object whose key starts with `$`.
+by name). Types without a JSON equivalent are tagged by a one-key object whose key starts with `$`.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ _SCALARS = (type(None), bool, int, float, str)
 def split(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor | ShardView]]:
     """Return `state` as (JSON skeleton, tensors by path). The tensors are the caller's own, not copies.
 
-    Raises TypeError, naming the path, for a leaf or key that would not come back as it was (a NumPy scalar, an Enum,
-    ...), and ValueError where two tensors would get the same path (`{"a/b": T, "a": {"b": T}}`).
+    Raises TypeError, naming the path, for a leaf or key that would not be restored unchanged (a NumPy scalar, an Enum,
+    ...), and ValueError if two tensors would get the same path (`{"a/b": T, "a": {"b": T}}`).
     """
     tensors: dict[str, Tensor | ShardView] = {}
     return _split(state, "", tensors), tensors

@@ -1,20 +1,19 @@
 """torch.distributed.checkpoint (DCP) on safetensors and JSON.
 
-DCP does the planning: which rank writes which piece of which tensor, and which pieces a rank must read to fill its
-own, perhaps differently sharded, tensors. Its FileSystemReader, though, unpickles its metadata and every object that
-is not a tensor, and its HuggingFaceStorageReader can keep only one piece of a tensor per file. So the storage below
-DCP is ours:
+DCP does the planning: which rank writes which piece of which tensor, and which pieces a rank must read to fill its own,
+perhaps differently sharded, tensors. But DCP's FileSystemReader unpickles its metadata and every object that is not a
+tensor, and its HuggingFaceStorageReader can keep only one piece of a tensor per file. So the storage below DCP is ours:
 
-    rank00000.safetensors   the pieces that rank 0 wrote (one file a rank that has something to write)
+    rank00000.safetensors   the pieces that rank 0 wrote (one file for each rank that writes)
     tensors.json            {name: {"dtype", "shape", "pieces": [{"offsets", "shape", "file", "key"}]}}
 
-A piece is a box of its tensor, given by offsets and shape; a tensor that is not sharded has one piece at offset zero,
-and its key in the file is its name, so that any safetensors reader can open the files of a run on one process.
+A piece is a box of its tensor, given by offsets and shape. A tensor that is not sharded has one piece at offset zero,
+and its key in the file is its name, so any safetensors reader can open the files of a single-process run.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length (little endian), a
 JSON header {key: {"dtype", "shape", "data_offsets"}} padded with spaces to 8 bytes, then the tensors' bytes one after
-the other. It is written here by hand because the library's `save_file` refuses tensors that share memory and cannot
-hash on its way; it is read with the library.
+the other. It is written by hand, because the library's `save_file` refuses tensors that share memory and cannot hash
+while it writes; it is read with the library.
 """
 
 import hashlib
@@ -61,14 +60,14 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that can be saved, with their names in a safetensors header."""
+"""The supported dtypes and their names in a safetensors header."""
 
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one piece went: DCP carries this from the rank that wrote it to the coordinator that writes the index."""
+    """Location of one piece. DCP carries it from the rank that wrote it to the coordinator, which writes the index."""
 
     file: str
     key: str
@@ -77,16 +76,16 @@ class Stored:
 
 
 def _piece(item: WriteItem) -> tuple[torch.dtype, ChunkStorageMetadata, torch.Size]:
-    """The dtype, box and whole shape of what `item` writes."""
+    """Return dtype, box and whole shape of what `item` writes."""
     if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor: only tensors go through DCP, the rest goes to JSON")
     return item.tensor_data.properties.dtype, item.tensor_data.chunk, item.tensor_data.size
 
 
 class SafetensorsWriter(StorageWriter):
-    """DCP's writer: each rank writes its pieces into `folder` (which exists), the coordinator then writes the index.
+    """DCP's writer: each rank writes its pieces into `folder`, which must exist; the coordinator then writes the index.
 
-    After `torch.distributed.checkpoint.save`, `files` holds (on the coordinator) every file written, for the manifest.
+    After `torch.distributed.checkpoint.save`, `files` on the coordinator holds every file written, for the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,11 +94,11 @@ class SafetensorsWriter(StorageWriter):
         self.files: dict[str, FileDigest] = {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-        """Called by DCP with this rank."""
+        """Take this rank; DCP calls it."""
         self.file_name = f"rank{rank:05d}.safetensors"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces; their bytes are on the disk when this returns."""
+        """Write this rank's pieces. Their bytes are on the disk when this returns."""
         written: Future[list[WriteResult]] = Future()
         # Large items first keep every tensor aligned to its item size, as safetensors recommends.
         items = sorted(plan.items, key=lambda item: (-_piece(item)[0].itemsize, item.index.fqn))
@@ -182,7 +181,7 @@ class SafetensorsWriter(StorageWriter):
         self.files = {where.file: where.digest for where in stored.values()}
         self.files[INDEX] = write_file(self.folder / INDEX, json.dumps(index))
 
-    # The rest of DCP's interface has nothing to do here.
+    # The rest of DCP's interface does nothing here.
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None: ...
 
@@ -198,9 +197,9 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """DCP's reader of what SafetensorsWriter wrote: fills tensors that exist, in place, whatever their sharding.
+    """DCP's reader for files of SafetensorsWriter: fills existing tensors in place, whatever their sharding.
 
-    A tensor must have the dtype that was saved: a silent conversion would not be a resume.
+    A tensor must have the saved dtype: a silent conversion would not be a resume.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -208,7 +207,7 @@ class SafetensorsReader(StorageReader):
         self.where: Mapping[MetadataIndex, dict[str, Any]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index as DCP knows it."""
+        """Return the index as DCP metadata."""
         index = json.loads((self.folder / INDEX).read_text())
         tensors: dict[str, Any] = {}
         where: dict[MetadataIndex, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The config of a run: its schema, loading, and differences. Imports nothing else of `trainer`."""
+"""The config of a run: schema, loading, and differences. Imports nothing else of `trainer`."""
 
 from trainer.config.load import RECIPE, load, meant_by, unknown_key
 from trainer.config.schema import Dispatch, Recompute, Switch

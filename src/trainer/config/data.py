@@ -1,4 +1,5 @@
-"""What text to train on. Dataclasses are the schema of the `data` section; `check_data` holds what they cannot say."""
+"""The text to train on. Dataclasses are the schema of the `data` section; `check_data` checks what they cannot
+express."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SETTINGS = (
     *("source", "path", "glob", "format", "text_column", "subset", "split", "revision", "streaming"),
     *("validation_path", "validation_split"),
 )
-"""Of a source, in the section or in an entry of `mix`."""
+"""Settings of a source, in the section or in an entry of `mix`."""
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
 
 
@@ -31,7 +32,7 @@ HAVE_PATHS = (Source.text, Source.files, Source.hf)
 
 
 class Format(Enum):
-    """What a file of `files` is."""
+    """Type of a file of `files`."""
 
     auto = "auto"
     jsonl = "jsonl"
@@ -80,75 +81,75 @@ class MixEntry:
 
 @dataclass
 class DataConfig:
-    """The corpus, its split, its tokenizer and the cache of what is made of them."""
+    """The corpus, its split, its tokenizer and the cache of the prepared data."""
 
     source: Source = Source.stdlib
     """stdlib: the source text of Python's own standard library, found on this machine; text: a folder of text files;
-    files: jsonl, parquet and text, compressed or not; hf: a Hugging Face dataset; bins: what was prepared before."""
+    files: jsonl, parquet and text, compressed or not; hf: a Hugging Face dataset; bins: data prepared before."""
     path: str | None = None
-    """text, files: the folder (files: or one file); hf: name on the hub, or a folder; bins: the folder that
-    prepare_data.py made. Null with stdlib, and where `mix` names the sources."""
+    """text, files: the folder (files: or one file); hf: name on the hub, or a folder; bins: the folder made by
+    prepare_data.py. Null with stdlib, and if `mix` names the sources."""
     glob: str = "**/*.py"
-    """Files below the folder that are read, matched on their path inside it; ** stands for any number of folders, and
-    | stands between alternatives. Names that begin with a dot and links to folders are left out."""
+    """Files to read below the folder, matched on their path inside it; ** matches any number of folders, and |
+    separates alternatives. Names that begin with a dot and links to folders are left out."""
     exclude: list[str] = field(
         default_factory=lambda: ["site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"]
     )
-    """Folders of these names (* and ? allowed), at any depth, are left out."""
+    """Folders with these names (* and ? allowed), at any depth, are left out."""
     format: Format = Format.auto
-    """files: what they are. auto: by name, .jsonl .ndjson .json (an object a line), .parquet, .txt .text .md (one
-    document a file), each also with .gz or .zst, parquet excepted."""
+    """files: their type. auto: by name, .jsonl .ndjson .json (an object a line), .parquet, .txt .text .md (one document
+    a file), each also with .gz or .zst, parquet excepted."""
     text_column: str = "text"
-    """files, hf: the key or column that holds the text."""
+    """files, hf: the key or column of the text."""
     subset: str | None = None
     """hf: the dataset's configuration. Null: its default."""
     split: str = "train"
-    """hf: which split is read. What is held out for validation is taken from it."""
+    """hf: the split to read. Held-out text is taken from it."""
     revision: str | None = None
     """hf: commit, tag or branch on the hub. Null: the newest when the data is prepared."""
     streaming: bool = False
-    """hf: read while it is downloaded, without a copy on the disk."""
+    """hf: read while downloading, without a copy on the disk."""
     mix: list[MixEntry] = field(default_factory=list)
     """Several sources, each with a validation set of its own. Empty: the one above."""
     stop: Stop = Stop.first_exhausted
-    """With weights: first_exhausted: until a source is used up, nothing twice, the rest of the others is left out;
-    all_exhausted: until each has been read whole, the small ones again and again."""
+    """With weights: first_exhausted: until a source is used up; nothing is repeated, and the rest of the others is left
+    out. all_exhausted: until each has been read whole; small ones are repeated."""
     validation_fraction: float = 0.05
-    """Share of the documents that is held out, each by a hash: of a file's path where a file is a document, else of the
-    text, so that equal documents are on one side. 0: none, where validation_path or validation_split names others."""
+    """Share of the documents to hold out, each by a hash: of a file's path if a file is a document, else of the text,
+    so that equal documents are on one side. 0: none, if validation_path or validation_split names others."""
     validation_path: str | None = None
-    """text, files, hf: a folder, file or dataset of the same kind that is held out as a whole; all of `path` is trained
-    on then, but for the files that are in both."""
+    """text, files, hf: a folder, file or dataset of the same kind to hold out as a whole; then all of `path` is trained
+    on, except files that are in both."""
     validation_split: str | None = None
-    """hf: the split that is held out as a whole; all of `split` is trained on then."""
+    """hf: the split to hold out as a whole; then all of `split` is trained on."""
     tokenizer: str | None = None
     """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training text."""
     tokenizer_sample_mb: int = 64
-    """Megabytes of training text that the BPE learns from: a fixed sample where there is more."""
+    """Megabytes of training text to train the BPE on: a fixed sample if there is more."""
     end_of_text: str = "<|endoftext|>"
-    """The token after each document. Must exist in `tokenizer` where one is given."""
+    """The token after each document. Must exist in `tokenizer` if that is given."""
     skip_damaged: bool = False
-    """Leave out what cannot be read (files, lines, documents that are not text): named, counted, and the same when the
-    run continues. false: the first of it is an error that names it."""
+    """Leave out unreadable text (files, lines, documents that are not text): named, counted, and the same when the run
+    resumes. false: the first of it is an error that names it."""
     verify: bool = False
-    """At a start, read all tokens and compare their SHA-256, each rank a part. false: those files whose size or time of
-    modification is not the one at which they were last read whole."""
+    """At a start, read all tokens and compare their SHA-256, each rank a part. false: only files whose size or
+    modification time has changed since they were last read whole."""
     workers: int | None = None
     """Processes that prepare the data. Null: one a core. The result is the same."""
     shard_mb: int = 128
-    """Megabytes of text that make a file of tokens, and the work of one process at a time."""
+    """Megabytes of text in a file of tokens, the unit of work of one process."""
     cache_dir: str = ".cache/data"
-    """Folder of the prepared tokenizer and bins, one subfolder for each state of the source."""
+    """Folder of prepared tokenizers and bins, one subfolder for each state of the source."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source, every setting filled in: an entry of `mix`, or the section itself."""
+    """One source with all settings resolved: an entry of `mix`, or the section itself."""
 
     name: str
-    """Its own, or the kind of the source."""
+    """Its name, or the kind of the source."""
     key: str
-    """How its settings are called in messages: data, or data.mix[0]."""
+    """Prefix of its settings in messages: data, or data.mix[0]."""
     weight: float | None
     """As in `MixEntry`."""
     source: Source
@@ -178,7 +179,8 @@ class SourceConfig:
 
     @property
     def held_out(self) -> SourceConfig | None:
-        """What `validation_path` and `validation_split` name; None where a share of this source is held out."""
+        """Return the source that `validation_path` and `validation_split` name; None if a share of this source is held
+        out."""
         split = self.validation_split if self.source is Source.hf else None
         path = self.validation_path if self.source in HAVE_PATHS else None
         if path is None and split is None:
@@ -187,7 +189,7 @@ class SourceConfig:
 
 
 def source_configs(data: DataConfig) -> list[SourceConfig]:
-    """The sources of `data`, in order."""
+    """Return the sources of `data`, in order."""
     own = {key: getattr(data, key) for key in SETTINGS}
     exclude = tuple(data.exclude)
     if not data.mix:
@@ -201,7 +203,7 @@ def source_configs(data: DataConfig) -> list[SourceConfig]:
 
 
 def check_data(data: DataConfig, vocab_size: int) -> None:
-    """Raise UserError for settings that cannot work; looks at no file but the paths and `data.tokenizer`."""
+    """Raise UserError for settings that cannot work. Reads no file except the paths and `data.tokenizer`."""
     _check_mix(data)
     for part in source_configs(data):
         _check_part(part)

@@ -9,73 +9,72 @@ from trainer.config.schema import Switch
 
 @dataclass
 class PowerConfig:
-    """Power and heat of the GPUs, by NVML. See docs/health.md."""
+    """Power and heat of the GPUs, from NVML. See docs/health.md."""
 
     enabled: Switch
-    """true: metered, or the run does not start; auto: where there are a GPU and NVML; false: not."""
+    """true: required, or the run does not start; auto: if there are a GPU and NVML; false: off."""
     seconds: float
-    """Between two samples, 0.1 or more; a thread of its own takes them."""
+    """Seconds between two samples, 0.1 or more; a separate thread takes them."""
 
 
 @dataclass
 class AlertsConfig:
-    """When an alert is raised. Each threshold names its rule; null: that rule is off. What each means and what to do:
-    docs/health.md."""
+    """When an alert is raised. Each threshold names its rule; null: that rule is off. docs/health.md explains each and
+    its remedy."""
 
     enabled: bool
-    """Watch what is logged; alerts go to the console, events.jsonl, W&B, and the two below."""
+    """Watch logged metrics; alerts go to the console, events.jsonl, W&B, and the two below."""
     repeat: int | None
-    """Steps after which a lasting alert is raised again; null: not before it has cleared."""
+    """Steps after which a lasting alert is raised again; null: only after it has cleared."""
     webhook: str | None
-    """http(s) address that gets a POST of JSON for every alert, rewind and failure; null: none."""
+    """http(s) address that receives a POST of JSON for every alert, rewind and failure; null: none."""
     command: str | None
-    """Program that gets the same on its standard input and as OCTET_ALERT_* in its environment; null: none."""
+    """Program that receives the same on its standard input and as OCTET_ALERT_* in its environment; null: none."""
     grad_norm_spike: float | None
-    """Gradient norm, in medians of its last lines."""
+    """Gradient norm over the median of its last lines."""
     loss_rise: float | None
-    """Nats by which the loss is above the lowest that it has been, for three lines on end."""
+    """Nats by which the loss exceeds its lowest value, for three consecutive lines."""
     loss_plateau: int | None
-    """Steps without progress of the loss and with a gradient norm that does not fall; a quarter of the run, if that is
-    more."""
+    """Steps in which neither the loss nor the gradient norm falls; a quarter of the run, if that is more."""
     scale_drop: float | None
     """A tensor's scale falls by this factor within a few lines."""
     scale_rise: float | None
     """A tensor's scale rises by this factor within a few lines."""
     saturated: float | None
-    """Share of a tensor that its cast to FP8 clips, in two looks on end."""
+    """Share of a tensor that its cast to FP8 clips, in two consecutive sampled steps."""
     underflown: float | None
-    """Share of a tensor that its cast to FP8 makes zero, in two looks on end."""
+    """Share of a tensor that its cast to FP8 makes zero, in two consecutive sampled steps."""
     kurtosis_power: float | None
-    """p, where kurtosis grows as step^p."""
+    """Exponent p in kurtosis ~ step^p."""
     shadow_loss_gap: float | None
     """Loss above BF16's, as a share of the loss."""
     shadow_cosine: float | None
-    """Cosine of a module's gradient to BF16's: below this."""
+    """Cosine of a module's gradient to BF16's: an alert below this."""
     expert_load: float | None
-    """Tokens of the fullest expert over the mean, for a hundred steps on end."""
+    """Tokens of the fullest expert over the mean, for a hundred consecutive steps."""
     expert_entropy: float | None
-    """Entropy of the experts' load over that of an even one: below this, for a hundred steps on end."""
+    """Entropy of the experts' load over that of an even one: an alert below this, for a hundred consecutive steps."""
     throughput_drop: float | None
-    """Tokens per second: below this share of their median, for three lines on end and half a minute."""
+    """Tokens per second over their median: an alert below this, for three consecutive lines and half a minute."""
     memory_growth: float | None
     """Share by which the memory held between steps has crept up."""
     memory_full: float | None
     """Share of the GPU's memory in use at the peak."""
     allocator_retries: float | None
-    """Times a step that the allocator finds no whole piece of memory, for three lines on end: more than this."""
+    """Times a step that the allocator finds no contiguous block of memory, for three consecutive lines."""
     throttled: float | None
-    """Share of the time in which heat or its own protection slows a GPU; being at the power limit is neither."""
+    """Share of the time in which heat or its own protection slows a GPU; the power limit does not count."""
     gpu_celsius: float | None
     """Temperature of the hottest core."""
     gpu_memory_celsius: float | None
     """Temperature of the hottest memory."""
     gpu_memory_errors: int | None
-    """Errors in GPU memory that ECC could not correct: more than this."""
+    """Uncorrectable ECC errors in GPU memory: an alert above this."""
     max_logit: float | None = None
-    """Largest attention logit of a block, in two lines on end: above this."""
+    """Largest attention logit of a block, in two consecutive lines."""
     straggler: float | None = None
-    """Share by which a rank's GPU is slower than the others' median, or of a step for which it waits longer for data,
-    for five lines on end."""
+    """Share by which a rank's GPU is slower than the others' median, or share of a step for which it waits longer for
+    data, for five consecutive lines."""
 
 
 @dataclass
@@ -83,13 +82,13 @@ class HealthConfig:
     """Metrics beside the loss, and when they raise an alert."""
 
     every: int | None
-    """Steps between looks inside: the step is sampled and shows what its casts and activations do; null: with every
-    logged line, 0: never. Such a step is logged independently of logging.every."""
+    """Steps between sampled steps, which record casts and activations; null: with every logged line, 0: never. Sampled
+    steps are logged independently of logging.every."""
     shadow_every: int
-    """Steps between BF16 shadows: a microbatch runs aside in the run's precision and in BF16, and loss and gradients
+    """Steps between BF16 shadows: an extra microbatch runs in the run's precision and in BF16, and loss and gradients
     are compared; 0: never. Such a step is logged, too."""
     dashboard: bool
-    """Write dashboard.html into the run folder when the run ends, however it ends."""
+    """Write dashboard.html into the run folder when the run ends, for any reason."""
     power: PowerConfig
     """Power and heat."""
     alerts: AlertsConfig
@@ -97,7 +96,7 @@ class HealthConfig:
 
 
 def check_power(power: PowerConfig, gpu: bool) -> None:
-    """UserError for a config that cannot be. gpu: whether the run has one."""
+    """Raise UserError for invalid settings. gpu: whether the run has one."""
     if not power.seconds >= 0.1:
         why = "a sample takes some milliseconds itself"
         raise UserError(f"health.power.seconds={power.seconds}: {why}; set 0.1 or more")
@@ -106,7 +105,7 @@ def check_power(power: PowerConfig, gpu: bool) -> None:
 
 
 def check_alerts(alerts: AlertsConfig) -> None:
-    """UserError for a threshold that could not be one."""
+    """Raise UserError for invalid thresholds."""
     shares = (
         "saturated",
         "underflown",
@@ -139,8 +138,8 @@ def check_alerts(alerts: AlertsConfig) -> None:
 
 
 def check_looks(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
-    """UserError for looks and shadows that cannot be. fp8: whether any GEMM computes in it; transformer_engine:
-    whether its modules do."""
+    """Raise UserError for impossible sampled steps and shadows. fp8: whether any GEMM computes in FP8;
+    transformer_engine: whether its modules serve GEMMs."""
     for key in ("every", "shadow_every"):
         value = getattr(health, key)
         if value is not None and value < 0:

@@ -1,8 +1,8 @@
 """`load()`: a tree composed by Hydra -> `Config`, strictly.
 
-Hydra composes the YAML and the command line into a plain tree. `load()` pours that tree into the dataclasses of
-`sections` and refuses whatever does not fit: a key that does not exist (even if it was added with `+`), a missing key,
-a value of the wrong type. Nothing changes a config after `load()`.
+Hydra composes the YAML and the command line into a plain tree. `load()` converts it to the dataclasses of `sections`
+and refuses whatever does not fit: an unknown key (even if added with `+`), a missing key, a value of the wrong type.
+Nothing changes a config after `load()`.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from trainer.config.schema import ELSEWHERE, fit, generic, keys_of, nearest, sho
 from trainer.config.sections import Config
 from trainer.config_diff import printable
 
-RECIPE = "recipe"  # a group of configs that leaves no section of its own; `+recpe=fp8_jit` means it
+RECIPE = "recipe"  # a group of configs without a section of its own; `+recpe=fp8_jit` means it
 
 
 def load(composed: DictConfig | dict[str, Any]) -> Config:
-    """The config in a composed tree (plain, or OmegaConf's).
+    """Return the config in a composed tree (plain, or OmegaConf's).
 
-    UserError with key, value and fix, in one line, for whatever does not fit the schema.
+    Raises UserError with key, value and fix, in one line, for whatever does not fit the schema.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
@@ -32,7 +32,7 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 
 
 def unknown_key(key: str, value: Any) -> str:
-    """What to say about a key that the schema does not have."""
+    """Return the message for a key that the schema does not have."""
     keys = keys_of(Config)
     wrong = generic(key)
     keys = [each for each in keys if "[]" not in each or "[]" in wrong]
@@ -52,10 +52,10 @@ def unknown_key(key: str, value: Any) -> str:
 
 
 def meant_by(name: str) -> str | None:
-    """The key or the recipe that `name` is probably a misspelling of; None if nothing is like it."""
+    """Return the key or recipe that `name` probably misspells, or None."""
     keys = keys_of(Config)
-    values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes none
-    if name in keys:  # a section, for which something can be chosen: model=NAME
+    values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # a section takes no value
+    if name in keys:  # a section whose config can be chosen: model=NAME
         return name
     meant = known_as(name) or nearest(name, [*values, RECIPE], ELSEWHERE)
     return f"+{RECIPE}" if meant == RECIPE else meant

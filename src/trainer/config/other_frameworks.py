@@ -1,6 +1,6 @@
-"""Names that torchtitan, Megatron-LM and transformers give to settings, and the keys that they are here.
+"""Setting names of torchtitan, Megatron-LM and transformers, and the corresponding keys.
 
-For messages about keys that do not exist. Names are looked up with and without their section, dashes as underscores.
+Used in messages about unknown keys. Names are looked up with and without their section, dashes as underscores.
 """
 
 KEYS = {
@@ -41,11 +41,11 @@ KEYS = {
     "model.num_mtp_layers": "mtp_num_layers num_nextn_predict_layers",
     "recompute": "recompute_granularity activation_checkpoint gradient_checkpointing activation_checkpointing",
 }
-"""Key -> what others call it."""
+"""Key -> its names in other frameworks."""
 OURS = {name: key for key, names in KEYS.items() for name in names.split()}
 
 
 def known_as(name: str) -> str | None:
-    """The key that `name`, of another framework, is here; None for a name that is not known."""
+    """Return the key for a name of another framework, or None."""
     name = name.replace("-", "_")
     return OURS.get(name) or OURS.get(name.rpartition(".")[2])

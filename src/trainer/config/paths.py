@@ -1,7 +1,7 @@
-"""A config as a run keeps it: its paths are absolute, so that its folder can be used from anywhere.
+"""A config as a run keeps it: with absolute paths, so that its folder can be used from anywhere.
 
 On the command line a path is relative to the working directory. `config.yaml` outlives that: scripts that evaluate,
-sample or replay a run later read from it where the text and the cache are. Values that are no paths stay as they are:
+sample or replay a run later read the locations of text and cache from it. Values other than paths stay as they are:
 names on the hub, `run.resume=auto`, a program that is found by its name. Links are not followed, `..` is resolved.
 """
 
@@ -23,7 +23,7 @@ NO_PATHS = "never", "auto"
 
 
 def kept_tree(config: "Config") -> dict[str, Any]:
-    """`anchored(config)` as plain values, enums by name: the content of config.yaml."""
+    """Return `anchored(config)` as plain values, enums by name: the content of config.yaml."""
     return _plain(asdict(anchored(config)))
 
 
@@ -36,7 +36,7 @@ def _plain(value: Any) -> Any:
 
 
 def anchored(config: "Config") -> "Config":
-    """A copy of `config` that means the same in any folder as `config` in this one."""
+    """Return a copy of `config` that means in any folder what `config` means in this one."""
     run, data, alerts = config.run, config.data, config.health.alerts
     mix = [replace(entry, **_sources(entry, entry.source or data.source)) for entry in data.mix]
     return replace(
@@ -67,14 +67,14 @@ def _sources(data: "DataConfig | MixEntry", source: Source) -> dict[str, str | N
 
 
 def _source(path: str | None, source: Source) -> str | None:
-    """A dataset that is no folder here is a name on the hub."""
+    """Anchor a path, except the name of a dataset on the hub: one that is not a folder here."""
     if path is None or (source is Source.hf and not Path(path).is_dir()):
         return path
     return os.path.abspath(path)
 
 
 def _command(command: str | None) -> str | None:
-    """The program of a command; its arguments are its own business."""
+    """Anchor the program of a command, but not its arguments."""
     words = shlex.split(command) if command is not None else []
     if not words or "/" not in words[0] or os.path.isabs(words[0]):
         return command

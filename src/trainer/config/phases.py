@@ -23,7 +23,7 @@ _EPOCHS = re.compile(_NUMBER + r"\s*epochs?")
 
 
 class Unit(Enum):
-    """What a span or a length counts."""
+    """Unit of a span or a length."""
 
     steps = "steps"
     tokens = "tokens"
@@ -40,14 +40,15 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A value that can be written in several ways. what: which, for a message; read: its amount, None if it is none."""
+    """A value that can be written in several ways. what: these ways, for a message; read: returns its amount, or
+    None."""
 
     what: str
     read: Callable[[Any], Amount | None]
 
 
 def span(value: int | float | str) -> Amount | None:
-    """The amount that a span says; None if it is not one."""
+    """Parse a span; None if it is not one."""
     if isinstance(value, str):
         if found := _TOKENS.fullmatch(value.strip()):
             return Amount(round(float(found[1]) * UNITS[found[2].upper()]), Unit.tokens)
@@ -62,7 +63,7 @@ def span(value: int | float | str) -> Amount | None:
 
 
 def length(value: int | float | str) -> Amount | None:
-    """The amount that a length says; None if it is not one."""
+    """Parse a length; None if it is not one."""
     if isinstance(value, str):
         if found := _EPOCHS.fullmatch(value.strip()):
             return Amount(float(found[1]), Unit.epochs) if float(found[1]) > 0 else None
@@ -74,7 +75,7 @@ def length(value: int | float | str) -> Amount | None:
 
 
 def is_share(value: int | float | str) -> bool:
-    """Whether a span is a share of the run."""
+    """Return whether a span is a share of the run."""
     amount = span(value)
     return amount is not None and amount.unit is Unit.share
 
@@ -86,7 +87,7 @@ Length = Annotated[int | float | str, Written("tokens (10B, 1e9) or epochs of th
 
 
 class Shape(Enum):
-    """How a value gets to what a phase says: at the phase's start, or by its end on a line or half a cosine."""
+    """How a value reaches a phase's target: at the phase's start, or by its end on a line or half a cosine."""
 
     constant = "constant"
     linear = "linear"
@@ -95,25 +96,25 @@ class Shape(Enum):
 
 @dataclass
 class PhaseConfig:
-    """A part of the run, and what is different from its start on; null: as before. docs/schedules.md."""
+    """A part of the run, and what changes at its start; null: as before. docs/schedules.md."""
 
     until: Span | None = None
-    """Where it ends, counted from the start of the run: steps, tokens, or a share of the run; null, in the last phase:
-    with the run."""
+    """Its end, counted from the start of the run: steps, tokens, or a share of the run; null, only in the last phase:
+    the end of the run."""
     global_batch_size: int | None = None
     """Sequences in one step; with batch_ramp, from the phase's end on."""
     batch_ramp: bool = False
-    """The batch grows during the phase, in equal parts, by the size it had before; false: at once."""
+    """The batch grows during the phase, in equal parts, by its previous size; false: at once."""
     microbatch_size: int | None = None
-    """Sequences in one forward and backward."""
+    """Sequences in one forward and backward pass."""
     sequence_length: int | None = None
     """Tokens in one sequence. Another length reads the text from its start, in another order."""
     lr: float | None = None
-    """Learning rate, with optim.schedule=phases: the warm-up multiplies it."""
+    """Learning rate, with optim.schedule=phases; the warm-up multiplies it."""
     lr_shape: Shape = Shape.constant
     """constant: lr holds from the phase's start on; linear, cosine: it is reached at the phase's end."""
     lr_until: Span | None = None
-    """With lr_shape linear or cosine: where lr is reached, in a later phase; null: at this one's end."""
+    """With lr_shape linear or cosine: the end of the move to lr, in a later phase; null: at this one's end."""
     mtp_loss_weight: float | None = None
     """As model.mtp_loss_weight."""
     router_bias_update_rate: float | None = None

@@ -1,4 +1,4 @@
-"""Config of `recovery.*`. Values are in configs/train.yaml; what they do is in docs/recovery.md."""
+"""Config of `recovery.*`. Values are in configs/train.yaml; docs/recovery.md explains them."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ class SpikesConfig:
     """Spikes: steps whose loss or gradient norm jumps."""
 
     enabled: bool
-    """Drop such steps."""
+    """Skip such steps."""
     window: int
-    """Number of the last committed steps whose median and spread are the usual range."""
+    """Number of the last committed steps whose median and spread define the usual range."""
     min_steps: int
-    """Committed steps that have to be seen before anything is dropped; at most window."""
+    """Committed steps required before any step is skipped; at most window."""
     threshold: float
-    """Distance above the median from which a step is a spike, in robust standard deviations of the logarithm."""
+    """Distance above the median at which a step is a spike, in robust standard deviations of the logarithm."""
 
 
 @dataclass
 class RewindConfig:
-    """Rewinding to a checkpoint, and skipping the data that broke the run."""
+    """Rewinding to a checkpoint, and leaving out the data that broke the run."""
 
     max: int
-    """Rewinds for the same trouble; then the run stops. 0: it stops without any."""
+    """Rewinds for the same trouble before the run stops. 0: it stops at once."""
     margin: int
-    """Batches that are left out before and after those of the dropped steps."""
+    """Batches that are left out before and after those of the skipped steps."""
     lr_factor: float
-    """The learning rate is multiplied by this after a rewind, above 0 and at most 1."""
+    """Factor of the learning rate after a rewind, above 0 and at most 1."""
     lr_steps: int
     """Committed steps beyond the place of the trouble for which lr_factor holds."""
 
@@ -36,7 +36,7 @@ class RecoveryConfig:
     """Reactions to bad steps."""
 
     max_consecutive_skips: int
-    """More dropped steps in a row than this rewind the run, or stop it."""
+    """More skipped steps in a row than this rewind the run, or stop it."""
     spikes: SpikesConfig
     """Statistical spikes."""
     rewind: RewindConfig

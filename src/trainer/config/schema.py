@@ -1,4 +1,4 @@
-"""Dataclasses as a schema: the keys they allow, what each key wants, and the nearest key to a misspelt one.
+"""Dataclasses as a schema: the allowed keys, the type of each, and the nearest key to a misspelt one.
 
 A key is a dotted path, `optim.lr`; the entries of a list are `precision.rules.exceptions[0].match`.
 """
@@ -15,15 +15,15 @@ from precision.errors import UserError
 from trainer.config.phases import Written
 from trainer.config_diff import printable
 
-LARGEST = 2**53  # of whole numbers: those up to it are exact in 64 bits, as an integer and as a float
-GOOD_MATCH = 0.7  # similarity from which on a key is offered as what was meant
-ELSEWHERE = 0.88  # the same for a key of another section, where little but the name speaks for it
+LARGEST = 2**53  # limit of whole numbers: up to it they are exact as 64-bit integer and float
+GOOD_MATCH = 0.7  # similarity from which on a key is suggested
+ELSEWHERE = 0.88  # the same for a key of another section, for which only the name speaks
 NO_FREE_TEXT = {"run.resume": "never, auto, or the path of a run or of one of its checkpoints"}
-"""Keys whose value is text, but not any: what they take."""
+"""Keys whose text must have one of these forms."""
 
 
 class Switch(Enum):
-    """On, off, or where it pays."""
+    """On, off, or automatic."""
 
     auto = "auto"
     true = "true"
@@ -31,9 +31,9 @@ class Switch(Enum):
 
 
 class Dispatch(Enum):
-    """How tokens travel to experts on other ranks: over memory that the GPUs of a node share where there is such, else
-    as the second; in one collective of what there is; in fixed slots by collectives of equal parts; in fixed slots over
-    shared memory."""
+    """How tokens travel to experts on other ranks. auto: symmetric if the GPUs of a node can share memory, else
+    all_to_all; all_to_all: exact sizes in one collective; slots: fixed slots in collectives of equal parts; symmetric:
+    fixed slots over shared memory."""
 
     auto = "auto"
     all_to_all = "all_to_all"
@@ -42,8 +42,8 @@ class Dispatch(Enum):
 
 
 class Recompute(Enum):
-    """What is computed again in the backward pass instead of being kept: nothing, attention but for its core, or the
-    inside of every block."""
+    """What the backward pass recomputes instead of saving it: nothing, attention without its core, or the inside of
+    every block."""
 
     none = "none"
     selective = "selective"
@@ -51,7 +51,8 @@ class Recompute(Enum):
 
 
 def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Every key below a dataclass, sections included, with its annotation. Sections in lists are `key[].name`."""
+    """Return every key below a dataclass, sections included, with its annotation. Sections in lists are
+    `key[].name`."""
     keys: dict[str, Any] = {}
     hints = get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
@@ -66,12 +67,12 @@ def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def generic(key: str) -> str:
-    """The key as `keys_of` spells it: indices of lists left out."""
+    """Return the key as `keys_of` spells it: without list indices."""
     return re.sub(r"\[\d+\]", "[]", key)
 
 
 def describe(annotation: Any) -> str:
-    """What a value must be, in words."""
+    """Describe the accepted values in words."""
     inner = _without_none(annotation)
     or_null = " or null" if inner is not annotation else ""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -90,8 +91,8 @@ def describe(annotation: Any) -> str:
 
 
 def nearest(wrong: str, keys: Iterable[str], least: float = GOOD_MATCH) -> str | None:
-    """The key that was probably meant, or None if none is `least` alike. The last part weighs most: `trainer.lr` finds
-    `optim.lr`."""
+    """Return the key that was probably meant, or None if none is at least `least` similar. The last part weighs most:
+    `trainer.lr` finds `optim.lr`."""
 
     def score(key: str) -> float:
         (*wrong_path, wrong_name), (*path, name) = wrong.split("."), key.split(".")
@@ -105,11 +106,12 @@ def nearest(wrong: str, keys: Iterable[str], least: float = GOOD_MATCH) -> str |
 
 
 def fit(tree: Any, annotation: Any, unknown: Callable[[str, Any], str], key: str = "") -> Any:
-    """The dataclass, list or value of a type that a plain tree is. UserError for the first thing that does not fit.
+    """Convert a plain tree to a dataclass, list or value of a type. Raises UserError for the first thing that does not
+    fit.
 
     OmegaConf's structured configs check types too, but turn `off` into the text "False", name no key inside a list, and
-    want Enum members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): what to say
-    about a key that does not exist.
+    want Enum members called `true` and `false` as text, where YAML reads booleans. unknown(key, value): returns the
+    message for an unknown key.
     """
     inner = _without_none(annotation)
     if tree is None and inner is not annotation:
@@ -164,7 +166,7 @@ def _fit_section(tree: dict[str, Any], section: type, unknown: Callable[[str, An
 
 
 def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
-    """The first key below one that is not a section itself."""
+    """Return the first key below one that is not a section itself."""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -172,7 +174,7 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it on the command line, shortened."""
+    """Return a value as written on the command line, shortened."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -182,12 +184,12 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _written(annotation: Any) -> Written | None:
-    """Of a value that can be written in several ways: which."""
+    """Return how a value can be written, if there are several ways."""
     return annotation.__metadata__[0] if get_origin(annotation) is Annotated else None
 
 
 def _without_none(annotation: Any) -> Any:
-    """X of `X | None`."""
+    """Return X of `X | None`."""
     if get_origin(annotation) in (types.UnionType, Union):
         inner = [a for a in get_args(annotation) if a is not type(None)]
         if len(inner) == 1:

@@ -1,4 +1,4 @@
-"""The dataclasses of a config: names, types and what each key means, one docstring line under each field.
+"""The dataclasses of a config: name, type and meaning of each key, one docstring line under each field.
 
 They hold no values: those are in `configs/*.yaml`, so that there is one place to read and change them. The sections
 `model` and `precision` belong to the packages that use them. Checks across keys are in `trainer.forecast.preflight`.
@@ -17,7 +17,7 @@ from trainer.config.schema import Dispatch, Recompute, Switch
 
 
 class Device(Enum):
-    """Where to train; `auto` takes a GPU if there is one."""
+    """Device to train on; `auto` takes a GPU if there is one."""
 
     auto = "auto"
     cpu = "cpu"
@@ -25,7 +25,7 @@ class Device(Enum):
 
 
 class GpuChoice(Enum):
-    """A GPU that a dry run can be asked about anywhere; `auto` is what this machine has."""
+    """GPU of a dry run's forecast, available anywhere; `auto` is this machine's."""
 
     auto = "auto"
     h200 = "h200"
@@ -42,14 +42,15 @@ class Moments(Enum):
 
 
 class OptimizerName(Enum):
-    """What updates the hidden matrices; everything else is AdamW's."""
+    """Optimizer of the hidden matrices; AdamW updates everything else."""
 
     adamw = "adamw"
     muon = "muon"
 
 
 class Coefficients(Enum):
-    """The polynomials of Newton-Schulz: the same in each step, with two last ones that converge, or one for each."""
+    """Polynomials of Newton-Schulz: the same in each step, the same with two converging last ones, or one for each
+    step."""
 
     quintic = "quintic"
     deepseek_v4 = "deepseek_v4"
@@ -57,7 +58,7 @@ class Coefficients(Enum):
 
 
 class Iteration(Enum):
-    """Format that Newton-Schulz computes in."""
+    """Format of the Newton-Schulz iteration."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -65,8 +66,8 @@ class Iteration(Enum):
 
 
 class Schedule(Enum):
-    """How the learning rate falls after the constant part: on a line (warm-up, stable, decay), on half a cosine, or as
-    the run's phases say."""
+    """Decay of the learning rate after the constant part: on a line (warm-up, stable, decay), on half a cosine, or by
+    the run's phases."""
 
     wsd = "wsd"
     cosine = "cosine"
@@ -74,7 +75,7 @@ class Schedule(Enum):
 
 
 class Where(Enum):
-    """A place where `debug.inject` puts its value."""
+    """Place of `debug.inject`'s fault."""
 
     loss = "loss"
     gradient = "gradient"
@@ -84,17 +85,17 @@ class Where(Enum):
 
 @dataclass
 class RunConfig:
-    """The run's name, and what it starts from."""
+    """The run's name and starting point."""
 
     name: str | None
     """Name of the run and of its folder; null: the date and time."""
     dir: str
     """Folder of all runs."""
     resume: str
-    """never: a run that exists is an error; auto: resume from its newest good checkpoint, or start; or the path of a
-    run or of one of its checkpoints."""
+    """never: an existing run is an error; auto: resume from its newest valid checkpoint, or start; or the path of a run
+    or of one of its checkpoints."""
     init_from: str | None
-    """A run, or one of its checkpoints, whose weights a new run starts from; null: random ones."""
+    """A run, or one of its checkpoints, whose weights a new run starts from; null: random weights."""
 
 
 @dataclass
@@ -102,26 +103,26 @@ class TrainerConfig:
     """The loop."""
 
     max_steps: int | None
-    """Steps of the whole run, resumed or not; a dropped step counts. null: trainer.max_tokens is its length."""
+    """Steps of the whole run, resumed or not; skipped steps count. null: trainer.max_tokens is its length."""
     seed: int
     """Seed of the weights and of the order of the data."""
     global_batch_size: int
     """Sequences in one step."""
     microbatch_size: int
-    """Sequences in one forward and backward; divides global_batch_size. Smaller takes less memory."""
+    """Sequences in one forward and backward pass; divides global_batch_size. Smaller takes less memory."""
     sequence_length: int
     """Tokens in one sequence."""
     device: Device
     """auto, cpu or cuda."""
     max_tokens: Length | None = None
-    """Length of the whole run: tokens (10B) or epochs ('3 epochs'); a run that has max_steps, too, ends with the first
-    of them. On the command line either replaces the other."""
+    """Length of the whole run: tokens (10B) or epochs ('3 epochs'); with max_steps, too, the run ends with the first of
+    them. On the command line either replaces the other."""
     phases: list[PhaseConfig] = field(default_factory=list)
-    """Parts of the run in which something else holds: batch, sequence length, learning rate, weights of losses. Empty:
-    everything holds from start to end."""
+    """Parts of the run with different settings: batch, sequence length, learning rate, loss weights. Empty: the same
+    from start to end."""
     document_masking: bool = False
-    """Attention stays within a document, though several are packed into a sequence; false: a token sees whatever
-    stands before it in its sequence."""
+    """Attention stays within a document, even if several are packed into a sequence; false: a token attends to
+    everything before it in its sequence."""
 
 
 @dataclass
@@ -133,15 +134,16 @@ class MuonConfig:
     nesterov: bool
     """Orthogonalise the gradient plus the decayed momentum; else the momentum."""
     coefficients: Coefficients
-    """Of Newton-Schulz: quintic (Moonlight), deepseek_v4 (eight steps of it and two that converge) or polar_express."""
+    """Newton-Schulz method: quintic (Moonlight), deepseek_v4 (eight steps of it and two that converge) or
+    polar_express."""
     steps: int | None
-    """Of Newton-Schulz; null: as published, 5, 10 and 8."""
+    """Steps of Newton-Schulz; null: as published, 5, 10 and 8."""
     iteration: Iteration
-    """Format that Newton-Schulz computes in: bf16, fp16 or fp32."""
+    """Format of the Newton-Schulz iteration: bf16, fp16 or fp32."""
     scale: float
-    """RMS of an update's entries, before the learning rate; 0.2 is AdamW's in practice, whose rates then carry over."""
+    """RMS of an update's entries, before the learning rate; with 0.2, AdamW's in practice, AdamW's rates carry over."""
     router: bool
-    """Routers are updated by Muon too, with weight decay; else by AdamW without."""
+    """Muon also updates routers, with weight decay; else AdamW does, without."""
 
 
 @dataclass
@@ -155,13 +157,13 @@ class OptimConfig:
     eps: float
     """Added to the root of the second moment."""
     weight_decay: float
-    """Decoupled weight decay, times the learning rate; norms, embedding and AdamW's routers have none."""
+    """Decoupled weight decay, times the learning rate; none for norms, embedding and AdamW's routers."""
     clip: float | None
-    """Largest global gradient norm; null: not clipped."""
+    """Largest global gradient norm; null: no clipping."""
     moments: Moments
     """Format of both moments and of Muon's momentum: as in precision.table.optim.moments."""
     schedule: Schedule
-    """Shape of the decay: wsd (straight line), cosine, or phases (trainer.phases says it)."""
+    """Shape of the decay: wsd (straight line), cosine, or phases (as in trainer.phases)."""
     warmup_steps: Span
     """Part of the run in which the learning rate rises from 0 to lr: steps, tokens (10B) or a share (0.02). Committed
     steps count."""
@@ -170,11 +172,11 @@ class OptimConfig:
     min_lr_ratio: float
     """Learning rate at the end, as a share of lr."""
     name: OptimizerName = OptimizerName.adamw
-    """adamw: for everything; muon: for the hidden matrices, AdamW for embedding, head and norms."""
+    """adamw: for everything; muon: for the hidden matrices, and AdamW for embedding, head and norms."""
     muon: MuonConfig | None = None
     """Muon's settings (optim=muon_wsd, optim=muon_cosine); null with adamw."""
     qk_clip: float | None = None
-    """Largest attention logit of a head: where a step's is above, the head's q and k weights are scaled down after it
+    """Limit of a head's attention logits: after a step that exceeds it, the head's q and k weights are scaled down
     (QK-clip, Kimi K2: 100); null: off."""
 
 
@@ -189,7 +191,7 @@ class EvalConfig:
     at_end: int | None = 2000
     """Validation windows in the evaluation at the end of the run, spread over all files; null: every window."""
     sample: int = 48
-    """Tokens of text that the model writes at the end of a run of one process, drawn by trainer.seed; 0: none."""
+    """Tokens of text to sample at the end of a single-process run, with trainer.seed; 0: none."""
 
 
 @dataclass
@@ -197,10 +199,10 @@ class CheckpointConfig:
     """Checkpoints."""
 
     every: Span
-    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run that a signal stops saves
+    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run stopped by a signal saves
     first."""
     keep: int
-    """This many of the newest checkpoints stay on disk; 0: all."""
+    """Number of newest checkpoints to keep on disk; 0: all."""
 
 
 @dataclass
@@ -216,11 +218,11 @@ class TensorboardConfig:
     """TensorBoard event files in the run folder."""
 
     enabled: bool
-    """Write them."""
+    """Write event files."""
 
 
 class WandbMode(Enum):
-    """Where Weights & Biases gets its data; `auto` is online with an API key and offline without."""
+    """Where W&B data goes; `auto` is online with an API key and offline without."""
 
     auto = "auto"
     online = "online"
@@ -270,70 +272,68 @@ class ParallelConfig:
     replicate: int
     """Groups of ranks that each hold the whole model (HSDP); -1: as many as the other degrees leave."""
     shard: int
-    """Ranks that weights, gradients and optimizer are spread over (FSDP2); -1: as many as the other degrees leave."""
+    """Ranks that weights, gradients and optimizer are sharded over (FSDP2); -1: as many as the other degrees leave."""
     expert: int
-    """Ranks, of those above, that the experts are spread over whole (expert parallelism); -1: all of them."""
+    """Ranks, of those above, that whole experts are spread over (expert parallelism); -1: all of them."""
     timeout: float
-    """Seconds that a rank waits in a collective operation for the others, before the run ends and names who did not
-    come. The first step compiles, within this time."""
+    """Seconds that a rank waits in a collective operation for the others before the run ends and names the missing
+    ranks. The first step compiles within this time."""
     reduce_each_microbatch: Switch
-    """true: gradients are reduced and spread after each microbatch, which takes least memory; false: once a step, which
-    moves least; auto: once a step where a whole set of FP32 gradients fits."""
+    """true: gradients are reduced and sharded after each microbatch, which takes least memory; false: once a step, with
+    the fewest messages; auto: once a step if a whole set of FP32 gradients fits."""
     fp8_all_gather: Switch
-    """true: weights that compute in FP8 are quantised before they are gathered, in half the bytes, where their scales
-    allow it; false: gathered in BF16 and quantised after; auto: true where the `cuda` backend computes in FP8. The
-    numbers are the same."""
+    """true: FP8 weights are quantised before they are gathered, in half the bytes, if their scales allow it; false:
+    gathered in BF16 and quantised after; auto: true if the `cuda` backend computes in FP8. The numbers are the same."""
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
     dispatch: Dispatch = Dispatch.all_to_all
-    """How tokens travel to experts on other ranks. all_to_all: as many rows as there are, which the host waits to learn
-    in each layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of
-    other GPUs of the node; auto: symmetric where the ranks of `expert` are in one node, else all_to_all. The numbers
-    are the same."""
+    """How tokens travel to experts on other ranks. all_to_all: exact numbers of rows, which the host waits for in each
+    layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of other GPUs
+    of the node; auto: symmetric if the ranks of `expert` are in one node, else all_to_all. The numbers are the same."""
     dispatch_capacity: float = 1.25
-    """Room for tokens in slots, times what even routing needs, 1 or more. A step that needs more is dropped, and more
-    is made."""
+    """Room for tokens in slots, relative to even routing, 1 or more. A step that needs more is skipped, and the room
+    grows."""
     context: int = 1
-    """Ranks that each sequence is cut over; it divides trainer.sequence_length and model.num_heads."""
+    """Ranks that each sequence is cut over; divides trainer.sequence_length and model.num_heads."""
     tensor: int = 1
-    """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; it divides
+    """Neighbouring ranks that attention heads, embedding and head are cut over, and each sequence, too; divides
     model.num_heads, model.vocab_size and trainer.sequence_length."""
     pipeline: int = 1
-    """Ranks that microbatches go through, each with blocks of its own."""
+    """Ranks that microbatches pass through, each with its own blocks."""
     stages_per_rank: int = 1
-    """Stages of neighbouring blocks that each of them has. 1: one forward, one backward (1F1B); more: interleaved, so
-    that ranks wait less, and send so many times as much."""
+    """Stages of neighbouring blocks per rank. 1: one forward, one backward (1F1B); more: interleaved, so that ranks
+    wait less, and send that many times as much."""
     stages: list[int] | None = None
-    """Blocks of each stage, as [14, 13]; null: so that the slowest stage has least to compute. The last one has the
-    head and multi-token prediction besides."""
+    """Blocks of each stage, such as [14, 13]; null: balanced for the slowest stage. The last one also has the head and
+    multi-token prediction."""
 
 
 @dataclass
 class ProfileConfig:
-    """A window of steps that is recorded: where the time goes, and on a GPU the memory."""
+    """A window of steps to record: where the time goes, and on a GPU the memory."""
 
     steps: list[int] | None
-    """First and last step of the window, as [10, 12]; null: none. The files go to the run's folder profile/."""
+    """First and last step of the window, such as [10, 12]; null: none. The files go to the run's folder profile/."""
     memory: bool
-    """On a GPU also record who allocates memory: a snapshot for https://pytorch.org/memory_viz."""
+    """On a GPU also record memory allocations: a snapshot for https://pytorch.org/memory_viz."""
 
 
 @dataclass
 class InjectConfig:
-    """A fault made on purpose."""
+    """An injected fault."""
 
     step: int
-    """The step it happens in, or the first of them."""
+    """The step of the fault, or the first of several."""
     where: Where
     """loss, gradient, activation or weight (the compute weight)."""
     value: float
-    """nan or inf; or a spike, a number above 1: the loss is multiplied by it, elsewhere one number becomes it."""
+    """nan or inf; or a spike, a number above 1: it multiplies the loss; elsewhere it replaces one element."""
     steps: int = 1
     """Number of consecutive steps with the fault."""
     windows: list[int] | None = None
-    """[BEGIN, END): only where a step reads one of these windows of the run's stream; null: whatever it reads. Steps
-    come again after a rewind, and windows that were left out do not."""
+    """[BEGIN, END): only in steps that read one of these windows of the run's stream; null: in any. After a rewind
+    steps come again, and windows that were left out do not."""
 
 
 @dataclass
@@ -341,7 +341,7 @@ class DebugConfig:
     """Tools for testing the trainer itself."""
 
     inject: InjectConfig | None
-    """A fault, as {step: 3, where: gradient, value: nan}, perhaps with steps and windows; null: none."""
+    """A fault, such as {step: 3, where: gradient, value: nan}, optionally with steps and windows; null: none."""
 
 
 @dataclass
@@ -349,7 +349,7 @@ class Config:
     """All settings of a run."""
 
     run: RunConfig
-    """Its name, and what it starts from."""
+    """Its name and starting point."""
     trainer: TrainerConfig
     """The loop: steps, batch, sequence, device."""
     model: ModelConfig
@@ -367,7 +367,7 @@ class Config:
     logging: LoggingConfig
     """Sinks."""
     recovery: RecoveryConfig
-    """Dropped steps."""
+    """Reactions to bad steps."""
     health: HealthConfig
     """Metrics beside the loss, and alerts."""
     parallel: ParallelConfig
@@ -375,20 +375,20 @@ class Config:
     compile: CompileConfig
     """torch.compile."""
     recompute: Recompute
-    """none; selective: attention except its core, and BF16 experts' rows, are made again; full: only the blocks' inputs
-    are kept, the least memory and a third more work."""
+    """none; selective: attention without its core, and BF16 experts' rows, are recomputed; full: only the blocks'
+    inputs are saved, the least memory and a third more work."""
     cuda_graph: Switch
-    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole: no waiting for
-    Python. On one GPU only, and not on the transformer_engine backend. auto: there, where the forecast leaves half of
-    the GPU's memory free."""
+    """Record a microbatch's forward and backward pass once as a CUDA graph and launch it as a whole, without waiting
+    for Python. Only on one GPU, and not on the transformer_engine backend. auto: if these hold and the forecast leaves
+    half of the GPU's memory free."""
     profile: ProfileConfig
-    """A window of steps to look into."""
+    """A window of steps to profile."""
     debug: DebugConfig
     """Tools for tests."""
     dry_run: bool
     """Print the precision plan, parameters, FLOPs and memory of the run, and stop."""
     gpu: GpuChoice = GpuChoice.auto
     """With dry_run, and for scripts/plan_parallelism.py: the GPU to forecast for, h200, h100, a100 (80 GB) or rtx4090;
-    auto: what this machine has."""
+    auto: this machine's."""
     force_memory: bool = False
-    """Start a run though its forecast exceeds the memory of the GPU, or of the host."""
+    """Start a run even if its forecast exceeds the memory of the GPU, or of the host."""

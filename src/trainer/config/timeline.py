@@ -1,17 +1,16 @@
-"""The timeline of a run: from the number of a step, what it reads and what holds in it.
+"""The timeline of a run: from the number of a step, what it reads and which settings hold in it.
 
-Everything that changes along a run is a function of the step's number alone, and of the config: batch, microbatch,
-sequence length, the tokens read before, weights of losses. So a run that resumes, goes back to a checkpoint or
-continues on another number of processes is where it was, and a dropped step moves nothing: it is an attempt, and has
-read its tokens.
+Everything that changes along a run is a function of the step's number and of the config: batch, microbatch, sequence
+length, the tokens read before, loss weights. So a run that resumes, rewinds or continues on another number of processes
+needs no state for it, and a skipped step counts like any other: it is an attempt, and has read its tokens.
 
-Tokens become steps here, rounded up: the step that reaches a number of tokens is the last before it. Between two points
-the learning rate moves by steps, which in a stretch of one batch is the same as by tokens.
+Tokens are converted to steps here, rounded up: the step that reaches a number of tokens is the last before it. Between
+two points the learning rate moves by steps, which in a stretch of one batch is the same as by tokens.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +27,7 @@ ENDLESS = 2**53
 @dataclass(frozen=True)
 class Stretch:
     """Steps of one shape. first: number of the first one; before: tokens of all steps before it; batch: sequences in a
-    step; section: how often the sequence length has changed before."""
+    step; section: number of earlier changes of the sequence length."""
 
     first: int
     before: int
@@ -39,7 +38,7 @@ class Stretch:
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """Tokens in a step."""
         return self.batch * self.length
 
 
@@ -54,15 +53,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What a step's phase says of the model; None: what the model's config says."""
+    """Loss weights of a step's phase; None: as in the model's config."""
 
     mtp: float | None
     router_bias_rate: float | None
 
 
 class Timeline:
-    """Of the run that a `trainer` section describes. UserError, naming the key, for phases that do not follow each
-    other, or a run without an end."""
+    """The timeline of a `trainer` section. Raises UserError, naming the key, for phases that do not follow each other,
+    or a run without an end."""
 
     def __init__(self, trainer: TrainerConfig):
         t = trainer
@@ -72,37 +71,37 @@ class Timeline:
         self._most_tokens = int(most.number) if most is not None and most.unit is Unit.tokens else None
         self._most_steps = ENDLESS if t.max_steps is None else t.max_steps
         self.epochs = most.number if most is not None and most.unit is Unit.epochs else None
-        """Of a run whose length is in epochs, until `with_epochs` makes tokens of them."""
+        """Length of a run in epochs, until `with_epochs` converts it to tokens."""
         self._stretches = [Stretch(1, 0, t.global_batch_size, t.microbatch_size, t.sequence_length, 0)]
         self.phases: list[Phase] = []
         for number, phase in enumerate(t.phases):
             self._add(f"trainer.phases[{number}]", phase, number == len(t.phases) - 1)
         self.steps = self._end()
-        """Of the whole run."""
+        """Steps of the whole run."""
 
     @property
     def stretches(self) -> list[Stretch]:
-        """All that the run comes to, in order."""
+        """All stretches of the run, in order."""
         return [each for each in self._stretches if each.first <= max(self.steps, 1)]
 
     def at(self, step: int) -> Stretch:
-        """The stretch of step number `step`, from 1."""
+        """Return the stretch of step number `step`, from 1."""
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
 
     def tokens(self, step: int) -> int:
-        """Tokens read by the end of that step; 0: none."""
+        """Return the tokens read by the end of that step; 0: none."""
         now = self.at(max(step, 1))
         return now.before + (step - now.first + 1) * now.tokens
 
     def steps_of(self, value: Span) -> int:
-        """A span in steps from the start: of tokens those that reach them, of a share that of all steps."""
+        """Return a span in steps from the start: those that reach its tokens, or its share of all steps."""
         amount = _amount(value)
         if amount.unit is Unit.tokens:
             return self._reach(int(amount.number))
         return round(amount.number * self.steps) if amount.unit is Unit.share else int(amount.number)
 
     def due(self, step: int, every: Span) -> bool:
-        """Whether something that happens so often happens after this step. 0: never."""
+        """Return whether something with this interval is due after this step. 0: never."""
         amount = _amount(every)
         if amount.unit is Unit.tokens:
             return bool(amount.number) and self.tokens(step) // amount.number > self.tokens(step - 1) // amount.number
@@ -110,7 +109,7 @@ class Timeline:
         return number > 0 and step % number == 0
 
     def weights(self, step: int) -> LossWeights:
-        """What holds for the model in a step."""
+        """Return the loss weights in a step."""
         mtp = rate = None
         for phase in self.phases:
             if phase.begin < step:
@@ -120,7 +119,7 @@ class Timeline:
         return LossWeights(mtp, rate)
 
     def read_by(self, step: int) -> list[tuple[int, int, int]]:
-        """First step, batch and sequence length of what has been read by the end of a step."""
+        """Return first step, batch and sequence length of each stretch read by the end of a step."""
         shapes: list[tuple[int, int, int]] = []
         for each in self._stretches:
             if each.first <= step and (not shapes or shapes[-1][1:] != (each.batch, each.length)):
@@ -168,7 +167,7 @@ class Timeline:
         self.phases.append(Phase(begin, end, phase))
 
     def _in_run(self, key: str, value: Span) -> Amount:
-        """Where a phase ends, in steps or tokens."""
+        """Return the end of a phase, in steps or tokens."""
         amount = _amount(value)
         if amount.unit is not Unit.share:
             return amount
@@ -179,21 +178,23 @@ class Timeline:
         return Amount(round(amount.number * self._most_steps), Unit.steps)
 
     def _begin_at(self, end: int, shape: Stretch) -> None:
-        """From the step after `end` on, steps are of this shape."""
+        """Give steps after `end` this shape."""
         now = self._stretches[-1]
         if (now.batch, now.microbatch, now.length) == (shape.batch, shape.microbatch, shape.length):
             return
         begun = replace(shape, first=end + 1, before=self.tokens(end))
-        self._stretches = [each for each in self._stretches if each.first < begun.first] + [begun]
+        while self._stretches and self._stretches[-1].first >= begun.first:
+            self._stretches.pop()
+        self._stretches.append(begun)
 
     def _last_step(self, amount: Amount) -> int:
         return int(amount.number) if amount.unit is Unit.steps else self._reach(int(amount.number))
 
     def _reach(self, tokens: int) -> int:
-        """The step by whose end so many tokens are read."""
+        """Return the step by whose end this many tokens are read."""
         if tokens <= 0:
             return 0
-        now = [each for each in self._stretches if each.before < tokens][-1]
+        now = self._stretches[bisect_left(self._stretches, tokens, key=lambda each: each.before) - 1]
         return now.first - 1 - (now.before - tokens) // now.tokens
 
     def _end(self) -> int:
@@ -209,20 +210,20 @@ def _amount(value: Span) -> Amount:
 
 
 def shaped(config: Config, stretch: Stretch) -> Config:
-    """The config of a run whose steps are all of one shape, for whatever judges one step."""
+    """Return the config of a run whose steps all have one shape, for code that judges one step."""
     t = config.trainer
     sizes = {"global_batch_size": stretch.batch, "microbatch_size": stretch.microbatch}
     return replace(config, trainer=replace(t, **sizes, sequence_length=stretch.length, phases=[]))
 
 
 def each_shape(config: Config) -> Iterator[tuple[Stretch, Config]]:
-    """All shapes of a run, with `shaped`."""
+    """Yield all shapes of a run, with `shaped`."""
     for stretch in Timeline(config.trainer).stretches:
         yield stretch, shaped(config, stretch)
 
 
 def widest(config: Config) -> Config:
-    """`shaped` for the steps that take most memory: the largest microbatch in tokens, then the most of them."""
+    """Return `shaped` for the steps with most memory: the largest microbatch in tokens, then the most microbatches."""
     if not config.trainer.phases:
         return config
     stretches = Timeline(config.trainer).stretches
@@ -230,7 +231,7 @@ def widest(config: Config) -> Config:
 
 
 def with_epochs(config: Config, tokens: int) -> Config:
-    """A run's length in epochs as tokens: of a text of so many."""
+    """Convert a run's length from epochs to tokens of a text of this size."""
     t = config.trainer
     epochs = Timeline(t).epochs
     if epochs is None:
@@ -239,7 +240,7 @@ def with_epochs(config: Config, tokens: int) -> Config:
 
 
 def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
-    """The phases that move the learning rate: (steps before, last step, rate, how)."""
+    """Return the phases that move the learning rate: (steps before, last step, rate, shape)."""
     moves = []
     for each in timeline.phases:
         if each.config.lr is not None:
@@ -251,7 +252,7 @@ def rates(timeline: Timeline) -> list[tuple[int, int, float, Shape]]:
 
 
 def steps_of_tree(tree: Any) -> int | None:
-    """Steps of the run whose config is this plain tree, of any age; None if it does not say."""
+    """Return the steps of the run whose config is this plain tree, of any age; None if unknown."""
     trainer = tree.get("trainer") if isinstance(tree, dict) else None
     given = trainer.get("max_steps") if isinstance(trainer, dict) else None
     try:
@@ -261,7 +262,7 @@ def steps_of_tree(tree: Any) -> int | None:
 
 
 def last_step(config: Config) -> str:
-    """The key that says where a run ends, and the step that it comes to, for a message."""
+    """Return the key that sets the end of a run, and the resulting step, for a message."""
     t = config.trainer
     steps = Timeline(t).steps
     return (

@@ -1,7 +1,7 @@
-"""Settings of the `data` section that have no effect together with the others, so that a run can warn of them.
+"""Settings of the `data` section without effect beside the others, so that a run can warn of them.
 
-Not mentioned: what is as `configs/data/` has it, and settings of the machine (`workers`, `cache_dir`), which one keeps
-for all runs alike.
+Defaults of `configs/data/` and settings of the machine (`workers`, `cache_dir`), which users keep for all runs, are not
+reported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ READ_BY = {
 }
 PREPARING = ("validation_fraction", "tokenizer_sample_mb", "skip_damaged", "shard_mb")
 GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
-"""Of the groups in configs/data."""
+"""Defaults of the groups in configs/data."""
 
 
 def without_effect(data: DataConfig) -> list[str]:
-    """A line for each: key, value, why, and what to do."""
+    """Return a line for each: key, value, why, and what to do."""
     sources = source_configs(data)
     lines = []
     for key in READ_BY:
@@ -60,19 +60,19 @@ def without_effect(data: DataConfig) -> list[str]:
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Whether the user has set it."""
+    """Return whether the user has set it."""
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped
 
 
 def _inherits(entry: Any, key: str) -> bool:
-    """Whether a source has this setting from the section: one of a mix may have its own."""
+    """Return whether a source takes this setting from the section: an entry of a mix may have its own."""
     return entry is None or getattr(entry, key, None) is None
 
 
 def _unread(part: SourceConfig, key: str) -> str:
-    """Why a source does not look at a setting; nothing if it does."""
+    """Return why a source ignores a setting, or "" if it does not."""
     path = Path(str(part.path))
     if part.source not in READ_BY[key]:
         return f"{part.key}.source={part.source.value} does not read it"

@@ -3,10 +3,10 @@
     documents (sources)  ->  BPE (tokenizer)  ->  uint16 files + sidecar (bins)  ->  [B, S+1] batches (loader)
     |_____ prepare(): once, by several processes, cached by the sources' state ______|
 
-`prepare` (of several ranks: `find_or_build`, then `check_whole`) is the only entry that writes; everything after it
-reads the files window by window. `bigram_loss` is the bar that a trained model has to clear on the same bins. The
-processes that prepare import this package and have no use for torch, which takes seconds: the loader, which does, is
-imported when it is asked for.
+`prepare` (with several ranks: `find_or_build`, then `check_whole`) is the only entry that writes; everything after it
+reads the files window by window. `bigram_loss` is the baseline that a trained model must beat on the same bins,
+computed when they are prepared. The processes that prepare import this package and do not need torch, which takes
+seconds to import: the loader, which does, is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

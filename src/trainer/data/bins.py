@@ -3,12 +3,13 @@
     train.bin    ids, little-endian uint16 (uint32 above 65536 entries):  E d d d d E d d E d d d E   (E: end of text)
     train.json   tokens, documents, dtype, SHA-256 of the ids, of the tokenizer.json, name and fingerprint of the source
 
-A shard begins and ends with end-of-text, so that it is whole by itself and the first token of its first document is a
-target too. `Bins` is one shard or several, read as one stream: the end of a shard and the beginning of the next are the
+A shard begins and ends with end-of-text: it is complete on its own, and the first token of its first document is a
+target too. `Bins` is one shard or several, read as one stream, in which the end of a shard and the beginning of the
+next are the same token.
 
-Windows are read from the open files (one `pread` each, some microseconds) and not from a memory map: what a disk cannot
-deliver, or what was cut off under a run, is an error that names the file here, and a SIGBUS without a word there. A
-file that is deleted under a run stays readable until the run ends.
+Windows are read from the open files (one `pread` each, some microseconds), not from a memory map: if a disk fails or a
+file is truncated during a run, this raises an error that names the file, instead of a SIGBUS without a message. A file
+that is deleted during a run stays readable until the run ends.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import weakref
 from collections.abc import Sequence
@@ -27,18 +29,18 @@ import numpy as np
 
 from precision.errors import UserError
 
-FORMAT = 2  # of bin and sidecar; raised when either changes meaning
-SPARE_FILES = 256  # that a process may need open beside the shards
+FORMAT = 2  # of bin and sidecar; incremented when either changes meaning
+SPARE_FILES = 256  # kept free for a process beside the shards
 BLOCK_BYTES = 1 << 24  # read at once to hash a shard
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What the ids of a bin are; field for field the JSON beside it."""
+    """Description of the ids of a bin; field for field the JSON beside it."""
 
     format: int
     source: str
-    """Name of the source, or of those that are mixed."""
+    """Name of the source, or names of the mixed sources."""
     num_tokens: int
     num_documents: int
     num_text_bytes: int
@@ -46,21 +48,21 @@ class Sidecar:
     dtype: str
     sha256: str
     vocab_size: int
-    """Entries of the tokenizer: every id is below it."""
+    """Entries of the tokenizer: every id is less."""
     end_of_text: int
     tokenizer_hash: str
     source_fingerprint: str
 
 
 class DamagedShard(OSError):
-    """A file of the data can no longer be read as it was when it was checked; the message names it and the reason."""
+    """A file of the data can no longer be read as it was when it was checked. The message names it and the reason."""
 
 
 class Shard:
     """One file of tokens, open for reading, and its `sidecar`."""
 
     def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
-        """tokens [num_tokens], uint16 or uint32: to be used instead of what is in the file `path`."""
+        """tokens [num_tokens], uint16 or uint32: used instead of the contents of `path`."""
         self.path = path
         self.sidecar = sidecar
         self._tokens = tokens
@@ -71,7 +73,8 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, tokenizer_hash: str) -> Shard:
-        """UserError, naming the file, if it is missing or truncated, or made with another tokenizer."""
+        """Open a shard. Raises UserError, naming the file, if it is missing or truncated, or made with another
+        tokenizer."""
         fix = f"delete {path.parent} and prepare the data again"
         sidecar = read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:
@@ -93,11 +96,11 @@ class Shard:
 
     @property
     def descriptor(self) -> int:
-        """Of the open file."""
+        """Descriptor of the open file."""
         return self._file
 
     def sha256(self) -> str:
-        """Of the open file, read whole. OSError if it cannot be read."""
+        """Hash the open file, read whole. Raises OSError if it cannot be read."""
         digest, position = hashlib.sha256(), 0
         while block := os.pread(self._file, BLOCK_BYTES, position):
             digest.update(block)
@@ -105,9 +108,9 @@ class Shard:
         return digest.hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from number `start` on, uint16 or uint32.
+        """Return `count` tokens from number `start` on, uint16 or uint32.
 
-        DamagedShard if they cannot be read, are cut off, or are not of the vocabulary.
+        Raises DamagedShard if they cannot be read, are truncated, or are not in the vocabulary.
         """
         if self._tokens is not None:
             return self._tokens[start : start + count]
@@ -128,29 +131,29 @@ class Shard:
         return tokens
 
     def damaged(self, why: str) -> DamagedShard:
-        """The error that reports it."""
+        """Return the error that reports damage."""
         fix = f"delete {self.path.parent}, which is then prepared again, and resume with run.resume=auto"
         return DamagedShard(f"bins {self.path}: {why}; it was whole when the run began: {fix}")
 
 
 class Bins:
-    """One split, open for reading, and the `sidecar` of all of it."""
+    """One split, open for reading, and the `sidecar` of the whole split."""
 
     def __init__(self, path: Path, sidecar: Sidecar, tokens: np.ndarray | None = None) -> None:
-        """One shard; tokens as `Shard`'s. For several: `open` and `join`."""
+        """One shard; tokens as for `Shard`. For several: `open` and `join`."""
         self._hold([Shard(path, sidecar, tokens)])
 
     def _hold(self, shards: Sequence[Shard]) -> None:
         self.shards = tuple(shards)
         first = self.shards[0]
-        # the first token of a later shard is the last of the one before
+        # the first token of a later shard is the last of the previous one
         sizes = [shard.sidecar.num_tokens - (number > 0) for number, shard in enumerate(self.shards)]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self.path = first.path
-        """The file, or a pattern that stands for all of them."""
+        """The file, or a pattern that matches all of them."""
         self.sidecar = first.sidecar
         if len(self.shards) > 1:
-            self.path = first.path.with_name(f"{first.path.stem.split('-')[0]}-*.bin")
+            self.path = first.path.with_name(f"{re.split('[-.]', first.path.stem)[0]}-*.bin")
             sides = [shard.sidecar for shard in self.shards]
             self.sidecar = replace(
                 first.sidecar,
@@ -166,7 +169,7 @@ class Bins:
     def open(cls, paths: str | Path | Sequence[Path], tokenizer_hash: str) -> Bins:
         """Open `paths` (NAME.bin, with NAME.json beside it; one or several, in order).
 
-        UserError, naming the file, if one is missing or truncated, or made with another tokenizer.
+        Raises UserError, naming the file, if one is missing or truncated, or made with another tokenizer.
         """
         files = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
         _allow_open_files(len(files))
@@ -176,7 +179,7 @@ class Bins:
 
     @classmethod
     def join(cls, bins: Sequence[Bins]) -> Bins:
-        """All shards of several, one after the other. One: itself."""
+        """Concatenate the shards of several bins. A single one is returned as it is."""
         return bins[0] if len(bins) == 1 else cls._of([shard for part in bins for shard in part.shards])
 
     @classmethod
@@ -187,7 +190,7 @@ class Bins:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens [num_tokens], uint16 or uint32, read at each call. DamagedShard as `gather`."""
+        """All tokens [num_tokens], uint16 or uint32, read at each call. Raises DamagedShard as `gather` does."""
         return self.read(0, self.num_tokens)
 
     @property
@@ -195,11 +198,11 @@ class Bins:
         return self.sidecar.num_tokens
 
     def num_windows(self, sequence_length: int) -> int:
-        """Windows of S+1 tokens at stride S: each has S targets that no other has."""
+        """Return the number of windows of S+1 tokens at stride S: each has S targets that no other has."""
         return (self.num_tokens - 1) // sequence_length
 
     def check_length(self, sequence_length: int) -> None:
-        """UserError if there is no window at all."""
+        """Raise UserError if there is no window at all."""
         if self.num_windows(sequence_length) == 0:
             raise UserError(
                 f"trainer.sequence_length={sequence_length}: {self.path} has only {self.num_tokens} tokens, a sequence "
@@ -207,15 +210,15 @@ class Bins:
             )
 
     def gather(self, windows: np.ndarray, sequence_length: int) -> np.ndarray:
-        """Tokens of the windows [B] -> int64 [B, S+1].
+        """Return the tokens of the windows [B], int64 [B, S+1].
 
-        DamagedShard, naming the file, if they cannot be read, are cut off, or are not of the vocabulary.
+        Raises DamagedShard, naming the file, if they cannot be read, are truncated, or are not in the vocabulary.
         """
         rows = [self.read(int(window) * sequence_length, sequence_length + 1) for window in windows]
         return np.stack(rows).astype(np.int64)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens of the stream from number `start` on, uint16 or uint32."""
+        """Return `count` tokens of the stream from number `start` on, uint16 or uint32."""
         pieces = []
         while count:
             number, place = self._place(start)
@@ -226,18 +229,18 @@ class Bins:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Which shard a token of the stream is in, and where."""
+        """Return the shard of a token of the stream, and the token's position in it."""
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         return number, position - int(self._starts[number]) + (number > 0)
 
 
 def stored(dtype: str) -> np.dtype:
-    """How ids of a dtype lie in the file."""
+    """Return the file's dtype for ids of a dtype."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def read_sidecar(path: Path, fix: str) -> Sidecar:
-    """UserError, naming the file, unless it is a sidecar of this format, field for field."""
+    """Read a sidecar. Raises UserError, naming the file, unless it has this format, field for field."""
     if not path.is_file():
         raise UserError(f"bins sidecar {path}: the file is missing: {fix}")
     try:
@@ -256,7 +259,7 @@ def read_sidecar(path: Path, fix: str) -> Sidecar:
 
 
 def _allow_open_files(count: int) -> None:
-    """Let this process hold so many more files open. UserError if the system does not."""
+    """Raise this process's limit by `count` open files. Raises UserError if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/dev/fd")) + count + SPARE_FILES  # other bins may be open already
     if soft == resource.RLIM_INFINITY or wanted <= soft:

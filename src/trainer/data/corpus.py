@@ -1,11 +1,11 @@
-"""The corpus: which files are documents, which side of the split each is on, and their text.
+"""The corpus: the files that are documents, the side of the split of each, and their text.
 
-A document is a file. Its side is decided by the SHA-256 of its path inside the folder, read as a number in [0, 1):
-below `validation_fraction` it is validation. So the split needs no seed, no list to keep, and does not move when other
-files come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
+A document is a file. The SHA-256 of its path inside the folder, read as a number in [0, 1), decides its side: below
+`validation_fraction` it is validation. So the split needs no seed and no list, and does not change when other files
+come or go. (The file with the smallest hash is always validation, so that a small corpus has some.)
 
-The fingerprint identifies a state of the source. It covers each file's path, size and modification time, as
-make and rsync do: listing a folder is fast at any size, and the price of a needless rebuild (a touched file) is small.
+The fingerprint identifies a state of the source. It covers each file's path, size and modification time, as make and
+rsync do: listing a folder is fast at any size, and a needless rebuild (a touched file) costs little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig
 
-PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at the end of a line
+PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Damage:
-    """A file or folder of the corpus that cannot be used."""
+    """An unusable file or folder of the corpus."""
 
     path: str
     """Relative to the corpus folder."""
@@ -61,7 +61,7 @@ class Corpus:
     root: Path
     documents: tuple[Document, ...]
     missing: tuple[Damage, ...] = ()
-    """What ought to be there and is not: links to nothing, folders that cannot be listed."""
+    """Missing entries: broken links, folders that cannot be listed."""
     empty: tuple[str, ...] = ()
     """Files without a byte."""
 
@@ -82,7 +82,7 @@ class Corpus:
 
 
 def scan(data: DataConfig | SourceConfig) -> Corpus:
-    """List the corpus. UserError if no file of it has text."""
+    """List the corpus. Raises UserError if no file of it has text."""
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     if root.is_file():
         status = root.stat()
@@ -125,8 +125,8 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
 
 
 def split(documents: Iterable[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """(train, validation), each in the given order. The first of all is always held out, so that a small corpus has
-    something to validate on."""
+    """Return (train, validation), each in the given order. The document with the smallest hash is always held out, so
+    that a small corpus has a validation text."""
     documents = list(documents)
     first = min((document.position for document in documents), default=0.0)
     train: list[Document] = []
@@ -138,7 +138,7 @@ def split(documents: Iterable[Document], validation_fraction: float) -> tuple[li
 
 
 def whats_wrong(path: Path) -> str | None:
-    """Why a file cannot be a document: it cannot be read, or is not UTF-8 text. None if it can; reads it in blocks."""
+    """Return why a file cannot be a document (it cannot be read, or is not UTF-8 text), or None. Reads it in blocks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with path.open("rb") as file:
@@ -153,15 +153,15 @@ def whats_wrong(path: Path) -> str | None:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a file, line ends untouched, in pieces of at least one line: most files are one piece."""
+    """Yield the text of a file, line ends untouched, in pieces of at least one line. Most files are one piece."""
     with path.open(encoding="utf-8", newline="\n") as file:
         while piece := file.read(PIECE_CHARACTERS):
             yield piece + file.readline()
 
 
 def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
-    """Where the last part of a file begins, as a byte: behind the first end of a line after its share of text for
-    training; without one, at a character. `num_bytes` if there is no such part."""
+    """Return the byte at which the held-out last part of a file begins: after the first line end that follows the
+    training share of the text; without one, at a character. `num_bytes` if there is no such part."""
     begin = num_bytes - int(num_bytes * validation_fraction)
     with path.open("rb") as file:
         file.seek(max(begin - 1, 0))
@@ -173,7 +173,7 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
 
 
 def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
-    """The text of the bytes [begin, end) of a file, as `read_pieces`. `divide` gives such ends."""
+    """Yield the text of the bytes [begin, end) of a file, like `read_pieces`. The ends come from `divide`."""
     with path.open("rb") as file:
         file.seek(begin)
         while begin < end and (piece := file.read(min(PIECE_CHARACTERS, end - begin))):
@@ -187,7 +187,7 @@ def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Whether the path matches the glob, both split at slashes."""
+    """Return whether the path matches the glob, both split at slashes."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

@@ -1,15 +1,16 @@
-"""The last step of preparing data: join the packed shards, write prepared.json, remove what was temporary."""
+"""The last step of preparing data: join the packed shards, write prepared.json, remove temporary files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.data.bins import FORMAT, Shard
+from trainer.data.bigram import bigram_loss
+from trainer.data.bins import FORMAT, Bins, Shard
 from trainer.data.packing import Done, Packing
-from trainer.data.prepared import SIDECARS, SUMMARY, read_summary, sidecar_digests
+from trainer.data.prepared import BIGRAM, SIDECARS, SUMMARY, read_summary, sidecar_digests
 from trainer.data.records import SkipLog, Skipped
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.sources import Reader
@@ -22,9 +23,16 @@ REVISIONS = "revisions.json"
 
 
 def finish(
-    packing: Packing, done: list[Done], log: SkipLog, readers: Sequence[Reader], key: str, revisions: dict[str, str]
+    packing: Packing,
+    done: list[Done],
+    log: SkipLog,
+    readers: Sequence[Reader],
+    key: str,
+    revisions: dict[str, str],
+    most: int,
 ) -> None:
-    """One validation file a source, and prepared.json. UserError if there is nothing to train or validate on."""
+    """Write validation files of about `most` bytes for each source, and prepared.json. Raises UserError if there is
+    nothing to train or validate on."""
     skipped = SkipLog(strict=False)
     for each in [*log.found.values(), *(each for shard in done for each in shard.skipped)]:
         before = skipped.found.get((each.path, each.why))
@@ -34,8 +42,9 @@ def finish(
     for shard in done:
         for name, counts in shard.documents.items():
             documents[name] = [a + b for a, b in zip(documents[name], counts, strict=True)]
-    validation: dict[str, str] = {}
+    validation: dict[str, list[str]] = {}
     stamps = {name: each for shard in done for name, each in shard.stamps.items()}
+    tokenizer_hash = file_hash(packing.tokenizer_path)
     for reader in readers:
         name = reader.part.name
         held_out = [packing.folder / shard.validation[name] for shard in done if name in shard.validation]
@@ -47,41 +56,57 @@ def finish(
                 f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
                 f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
             )
-        validation[name] = f"validation-{name}.bin" if len(readers) > 1 else "validation.bin"
-        tokenizer_hash = file_hash(packing.tokenizer_path)
+        groups, stem = _groups(held_out, most), f"validation-{name}" if len(readers) > 1 else "validation"
+        validation[name] = [f"{stem}.{n:05d}.bin" for n in range(len(groups))] if len(groups) > 1 else [f"{stem}.bin"]
         facts = Shard.open(held_out[0], tokenizer_hash).sidecar
-        writer = ShardWriter(
-            packing.folder / validation[name],
-            source=name,
-            vocab_size=facts.vocab_size,
-            end_of_text=facts.end_of_text,
-            tokenizer_hash=facts.tokenizer_hash,
-            source_fingerprint=facts.source_fingerprint,
-        )
-        for path in held_out:
-            writer.append(Shard.open(path, tokenizer_hash))  # one open at a time: there may be thousands
-        writer.close()
-        stamps |= writer.stamps()
+        for file, group in zip(validation[name], groups, strict=True):
+            writer = ShardWriter(
+                packing.folder / file,
+                source=name,
+                vocab_size=facts.vocab_size,
+                end_of_text=facts.end_of_text,
+                tokenizer_hash=facts.tokenizer_hash,
+                source_fingerprint=facts.source_fingerprint,
+            )
+            for path in group:
+                writer.append(Shard.open(path, tokenizer_hash))  # open one at a time: there may be thousands
+            writer.close()
+            stamps |= writer.stamps()
     train = [shard.train for shard in done if shard.train is not None]
     if len(train) == 1:
         stamps["train.bin"] = stamps[train[0]]
-    listed = [*(train if len(train) > 1 else ["train.bin"]), *validation.values()]
+    held_out = [file for files in validation.values() for file in files]
+    listed = [*(train if len(train) > 1 else ["train.bin"]), *held_out]
     remember(packing.folder, {name: stamps[name] for name in listed})
+    splits = [Bins.open([packing.folder / name for name in names], tokenizer_hash) for names in (train, held_out)]
     listing = {
         "format": FORMAT,
         "key": key,
         "train": train if len(train) > 1 else ["train.bin"],
-        "validation": validation,
+        "validation": {name: files if len(files) > 1 else files[0] for name, files in validation.items()},
         "documents": documents,
         "revisions": revisions,
         "skipped": [asdict(each) for each in skipped.found.values()],
+        BIGRAM: bigram_loss(*splits),
     }
-    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, validation)})
+    write_signed(packing.folder / SUMMARY, {**listing, SIDECARS: _sidecars(packing.folder, train, held_out)})
 
 
-def _sidecars(partial: Path, train: list[str], validation: dict[str, str]) -> dict[str, str]:
-    """Digests of the sidecars by the names that `tidy` gives them."""
-    found = sidecar_digests(partial, {"train": train, "validation": validation})
+def _groups(paths: Iterable[Path], most: int) -> list[list[Path]]:
+    """Group consecutive files to about `most` bytes."""
+    groups, size = list[list[Path]](), most
+    for path in paths:
+        if size >= most:
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += path.stat().st_size
+    return groups
+
+
+def _sidecars(partial: Path, train: list[str], held_out: list[str]) -> dict[str, str]:
+    """Return digests of the sidecars by the names that `tidy` gives them."""
+    found = sidecar_digests(partial, [*train, *held_out])
     only = Path(train[0]).with_suffix(".json").name if len(train) == 1 else None
     return {"train.json" if name == only else name: digest for name, digest in found.items()}
 

@@ -1,10 +1,10 @@
-"""Hugging Face datasets, by the library `datasets`: from the hub, from a folder that `save_to_disk` made, or from one
-of files, as they are kept on the hub. Streaming or not, the rows come as columns of Arrow, in batches.
+"""Hugging Face datasets through the library `datasets`: from the hub, from a folder of `save_to_disk`, or from a folder
+of files as on the hub. Streaming or not, rows arrive as Arrow columns, in batches.
 
-A prepared dataset is not compared with the hub again, so that a machine without a network can train on what is in the
-cache. Another state of the dataset is another `revision`. `pin` returns the commit that was read: a preparation that
-resumes uses the same commit or fails. (Without a network `datasets` gives the newest commit of its own cache, whatever
-revision it is asked for; it does report which one.)
+A prepared dataset is not compared with the hub again, so a machine without a network can train on the cache. Another
+state of the dataset is another `revision`. `pin` returns the commit that was read: a preparation that resumes uses the
+same commit or fails. (Without a network `datasets` returns the newest commit of its own cache, whatever the requested
+revision; it does report which one.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_ROWS = 16384
 
 
 class Dataset:
-    """A split of a dataset. Nothing is read, or downloaded, before its blocks are asked for."""
+    """A split of a dataset. It reads and downloads nothing before its blocks are requested."""
 
     def __init__(self, part: SourceConfig) -> None:
         self.part = part
@@ -52,7 +52,7 @@ class Dataset:
         yield from self._batches(rows, log)
 
     def sample(self, num_bytes: int) -> Iterator[Block]:
-        """Every so many rows; of a stream its beginning."""
+        """Sample rows evenly; of a stream take the beginning."""
         rows = self._open()
         if not self.part.streaming and self.num_bytes > num_bytes:
             rows = rows.shard(num_shards=min(self.num_bytes // num_bytes, len(rows)), index=0, contiguous=False)
@@ -64,8 +64,8 @@ class Dataset:
                 return
 
     def pin(self, commit: str | None) -> str | None:
-        """Hold the dataset at `commit`, if one is given. Returns the one that is read; None for a folder here, whose
-        files are watched themselves. UserError if the library has another one."""
+        """Hold the dataset at `commit`, if given. Return the commit that is read, or None for a local folder, whose
+        files are watched themselves. Raises UserError if the library has another commit."""
         if self._root.is_dir():
             return None
         if commit is None and self.part.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.part.revision):
@@ -89,16 +89,16 @@ class Dataset:
         import datasets
 
         datasets.disable_progress_bars()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns of each attempt
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns at each attempt
         return datasets.load_dataset_builder(str(self.part.path), name=self.part.subset, revision=revision)
 
     @contextmanager
     def _as_user_error(self) -> Iterator[None]:
-        """Turns any error of the library into a UserError in one line."""
+        """Turn any error of the library into a UserError in one line."""
         part = self.part
         try:
             yield
-        except Exception as error:  # of many classes, those of a dozen libraries
+        except Exception as error:  # of many classes, from a dozen libraries
             if isinstance(error, ValueError) and str(error).startswith(f"{part.key}."):
                 raise
             reason = next((line for line in str(error.__cause__ or error).splitlines() if line.strip()), "")
@@ -108,7 +108,7 @@ class Dataset:
             ) from error
 
     def _open(self) -> Any:
-        """The rows, loaded once. UserError, one line, for any error of the library."""
+        """Load the rows once. Raises UserError, one line, for any error of the library."""
         if self._rows is not None:
             return self._rows
         import datasets

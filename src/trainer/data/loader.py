@@ -1,20 +1,20 @@
 """The loader: bins to batches, with one number for its whole state.
 
 The stream is cut into windows of S+1 tokens at stride S: neighbours share one token, the last target of one and the
-first input of the other, so that each token is a target exactly once an epoch (a remainder shorter than a window, at
-the end, never is). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i
-of the next batch; its epoch and place in the epoch are quotient and remainder, and `order.permute` gives the window
-stands there. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W), and one
-that resumes on another number of processes, or with another batch size, reads on where the run stopped.
+first input of the other, so that each token is a target exactly once an epoch (except a remainder shorter than a window
+at the end). The cursor counts windows since the start of the run. Window number `cursor + i` of the run is row i of the
+next batch; quotient and remainder are its epoch and its place in the epoch, and `order.permute` maps the place to a
+window. Nothing depends on how many processes share a batch: rank r of W reads rows [r B/W, (r+1) B/W). A run that
+resumes on another number of processes, or with another batch size, continues where it stopped.
 
-A run may change its sequence length (`trainer.phases`). Then the windows are others, and the numbers of a *section* of
-one length begin at a multiple of 2^48: the text is read from its start, in another order. Batch and length are those
-that the run's timeline has for a step; `step` counts the batches given, and is set where the cursor is taken back.
+A run may change its sequence length (`trainer.phases`), which changes the windows. The numbers of a *section* of one
+length begin at a multiple of 2^48: the text is read from its start, in another order. The run's timeline sets batch and
+length of a step; `step` counts the batches returned, and is reset when the cursor is rewound.
 
-Windows that broke the run can be left out (`leave_out`): their numbers are passed over as if they were not there.
+Windows that broke the run can be left out (`leave_out`): their numbers are skipped as if they did not exist.
 
-Batches can be read `ahead`, by a thread (`data.ahead`). The cursor is that of the batches that were given, whatever has
-been read: a checkpoint knows nothing of it, and after a rewind it is dropped.
+A thread can read batches `ahead` (`data.ahead`). The cursor is that of the batches returned, whatever has been read: a
+checkpoint does not know of the thread, and a rewind drops what it has read.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SECTION = 1 << 48
 
 @dataclass
 class _Reading:
-    """A batch that is being read: the cursor before it and after it, its number (from 1), whose rows are read (rank,
-    world size), the numbers of all rows in the run's stream, and the tokens to come."""
+    """A batch that is being read: the cursor before and after it, its number (from 1), the rows to read (rank, world
+    size), the numbers of all rows in the run's stream, and the future tokens."""
 
     before: int
     after: int
@@ -55,7 +55,7 @@ class _Reading:
 
 
 class Loader:
-    """Endless shuffled batches of a split; reshuffled each epoch; the same for the same seed, anywhere."""
+    """Endless shuffled batches of a split, reshuffled each epoch. The same seed gives the same batches anywhere."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Loader:
         ahead: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        """`batch_size` is the run's global one, in sequences. device: where batches are given. ahead: batches that are
-        read before they are asked for; end it with `close`. timeline: of a run whose batch or sequence length changes.
-        UserError if the bins do not hold one batch."""
+        """`batch_size` is the run's global one, in sequences. device: of the returned batches. ahead: number of batches
+        read in advance; `close` ends that. timeline: of a run whose batch or sequence length changes. Raises UserError
+        if the bins do not hold one batch."""
         self._stretches = [Stretch(1, 0, batch_size, batch_size, sequence_length, 0)]
         if timeline is not None:
             self._stretches = timeline.stretches
@@ -89,17 +89,17 @@ class Loader:
         self._lengths = {each.section: each.length for each in self._stretches}
         self.cursor = 0
         self.step = 0
-        """Batches given since the start of the run."""
-        self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order, apart from each other
+        """Batches returned since the start of the run."""
+        self._left_out: list[list[int]] = []  # [begin, end) of the run's stream, in order and disjoint
         self.served = np.arange(0)
-        """Numbers, in the run's stream, of the windows that `next` gave last."""
+        """Numbers, in the run's stream, of the windows that `next` returned last."""
         self._delivery = Delivery(device)
         self._ahead, self._reader = ahead, Reader()
         self._readings: deque[_Reading] = deque()
 
     @property
     def epoch(self) -> int:
-        """Epochs finished, of the cursor's section."""
+        """Finished epochs of the cursor's section."""
         return self.cursor % SECTION // self.num_windows
 
     @property
@@ -108,14 +108,14 @@ class Loader:
         return self.bins.num_windows(self.length_of(self.cursor))
 
     def length_of(self, number: int) -> int:
-        """Tokens in the window with this number in the run's stream."""
+        """Return the tokens in the window with this number in the run's stream."""
         return self._lengths[number // SECTION]
 
     def next(self, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-        """This rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
-        `served` are then the numbers of the whole batch's windows [B].
+        """Return this rank's rows of the next batch, int64 [B / world_size, S+1]; inputs [:, :-1], targets [:, 1:].
+        Sets `served` to the numbers of the whole batch's windows [B].
 
-        DamagedShard as `Bins.gather`; the cursor stays where it is then.
+        Raises DamagedShard as `Bins.gather` does; the cursor then stays.
         """
         batch_size = self._at(self.step + 1).batch
         if batch_size % world_size:
@@ -133,7 +133,7 @@ class Loader:
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.first) - 1]
 
     def _reading(self, share: tuple[int, int]) -> _Reading:
-        """The next batch; those after it are begun."""
+        """Return the next batch, and start reading those after it."""
         first = (self.cursor, share, self.step + 1)
         if self._readings and (self._readings[0].before, self._readings[0].share, self._readings[0].step) != first:
             self._forget()
@@ -160,22 +160,22 @@ class Loader:
         return self._delivery.send(self.gather(numbers))
 
     def gather(self, numbers: np.ndarray) -> torch.Tensor:
-        """Tokens of windows with these numbers in the run's stream [B], of one section: int64 [B, S+1]."""
+        """Return the tokens of windows with these numbers in the run's stream [B], of one section: int64 [B, S+1]."""
         return torch.from_numpy(self.bins.gather(self.windows_at(numbers), self.length_of(int(numbers[0]))))
 
     def _forget(self) -> None:
-        """Drop what was read ahead."""
+        """Drop batches read ahead."""
         for reading in self._readings:
             reading.tokens.cancel()
         self._readings.clear()
 
     def close(self) -> None:
-        """End reading ahead."""
+        """Stop reading ahead."""
         self._forget()
         self._reader.close()
 
     def _following(self, cursor: int, count: int) -> np.ndarray:
-        """Numbers, in the run's stream, of the `count` windows from a cursor on [B]."""
+        """Return the numbers, in the run's stream, of the `count` windows from a cursor on [B]."""
         pieces, start, missing = [], cursor, count
         for begin, end in [*self._left_out, [1 << 62, 1 << 62]]:
             count = min(max(begin - start, 0), missing)
@@ -190,18 +190,18 @@ class Loader:
         self._left_out = put_together([*self._left_out, *ranges])
 
     def windows_at(self, number: np.ndarray) -> np.ndarray:
-        """Numbers of windows in the run's stream [B], of one section -> which windows of the bins they are [B]; window
-        w are the tokens from w S to w S + S."""
+        """Map numbers of windows in the run's stream [B], of one section, to windows of the bins [B]; window w has the
+        tokens from w S to w S + S."""
         section, count = int(number[0]) // SECTION, self.bins.num_windows(self.length_of(int(number[0])))
         epoch, index = np.divmod(number - section * SECTION, count)
         return permute(index, epoch + (section << 32), count, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, what it counts in, and what is left out."""
+        """Return the cursor, its units, and the windows left out."""
         return {"cursor": self.cursor, "left_out": [list(span) for span in self._left_out]} | self._units(self.cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved cursor. UserError as in `check`."""
+        """Continue from a saved cursor. Raises UserError as `check` does."""
         self.check(state)
         self._forget()
         self.cursor = int(state["cursor"])
@@ -209,7 +209,7 @@ class Loader:
         self.leave_out(state.get("left_out", []))
 
     def check(self, state: dict[str, Any]) -> None:
-        """UserError if a saved cursor counts the windows of other data or another order of them."""
+        """Raise UserError if a saved cursor counts the windows of other data or in another order."""
         other = (
             "so its data cursor means nothing here: set it back, or start a new run from its weights with run.init_from"
         )
@@ -226,7 +226,7 @@ class Loader:
 
 
 def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
-    """[begin, end) ranges, sorted, those that overlap or touch as one."""
+    """Sort [begin, end) ranges and merge those that overlap or touch."""
     out: list[list[int]] = []
     for begin, end in sorted(ranges):
         if out and begin <= out[-1][1]:
@@ -239,10 +239,11 @@ def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
 def validation_batches(
     bins: Bins, sequence_length: int, batch_size: int, max_windows: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without `max_windows`.
+    """Yield int64 [<= batch_size, S+1] batches over the bins, each window at most once; all of them without
+    `max_windows`.
 
     With it, windows are taken at even distances, so that few of them still come from all files. The same at each call.
-    UserError if the bins hold no window.
+    Raises UserError if the bins hold no window.
     """
     bins.check_length(sequence_length)
     num_windows = bins.num_windows(sequence_length)

@@ -1,14 +1,14 @@
-"""A random order of any number of windows, without a list: a keyed permutation computed where it is asked for.
+"""A random order of any number of windows, without a list: a keyed permutation computed on demand.
 
 A shuffled list of all windows costs 8 bytes a window in every process and seconds at each epoch, and its order depends
-on the version of the library that shuffled it. Here the place of a window is a function of (seed, epoch, index) alone:
-a Feistel network over the b bits of the index, halves exchanged after each round,
+on the version of the shuffling library. Here the place of a window is a function of (seed, epoch, index) alone: a
+Feistel network over the b bits of the index, halves exchanged after each round,
 
     (left, right) -> (right, left XOR F_round(right)),
 
-which is a permutation of [0, 2^b) whatever F is. Indexes that it sends above the number of windows are sent through it
-again until they fall inside ("cycle walking"), which makes it a permutation of [0, n). Source: Black and Rogaway 2002,
-"Ciphers with Arbitrary Finite Domains"; F is the finaliser of SplitMix64 (Steele et al. 2014).
+which is a permutation of [0, 2^b) for any F. Indexes that it maps above the number of windows go through it again until
+they fall inside ("cycle walking"), which makes it a permutation of [0, n). Source: Black and Rogaway 2002, "Ciphers
+with Arbitrary Finite Domains"; F is the finaliser of SplitMix64 (Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 import numpy as np
 
 ROUNDS = 6  # even, so that unequal halves are back in place; four are enough for statistics
-SMALLEST_BITS = 6  # fewer bits leave the halves nothing to mix
+SMALLEST_BITS = 6  # with fewer bits the halves have nothing to mix
 
 
 def permute(index: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Place in the shuffled order -> window. `index` [B] in [0, count), `epoch` [B]; int64 [B] in [0, count)."""
+    """Map places in the shuffled order to windows. `index` [B] in [0, count), `epoch` [B]; int64 [B] in [0, count)."""
     bits = max((count - 1).bit_length(), SMALLEST_BITS)
     low_bits = bits // 2
     key = _mix(_mix(np.full(epoch.shape, seed, dtype=np.uint64)) + epoch.astype(np.uint64))
@@ -31,7 +31,7 @@ def permute(index: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> np.n
 
 
 def _network(value: np.ndarray, key: np.ndarray, left_bits: int, right_bits: int) -> np.ndarray:
-    """One pass of the permutation of [0, 2^(left_bits + right_bits)); uint64 [B]."""
+    """Run one pass of the permutation of [0, 2^(left_bits + right_bits)); uint64 [B]."""
     left = value >> np.uint64(right_bits)
     right = value & _mask(right_bits)
     for round_number in range(ROUNDS):

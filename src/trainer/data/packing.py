@@ -1,10 +1,10 @@
-"""Packing: the blocks of one shard to files of tokens; the work that processes share.
+"""Packing: turns the blocks of one shard into files of tokens. Processes share this work.
 
     train-00007.bin  train-00007.json  held-00007-web.bin  held-00007-web.json  ...  done-00007.json
 
-A shard is consecutive blocks of the source, some `shard_mb` of text, so that its content does not depend on the process
-that packs it, or when. The last of its files marks it as done and lists its content and what was left out: after a
-kill, shards with this file are whole, and the others are packed again from their first document.
+A shard is consecutive blocks of the source, some `shard_mb` of text: its content does not depend on the process that
+packs it, or when. The last of its files marks it as done and lists its content and what was left out: after a kill,
+shards with this file are complete, and the others are packed again from their first document.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainer.data.tokenizer import encode_pieces, end_of_text_id, file_hash, loa
 from trainer.data.verified import Stamp, stamp
 from trainer.digests import read_signed, write_signed
 
-BATCH_CHARACTERS = 1 << 22  # encoded at once: bounds the memory (some 100 bytes a token), and feeds all cores
+BATCH_CHARACTERS = 1 << 22  # encoded at once: bounds the memory (some 100 bytes a token), and keeps all cores busy
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What all shards of a corpus have in common."""
+    """Common settings of all shards of a corpus."""
 
     folder: Path
     tokenizer_path: Path
@@ -37,12 +37,12 @@ class Packing:
     validation_fraction: float
     skip_damaged: bool
     names: tuple[str, ...]
-    """Of the sources."""
+    """Names of the sources."""
     fingerprint: str
 
 
 class Work(NamedTuple):
-    """A shard to be packed."""
+    """A shard to pack."""
 
     number: int
     blocks: list[Taken]
@@ -54,35 +54,35 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Done:
-    """A shard that is packed."""
+    """A packed shard."""
 
     number: int
     num_bytes: int
     train: str | None
-    """Name of its file, None if all of it was held out or left out."""
+    """Name of its file, or None if everything was held out or left out."""
     validation: dict[str, str]
     """Name of the source -> name of the file."""
     documents: dict[str, list[int]]
     """Name of the source -> training documents and their bytes."""
     skipped: tuple[Skipped, ...]
     stamps: dict[str, Stamp]
-    """Name of a file or sidecar -> what it was when it was written."""
+    """Name of a file or sidecar -> its stamp when it was written."""
 
 
 @dataclass(frozen=True)
 class Excuse:
-    """Why a shard was not packed."""
+    """The reason why a shard was not packed."""
 
     message: str
     errno: int | None = None
-    """Of an error of the system; None where the data is at fault."""
+    """Of a system error; None if the data is at fault."""
 
 
 class Packer:
-    """Packs shards, one after the other."""
+    """Packs shards one after the other."""
 
     def __init__(self, packing: Packing, on_read: Callable[[int], None]) -> None:
-        """on_read: hears of each block, how many bytes of text it was."""
+        """on_read: called for each block with its bytes of text."""
         self._how = packing
         self._on_read = on_read
         self._tokenizer: Tokenizer = load_tokenizer(packing.tokenizer_path)
@@ -94,7 +94,7 @@ class Packer:
         }
 
     def pack(self, work: Work) -> Done:
-        """Write the shard's files. UserError for what is damaged, where that is not allowed."""
+        """Write the shard's files. Raises UserError for damaged text, unless that is allowed."""
         how, log = self._how, SkipLog(strict=not self._how.skip_damaged)
         writers: dict[str, ShardWriter] = {}
         documents = {name: [0, 0] for name in how.names}
@@ -145,7 +145,7 @@ class Packer:
 
 
 def read_done(folder: Path, number: int) -> Done | None:
-    """A shard that was packed before and whose files are as they were then, or None."""
+    """Return a shard that was packed before and whose files are unchanged, or None."""
     path = folder / f"done-{number:05d}.json"
     try:
         values = read_signed(path, [field.name for field in fields(Done)], "it is packed again")

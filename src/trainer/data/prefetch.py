@@ -1,13 +1,13 @@
-"""Reading ahead: a thread that makes the next batches while the device computes, and what brings them there.
+"""Reading ahead: a thread that prepares the next batches while the device computes, and their delivery.
 
-A step must not wait for a disk, so a batch is read, widened to int64 and on its way to the GPU before it is asked for:
+A step must not wait for a disk, so a batch is read, widened to int64 and on its way to the GPU before it is requested:
 
     thread    read windows -> pinned host memory -> copy to the GPU on a stream of its own -> event
-    trainer   the stream that computes waits for the event (not the host)
+    trainer   the computing stream waits for the event (not the host)
 
 The thread only runs what it is given, in order. It knows no cursor: results that are no longer wanted, after a rewind,
-say, are dropped, and no state has to be restored. An error in it is raised where the result is asked for, and only
-then. It is a daemon: a disk that never answers does not keep the process from ending.
+say, are dropped, and there is no state to restore. Its errors are raised when the result is requested, and only then.
+It is a daemon: a disk that never answers does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 
 T = TypeVar("T")
 Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-READ_AHEAD = 2  # batches: one on the way while the other waits, so that a slow one is made up for
-PATIENCE = 5.0  # seconds that an end waits for what is being read
+READ_AHEAD = 2  # batches: one in transit while the other waits, so that one slow read does not stall
+PATIENCE = 5.0  # seconds that the end of a run waits for a read in progress
 
 
 class Reader:
-    """Runs functions one after the other in a thread, which begins with the first one."""
+    """Runs functions one after the other in a thread, which starts with the first one."""
 
     def __init__(self) -> None:
         self._jobs: Jobs = SimpleQueue()
@@ -37,7 +37,7 @@ class Reader:
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Have it run. What it returns or raises comes out of the future's `result`."""
+        """Queue a function. The future's `result` returns or raises what it does."""
         future: Future[T] = Future()
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._jobs,), name="data", daemon=True)
@@ -46,7 +46,7 @@ class Reader:
         return future
 
     def close(self) -> None:
-        """End the thread, after what it is doing; whatever was not begun should have been cancelled."""
+        """Stop the thread after its current function. The caller has cancelled the functions that have not begun."""
         self._end()
         if self._thread is not None:
             self._thread.join(PATIENCE)
@@ -58,23 +58,23 @@ def _work(jobs: Jobs) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 result = function()
-            except BaseException as error:  # whatever it is, it is for the one who asked
+            except BaseException as error:  # any error belongs to the caller of `result`
                 future.set_exception(error)
             else:
                 future.set_result(result)
                 del result
-        del job, future, function  # the next one may be long in coming
+        del job, future, function  # the next one may take long to come
 
 
 class Delivery:
-    """Brings tokens to a device. On a GPU neither the host nor what the GPU computes waits for the copy."""
+    """Brings tokens to a device. On a GPU neither the host nor the computation waits for the copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, tokens: Tensor) -> Callable[[], Tensor]:
-        """Begin. The result is to be called by the thread whose stream will use the tokens; it gives them, on the
+        """Start the copy. The thread whose stream uses the tokens calls the result, which returns them on the
         device."""
         if self._stream is None:
             return lambda: tokens
@@ -86,7 +86,7 @@ class Delivery:
         def receive() -> Tensor:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
-            there.record_stream(stream)  # its memory is not used again before what the stream does with it
+            there.record_stream(stream)  # its memory is not reused before the stream has used it
             return there
 
         return receive

@@ -2,15 +2,16 @@
 
     cache_dir/stdlib-1f0c.../   tokenizer.json  train.bin  train.json  validation.bin  validation.json  prepared.json
 
-Large corpora have train-00000.bin, train-00001.bin, ...; several sources validation-NAME.bin each. The folder's name is
-a hash of everything that the contents depend on: the sources' fingerprints and the settings. A changed source therefore
-has another name, and a run that still reads the old bins keeps them. The folder is built under another name, shard by
-shard (`packing`), and renamed when complete, so that one killed halfway is never taken for a whole one; the next
-process keeps the complete shards and continues. A file lock lets one process build while others wait for it.
+Large corpora have train-00000.bin, train-00001.bin, ... and validation.00000.bin, ...; several sources
+validation-NAME.bin each. The folder's name is a hash of everything that determines its contents: the sources'
+fingerprints and the settings. A changed source therefore has another name, and a run that still reads the old bins
+keeps them. The folder is built under another name, shard by shard (`packing`), and renamed when complete, so that an
+incomplete one is never used; after a kill the next process keeps the complete shards and continues. A file lock lets
+one process build while others wait for it.
 
-What is damaged (files that cannot be read, documents that are not text) is an error that names it, unless
-`data.skip_damaged=true`, which leaves it out. What is left out is decided once, here, and recorded in prepared.json:
-a run that resumes has the same tokens in the same order, even if the source has changed.
+Damage (unreadable files, documents that are not text) is an error that names it; `data.skip_damaged=true` leaves it out
+instead. What is left out is decided once, here, and recorded in prepared.json: a run that resumes has the same tokens
+in the same order, even if the source has changed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def prepare(
     progress: Progress | None = None,
     folder: Path | None = None,
 ) -> Prepared:
-    """`find_or_build`, with all files known to be whole: what a process by itself calls."""
+    """Run `find_or_build` and check all files, for a single process."""
     prepared = find_or_build(data, vocab_size, progress, folder)
     check_whole(prepared.shards, data.verify, ALONE)
     return prepared
@@ -64,11 +65,11 @@ def prepare(
 def find_or_build(
     data: DataConfig, vocab_size: int, progress: Progress | None = None, folder: Path | None = None
 ) -> Prepared:
-    """The bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
+    """Return the bins and tokenizer of `data` for a model of `vocab_size` entries: from the cache, or built now.
 
     folder: where to put them instead of the cache. Safe to call from several processes at once, which then share
-    `check_whole`: it finds files that were altered. UserError, one line, for settings that cannot work, a source
-    without text, what is damaged (unless `data.skip_damaged`), and sidecars that are not what they were when written.
+    `check_whole`: it finds files that were altered. Raises UserError, one line, for settings that cannot work, a source
+    without text, damage (unless `data.skip_damaged`), and sidecars that have changed since they were written.
     """
     check_data(data, vocab_size)
     report = progress or silent
@@ -143,11 +144,12 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
 
 
 def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
-    """The acquired lock of `folder`. setting: for messages. The system releases the lock when its process dies."""
+    """Return the acquired lock of `folder`. setting: for messages. The system releases the lock when its process
+    dies."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        Path(lock.lock_file).touch()  # where no file can be made (/proc), filelock would try for ever
+        Path(lock.lock_file).touch()  # if no file can be made (/proc), filelock would try forever
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -159,7 +161,7 @@ def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
 
 
 def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
-    """16 hex digits over everything that the folder's contents depend on."""
+    """Return 16 hex digits over everything that determines the folder's contents."""
     columns = [
         [reader.part.name, reader.part.weight, reader.part.text_column, reader.part.format.value] for reader in readers
     ]
@@ -177,14 +179,14 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
 
 
 def _partial(folder: Path) -> Path:
-    """Where `folder` is built."""
+    """Return the temporary folder in which `folder` is built."""
     return folder.with_name(folder.name + ".partial")
 
 
 def _build(
     folder: Path, readers: Sequence[Reader], data: DataConfig, vocab_size: int, key: str, report: Progress
 ) -> None:
-    """Make `folder` from the sources, or continue what a dead process has left; the caller holds its lock."""
+    """Build `folder` from the sources, or continue the work of a dead process. The caller holds its lock."""
     partial = _partial(folder)
     partial.mkdir(exist_ok=True)
     if not (partial / SUMMARY).is_file():
@@ -209,14 +211,14 @@ def _build(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
                     "start again when they are still"
                 )
-        finish(packing, done, log, readers, key, revisions)
+        finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE)
     tidy(partial)
     os.rename(partial, folder)
 
 
 def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:
-    """The commits of datasets of the hub, by source: those that this folder was begun with, or the present ones.
-    UserError for one that cannot be had any more: no folder has text of two."""
+    """Return the commits of hub datasets, by source: those that this folder was begun with, or the current ones. Raises
+    UserError for an unavailable commit: no folder mixes the text of two."""
     path = partial / REVISIONS
     begun = json.loads(path.read_text()) if path.is_file() else {}
     found = {reader.part.name: reader.pin(begun.get(reader.part.name)) for reader in readers}
@@ -229,7 +231,7 @@ def _pin(partial: Path, readers: Sequence[Reader]) -> dict[str, str]:
 def _tokenizer(
     partial: Path, readers: Sequence[Reader], data: DataConfig, vocab_size: int, report: Progress
 ) -> Tokenizer:
-    """The one that is given, or was trained before, or is trained now."""
+    """Return the given tokenizer, or one trained before or now."""
     path = partial / "tokenizer.json"
     if not path.is_file():
         if data.tokenizer is not None:
@@ -244,7 +246,7 @@ def _tokenizer(
 def _pack(
     packing: Packing, readers: Sequence[Reader], data: DataConfig, report: Progress
 ) -> tuple[list[Done], SkipLog]:
-    """All shards, those of a process before this one included, and what was left out while they were read."""
+    """Pack all shards. Return them, those of an earlier process included, and what was left out."""
     log = SkipLog(strict=not data.skip_damaged)
     what, taken, next_report, count = "packing the text", 0, 0.0, 0
     weighed = readers[0].part.weight is not None
@@ -289,5 +291,5 @@ def _pack(
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

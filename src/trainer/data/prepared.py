@@ -1,14 +1,17 @@
-"""What was prepared: a folder with a tokenizer and bins, opened and checked, or several of them as one."""
+"""Prepared data: a folder with a tokenizer and bins, opened and checked, or several of them as one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
+from trainer.data.bigram import bigram_loss
 from trainer.data.bins import Bins, Shard
 from trainer.data.records import Skipped
 from trainer.data.tokenizer import file_hash
@@ -16,9 +19,11 @@ from trainer.digests import ACCEPT, accept, read_signed
 
 SUMMARY = "prepared.json"
 KEYS = ("format", "key", "train", "validation", "documents", "revisions", "skipped")
-"""Of prepared.json."""
+"""Keys of prepared.json."""
 SIDECARS = "sidecars"
 """Its key for the digests of the sidecars, by their names."""
+BIGRAM = "bigram_loss"
+"""Its key for the loss of the bigram model. Without it (prepared by an older version, or edited): `add_bigram`."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +33,21 @@ class Prepared:
     folder: Path
     train: Bins
     validation: Bins
-    """Of all sources together."""
+    """Held-out text of all sources together."""
     tokenizer_path: Path
     tokenizer_hash: str
     """SHA-256 of tokenizer.json."""
     built: bool
-    """Whether this call made it; False when it was found in the cache."""
+    """Whether this call built it; False if it was found in the cache."""
     validations: tuple[tuple[str, Bins], ...]
-    """Of each source: its name, and what was held out of it."""
+    """Name and held-out text of each source."""
     documents: dict[str, tuple[int, int]]
-    """Of each source: how many documents the training bins have, and their bytes."""
+    """Training documents of each source and their bytes, by its name."""
     skipped: tuple[Skipped, ...] = ()
-    """What of the sources is not here, and why."""
+    """Text of the sources that was left out, and why."""
+    bigram_loss: float | None = None
+    """Loss of a bigram model of these tokens (`bigram`), nats a token; for several folders the mean over their held-out
+    tokens, each with the model of its own text. None if prepared.json has none."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -48,37 +56,58 @@ class Prepared:
 
     @property
     def left_out(self) -> tuple[Skipped, ...]:
-        """Whole files, or the rest of some, that are damaged."""
+        """Damaged files that were left out, wholly or from some point on."""
         return tuple(each for each in self.skipped if not each.count)
 
 
 def read_summary(folder: Path) -> dict:
-    """The content of prepared.json."""
+    """Return the content of prepared.json."""
     fix = f"delete {folder} and prepare the data again, if it is prepared data"
     return read_signed(folder / SUMMARY, KEYS, fix)
 
 
-def sidecar_digests(folder: Path, facts: dict) -> dict[str, str]:
-    """SHA-256 of each sidecar of the shards that prepared.json names, by its name."""
-    names = [Path(name).with_suffix(".json").name for name in (*facts["train"], *facts["validation"].values())]
+def sidecar_digests(folder: Path, files: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of the sidecar of each of these shards, by its name."""
+    names = [Path(file).with_suffix(".json").name for file in files]
     return {name: file_hash(folder / name) for name in names if (folder / name).is_file()}
 
 
+def _held_out(facts: dict) -> dict[str, list[str]]:
+    """Return the validation files of each source. prepared.json has a single name if there is one."""
+    return {name: [files] if isinstance(files, str) else files for name, files in facts["validation"].items()}
+
+
+def _shards(facts: dict) -> list[str]:
+    return [*facts["train"], *(file for files in _held_out(facts).values() for file in files)]
+
+
 def accept_prepared(folder: Path) -> None:
-    """Sign prepared.json and the sidecars as they are now. UserError if it is not what `prepare` writes."""
+    """Sign prepared.json and the sidecars as they are now. Raises UserError if it is not a file of `prepare`."""
     try:
         content = json.loads((folder / SUMMARY).read_text())
-        sidecars = sidecar_digests(folder, content)
+        sidecars = sidecar_digests(folder, _shards(content))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
-    accept(folder / SUMMARY, **{SIDECARS: sidecars})
+    accept(folder / SUMMARY, **{SIDECARS: sidecars, BIGRAM: None})
+
+
+def add_bigram(folder: Path) -> float:
+    """Compute the missing loss of the bigram model and write it into prepared.json. Raises UserError if that cannot be
+    written."""
+    prepared = open_prepared(folder)
+    loss = bigram_loss(prepared.train, prepared.validation)
+    try:
+        accept(folder / SUMMARY, **{BIGRAM: loss})
+    except OSError as error:
+        raise UserError(f"{folder / SUMMARY}: cannot be written ({error.strerror}): make the folder writable") from None
+    return loss
 
 
 def _check_sidecars(folder: Path, facts: dict) -> None:
-    """UserError, naming the file, for a sidecar that is not the one which was written with this listing."""
-    found = sidecar_digests(folder, facts)
+    """Raise UserError, naming the file, for a sidecar that differs from the listed one."""
+    found = sidecar_digests(folder, _shards(facts))
     for name, digest in facts.get(SIDECARS, {}).items():
-        if found.get(name, digest) != digest:  # a missing one is reported by `Bins.open`
+        if found.get(name, digest) != digest:  # `Bins.open` reports a missing one
             raise UserError(
                 f"bins sidecar {folder / name}: was altered (its SHA-256 is not the one in {SUMMARY}); delete "
                 f"{folder} and prepare the data again, or accept an edit with `{ACCEPT} {folder / SUMMARY}`"
@@ -86,15 +115,17 @@ def _check_sidecars(folder: Path, facts: dict) -> None:
 
 
 def open_prepared(folder: Path, built: bool = False) -> Prepared:
-    """Open a folder and check what it lists. UserError, naming the file, for what is not as it was written; the tokens
-    themselves are the subject of `check_whole`."""
+    """Open a folder and check what it lists, except the tokens (`check_whole`). Raises UserError, naming the file, for
+    changed files."""
     tokenizer_path = folder / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise UserError(f"tokenizer {tokenizer_path}: the file is missing: delete {folder} and prepare the data again")
     tokenizer_hash = file_hash(tokenizer_path)
     facts = read_summary(folder)
     _check_sidecars(folder, facts)
-    held_out = tuple((name, Bins.open(folder / file, tokenizer_hash)) for name, file in facts["validation"].items())
+    held_out = tuple(
+        (name, Bins.open([folder / file for file in files], tokenizer_hash)) for name, files in _held_out(facts).items()
+    )
     return Prepared(
         folder=folder,
         train=Bins.open([folder / name for name in facts["train"]], tokenizer_hash),
@@ -105,11 +136,12 @@ def open_prepared(folder: Path, built: bool = False) -> Prepared:
         validations=held_out,
         documents={name: (count, size) for name, (count, size) in facts["documents"].items()},
         skipped=tuple(Skipped(**each) for each in facts["skipped"]),
+        bigram_loss=facts.get(BIGRAM),
     )
 
 
 def open_several(sources: Sequence[SourceConfig]) -> Prepared:
-    """Folders that were prepared before, as one."""
+    """Open several prepared folders as one."""
     for part in sources:
         if not (Path(str(part.path)) / SUMMARY).is_file():
             raise UserError(
@@ -139,6 +171,8 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         for part, each in both
         for name, counts in each.documents.items()
     }
+    losses = [each.bigram_loss for each in found if each.bigram_loss is not None]
+    weights = [each.validation.num_tokens for each in found]
     return Prepared(
         folder=found[0].folder,
         train=Bins.join([each.train for each in found]),
@@ -149,4 +183,5 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
         validations=tuple(held_out),
         documents=documents,
         skipped=tuple(skipped for each in found for skipped in each.skipped),
+        bigram_loss=float(np.average(losses, weights=weights)) if len(losses) == len(found) else None,
     )

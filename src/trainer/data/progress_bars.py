@@ -14,20 +14,20 @@ from trainer.data.tokenizer_sample import Progress as Report
 
 
 def prepare_with_bars(data: DataConfig, vocab_size: int, folder: Path | None = None) -> Prepared:
-    """`prepare`, showing its stages as they come."""
+    """Run `prepare` and show its stages."""
     with bars() as show:
         return prepare(data, vocab_size, show, folder)
 
 
 def find_or_build_with_bars(data: DataConfig, vocab_size: int) -> Prepared:
-    """`find_or_build`, as `prepare_with_bars`."""
+    """Run `find_or_build` and show its stages."""
     with bars() as show:
         return find_or_build(data, vocab_size, show)
 
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """Shows the progress of stages."""
+    """Show the progress of stages."""
     console = Console()
     tasks: dict[str, TaskID] = {}
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:

@@ -1,12 +1,12 @@
-"""Documents: what any source comes to, and what is left out on the way.
+"""Documents: the common form of all sources, and what is left out on the way.
 
-A source is an order of `Block`s: a megabyte or so of it each, small enough to be passed to another process, either as a
-place to read at (a range of bytes of a file, a row group) or, where one has to read everything before it (compressed
-files, streams), as the data. A block gives its documents as `Piece`s of text, in order. Nothing else is known about a
-source after that, and the same documents give the same tokens, whatever they were kept in.
+A source is an order of `Block`s of about a megabyte each, small enough to be passed to another process. A block is
+either a place to read at (a range of bytes of a file, a row group), or the data itself if everything before it must be
+read (compressed files, streams). A block yields its documents as `Piece`s of text, in order. Nothing else is known
+about a source after that: the same documents give the same tokens, whatever file format they come from.
 
-Which documents are held out for validation is decided here, for each by itself: by the hash of its text, read as a
-number in [0, 1), below `fraction`. So the split needs no seed and no list, and equal documents are on one side.
+Whether a document is held out for validation is decided here, for each on its own: if the hash of its text, read as a
+number in [0, 1), is below `fraction`. So the split needs no seed and no list, and equal documents are on one side.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trainer.data.corpus import read_part, read_pieces, whats_wrong
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
-"""Of a line of JSON, or of a compressed file of text: each is in memory as a whole."""
+"""Limit of a line of JSON and of a compressed text file: each is in memory as a whole."""
 COUNTED_BYTES = 1 << 30
-"""Of a file: lines so far into it are counted for a message."""
+"""Lines of a file are counted for a message only up to this byte."""
 EMPTY = "empty"
 ONE_VALUE = "one JSON value for the whole file, and one object a line is wanted (jq -c '.[]' makes that of an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
@@ -51,12 +51,12 @@ class Skipped:
     path: str
     why: str
     count: int
-    """Documents. 0: a file, or the rest of one, whose documents cannot be counted."""
+    """Number of documents. 0: a file, or the rest of one, whose documents cannot be counted."""
     first: str
-    """Where the first of them is; empty for a file."""
+    """Place of the first of them; empty for a file."""
 
     def line(self) -> str:
-        """The same without brackets."""
+        """Format it without brackets."""
         first = f"first at {self.first}" if self.count > 1 else self.first
         return f"{self.path}{', ' * bool(first)}{first}: {self.why}"
 
@@ -69,7 +69,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file, in words when it is printed: `line 3`, or by its byte where counting lines takes long."""
+    """A line of a file, described when printed: `line 3`, or by its byte if counting lines would take long."""
 
     number: int
     """In its block, from 1."""
@@ -86,13 +86,14 @@ Place = str | Line
 
 @dataclass
 class SkipLog:
-    """Counts what is left out. strict: what is damaged is a UserError instead."""
+    """Counts what is left out. strict: raise UserError for damage instead."""
 
     strict: bool
     found: dict[tuple[str, str], Skipped] = field(default_factory=dict)
 
     def add(self, path: str, why: str, where: Place = "", count: int = 1, which: str = "") -> None:
-        """Documents of `path` are left out. where: the place in it. why: some fixed words. which: of the first one."""
+        """Record documents of `path` that are left out. where: the place in it. why: a fixed phrase. which: of the
+        first one."""
         before = self.found.get((path, why))
         if before is not None:
             self.found[path, why] = replace(before, count=before.count + count)
@@ -106,7 +107,7 @@ class SkipLog:
         self.found[path, why] = Skipped(path, why, count, first)
 
     def lost(self, path: str, why: str) -> None:
-        """A file, or the rest of one, cannot be read."""
+        """Record a file, or the rest of one, that cannot be read."""
         self.add(path, why, count=0)
 
 
@@ -115,16 +116,16 @@ class Block(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """About how much text it is: shards are cut and sources weighed by it. The same at each reading."""
+        """Approximate bytes of text, used to cut shards and weigh sources. The same at each reading."""
         ...
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
-        """Its documents in order. Those that cannot be used go to the log."""
+        """Yield its documents in order. Unusable ones go to the log."""
         ...
 
 
 def position(data: bytes) -> float:
-    """Hash of a document as a number in [0, 1)."""
+    """Return the hash of a document as a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") / 2**48
 
 
@@ -173,7 +174,8 @@ class Lines:
         yield from parse_lines(data, self.label, self.begin, self.column, fraction, log, self._lines_before)
 
     def _lines_before(self) -> int | None:
-        """Lines of the file before this block, for a message; None far into a large file, which would be read again."""
+        """Return the number of lines of the file before this block, for a message; None far into a large file, which
+        would have to be read again."""
         if self.begin > COUNTED_BYTES:
             return None
         lines, left = 0, self.begin
@@ -212,16 +214,16 @@ def parse_lines(
     log: SkipLog,
     lines_before: Callable[[], int | None],
 ) -> Iterator[Piece]:
-    """The documents in some lines of JSON. lines_before: how many lines of the file come before them, if that is known;
-    called for what goes to the log."""
+    """Yield the documents in some lines of JSON. lines_before: number of lines of the file before them, if known;
+    called for entries of the log."""
     place = begin
     for number, line in enumerate(data.split(b"\n"), 1):
         here, place = place, place + len(line) + 1
         if not line.strip():
-            continue  # no document: an empty one is {"text": ""}
+            continue  # not a document: an empty one is {"text": ""}
         where = Line(number, here, lines_before)
         try:
-            record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with that mark
+            record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with this mark
         except UnicodeDecodeError:
             log.add(label, "not UTF-8 text", where)
             continue
@@ -241,7 +243,7 @@ def parse_lines(
 
 
 def document(text: str | bytes, label: str, where: Place, fraction: float, log: SkipLog) -> Iterator[Piece]:
-    """One document, if it is one."""
+    """Yield one document, if it is usable."""
     if not text:
         log.add(label, EMPTY, where)
         return
@@ -250,7 +252,7 @@ def document(text: str | bytes, label: str, where: Place, fraction: float, log: 
         whole = text if isinstance(text, str) else text.decode()
     except UnicodeDecodeError:
         log.add(label, "not UTF-8 text", where)
-    except UnicodeEncodeError:  # half of a pair of surrogates, as JSON can say it
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         log.add(label, "not Unicode text", where)
     else:
         yield Piece(whole, len(data), True, position(data) < fraction)
@@ -304,7 +306,7 @@ class RowGroup:
 
 
 def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -> None:
-    """UserError if the column of the text is not there, or no text."""
+    """Raise UserError if the text column is missing or is not text."""
     column, key = part.text_column, f"{part.key}.text_column"
     if column not in names:
         raise UserError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
@@ -315,7 +317,7 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
 
 
 def as_bytes(column) -> list[bytes | str | None]:
-    """A column of texts as bytes, not yet known to be UTF-8."""
+    """Return a column of texts as bytes, not yet checked to be UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
@@ -328,14 +330,14 @@ def as_bytes(column) -> list[bytes | str | None]:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that is a document. part: the bytes [begin, end) of it that are; None: all."""
+    """A file that is a document. part: the bytes [begin, end) that belong to it; None: all."""
 
     path: Path
     label: str
     num_bytes: int
     held_out: bool
     packed: bool = False
-    """gz or zst: read as a whole then."""
+    """gz or zst: read as a whole."""
     part: tuple[int, int] | None = None
 
     def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
@@ -364,7 +366,7 @@ class TextFile:
                 if waiting is not None:
                     yield Piece(waiting, len(waiting.encode()), False, self.held_out)
                 waiting = text
-        except (OSError, UnicodeDecodeError) as error:  # it was whole a moment ago
+        except (OSError, UnicodeDecodeError) as error:  # it was readable a moment ago
             why = getattr(error, "strerror", None) or "not UTF-8 text any more"
             raise UserError(f"data: {self.path} cannot be read ({why}): start again when it is whole") from error
         if waiting is None:
@@ -374,7 +376,7 @@ class TextFile:
 
 
 def unpack(path: Path) -> Iterator[bytes]:
-    """The contents of a .gz or .zst file, a block at a time. OSError if they are damaged, or end before their end."""
+    """Yield the contents of a .gz or .zst file, a block at a time. Raises OSError if they are damaged or truncated."""
     if path.suffix == ".gz":
         try:
             with gzip.open(path) as file:
@@ -383,7 +385,7 @@ def unpack(path: Path) -> Iterator[bytes]:
         except (EOFError, zlib.error) as error:
             raise OSError("cut off" if isinstance(error, EOFError) else str(error)) from error
         return
-    import pyarrow  # the library zstandard takes a file that is cut off for one that ends
+    import pyarrow  # the library zstandard accepts a truncated file as complete
 
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -391,6 +393,6 @@ def unpack(path: Path) -> Iterator[bytes]:
 
 
 def unpack_error(error: Exception) -> str:
-    """In words: why a compressed file cannot be read."""
+    """Return in words why a compressed file cannot be read."""
     text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
     return "cut off" if "truncated" in text.lower() or text == "cut off" else f"cannot be unpacked: {text}"

@@ -18,7 +18,7 @@ from trainer.files import create, replace_file, temporary_name
 
 
 class ShardWriter:
-    """A shard that grows: begins with end-of-text, and has it after each document."""
+    """A growing shard: it begins with end-of-text, and has it after each document."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ShardWriter:
         tokenizer_hash: str,
         source_fingerprint: str,
     ) -> None:
-        """Writes to a name that nothing else has until `close`: `path` is whole or not there."""
+        """Writes to a temporary name until `close`: `path` is complete or absent."""
         self.path = path
         self._written = temporary_name(path)
         self._facts: dict[str, Any] = {
@@ -49,7 +49,7 @@ class ShardWriter:
         self._put(self._end)
 
     def add(self, ids: np.ndarray, ends_document: bool, num_text_bytes: int) -> None:
-        """Ids [n] of a document, or of a piece of one."""
+        """Append ids [n] of a document, or of a piece of one."""
         self._put(ids.astype(self._dtype, copy=False))
         self._num_text_bytes += num_text_bytes
         if ends_document:
@@ -57,7 +57,7 @@ class ShardWriter:
             self._num_documents += 1
 
     def append(self, shard: Shard) -> None:
-        """All documents of a shard."""
+        """Append all documents of a shard."""
         facts, step = shard.sidecar, 1 << 24
         for start in range(1, facts.num_tokens, step):
             self._put(shard.read(start, min(step, facts.num_tokens - start)))
@@ -71,7 +71,7 @@ class ShardWriter:
         self._num_tokens += len(ids)
 
     def close(self) -> Sidecar:
-        """Put the shard and its sidecar in their place."""
+        """Move the shard and its sidecar into place."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -88,7 +88,7 @@ class ShardWriter:
         return sidecar
 
     def stamps(self) -> dict[str, Stamp]:
-        """By name, of the shard and its sidecar as they were written; after `close`."""
+        """Return the stamps of the shard and its sidecar as written, by name; after `close`."""
         sidecar = self.path.with_suffix(".json")
         return {
             self.path.name: stamp(self.path, self._digest.hexdigest()),
@@ -96,11 +96,11 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
-        """Leave nothing."""
+        """Remove all files."""
         self._file.close()
         self._written.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object) -> None:
-    """The file, whole or not at all, on the disk."""
+    """Write the file to the disk, completely or not at all."""
     replace_file(path, (json.dumps(content, indent=1) + "\n").encode())

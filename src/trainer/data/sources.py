@@ -1,16 +1,16 @@
 """Sources: each gives its text as an order of blocks, the same at every reading, and a fingerprint of its state.
 
-    text, stdlib    a file is a document; which are held out, the hash of their paths says. Of a source that is one file
-                    of text the last part is held out.
-    files           jsonl: ranges of about a megabyte, cut at ends of lines; where it is compressed, they are read here,
-                    in order; parquet: row groups; text: as above
+    text, stdlib    a file is a document; the hash of its path decides whether it is held out. Of a source that is one
+                    text file the last part is held out.
+    files           jsonl: ranges of about a megabyte, cut at line ends; compressed files are read here, in order;
+                    parquet: row groups; text: as above
     hf              `hub`: rows, read here by the library `datasets`
 
-`mixed` makes one order of several sources. With weights, the next block is always of the source that is furthest behind
-its share, in bytes of text: the shares are exact after every few megabytes, and need no random numbers. (The order in
-which documents are read means nothing for training: the loader shuffles windows over everything. `datasets` has
-`interleave_datasets`, which draws documents by chance, weighs long and short ones alike, and knows no source but its
-own.)
+`mixed` makes one order of several sources. With weights, the next block always comes from the source that is furthest
+behind its share, in bytes of text: the shares are exact after every few megabytes, and need no random numbers. (The
+order in which documents are read does not matter for training: the loader shuffles windows over everything. The library
+`datasets` has `interleave_datasets`, which draws documents at random, weighs long and short ones alike, and supports
+only its own sources.)
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ class Reader(Protocol):
 
     part: SourceConfig
     fingerprint: str
-    """Another one for another state of the source."""
+    """Differs for another state of the source."""
     num_bytes: int
     """Approximate size of its text; 0 if unknown."""
 
     def pin(self, commit: str | None) -> str | None:
-        """Read no other state than `commit` from now on. Returns the state, if the source names it; before anything is
+        """Read only state `commit` from now on. Return the state, if the source names it. Call it before anything is
         read."""
         ...
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
-        """All of it."""
+        """Yield all blocks."""
         ...
 
     def sample(self, num_bytes: int) -> Iterator[Block]:
-        """At least so much of it if there is so much, from all over it; for the tokenizer."""
+        """Yield at least this much of it, if it has so much, from all over it, for the tokenizer."""
         ...
 
 
 def open_source(part: SourceConfig, validation_fraction: float) -> Reader:
-    """UserError, one line, if there is nothing to read."""
+    """Open a source. Raises UserError, one line, if there is nothing to read."""
     if part.held_out is not None:
         return TwoSided(part, part.held_out)
     return _open(part, validation_fraction)
@@ -88,8 +88,8 @@ def _open(part: SourceConfig, validation_fraction: float | None) -> Reader:
 
 
 class TwoSided:
-    """A source that is trained on as a whole, and one that is held out as a whole, which comes first: a mixture may
-    end before all of the text has been read."""
+    """A source that is trained on as a whole, and one that is held out as a whole. The latter comes first: a mixture
+    may end before all of the text has been read."""
 
     def __init__(self, part: SourceConfig, held_out: SourceConfig) -> None:
         self.part, self._same = part, part.path == held_out.path
@@ -144,7 +144,7 @@ class Files:
             )
 
     def leave_out(self, other: Files) -> None:
-        """Read no file that `other` reads. UserError if none is left."""
+        """Skip files that `other` reads. Raises UserError if none is left."""
         theirs = {other._corpus.root / document.path for document in other._corpus.documents}
         corpus = self._corpus
         kept = tuple(document for document in corpus.documents if corpus.root / document.path not in theirs)
@@ -158,7 +158,7 @@ class Files:
         self.num_bytes = self._corpus.num_bytes if self.num_bytes else 0
 
     def _divide(self, text: Document, validation_fraction: float) -> int:
-        """Where the held-out part of the only file begins."""
+        """Return where the held-out part of the only file begins."""
         try:
             begin = divide(self._corpus.root / text.path, text.num_bytes, validation_fraction)
         except OSError as error:
@@ -172,7 +172,7 @@ class Files:
         return begin
 
     def _kind(self, path: str) -> tuple[Format, bool]:
-        """What a file is, and whether it is compressed."""
+        """Return the format of a file, and whether it is compressed."""
         if self.part.source is not Source.files:
             return Format.text, False
         name = Path(path)
@@ -189,7 +189,7 @@ class Files:
         return kind, packed
 
     def pin(self, commit: str | None) -> None:
-        """Files have no commits: the fingerprint identifies their state."""
+        """Do nothing: files have no commits, and the fingerprint identifies their state."""
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
         for damage in self._corpus.missing:
@@ -200,8 +200,8 @@ class Files:
             yield from self._blocks(document, log)
 
     def sample(self, num_bytes: int) -> Iterator[Block]:
-        """From the beginnings of all files, whole ones where a file is a document; in the order of the hashes of their
-        paths, which is random but fixed."""
+        """Yield the beginnings of all files, or whole files that are documents, in the order of the hashes of their
+        paths: random but fixed."""
         order = [d for d in sorted(self._corpus.documents, key=lambda d: d.position) if d.path not in self._held_out]
         taken = 0
         for number, document in enumerate(order):
@@ -239,7 +239,7 @@ class Files:
 
 
 def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
-    """Where to read a file of lines."""
+    """Yield ranges of a file of lines."""
     try:
         with path.open("rb") as file:
             size, begin = path.stat().st_size, 0
@@ -259,10 +259,10 @@ def line_ranges(path: Path, label: str, column: str, log: SkipLog) -> Iterator[B
 
 
 def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterator[Block]:
-    """The lines of a compressed file. Of one that is damaged, those before the damage."""
+    """Yield the lines of a compressed file. Of a damaged one, those before the damage."""
     rest: list[bytes] = []  # of a line that continues in the next block
     size = begin = lines = 0
-    skipping = False  # a line that is too long
+    skipping = False  # within a line that is too long
     try:
         for data in unpack(path):
             if skipping:
@@ -286,7 +286,7 @@ def lines_of_packed(path: Path, label: str, column: str, log: SkipLog) -> Iterat
 
 
 def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iterator[Block]:
-    """Where to read a parquet file."""
+    """Yield the row groups of a parquet file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -313,11 +313,11 @@ class Taken(NamedTuple):
     source: int
     block: Block
     again: bool
-    """Whether the source has been read to its end before."""
+    """Whether the source has already been read to its end once."""
 
 
 def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken]:
-    """One order of all sources: one after the other, or by their weights."""
+    """Yield one order of all sources: one after the other, or by their weights."""
     weights = [reader.part.weight for reader in readers]
     streams = [reader.blocks(log) for reader in readers]
     if weights[0] is None:

@@ -1,10 +1,10 @@
 """Byte-level BPE: text is UTF-8 bytes, bytes are merged pairwise into the `vocab_size` most useful strings.
 
-Every text has an encoding (256 entries are the single bytes) and decodes to itself. Words are cut as GPT-2 cuts them,
-so that merges do not cross from a word into the next; a run of blanks is a word, which suits source code. Training
-counts words and merges the most frequent pair, ties broken by the pair's ids: the same text gives the same
-tokenizer.json, byte for byte, whatever the number of threads. Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes
-and cutting: GPT-2 (2019).
+Every text has an encoding (256 entries are the single bytes) and decodes to itself. Words are split as in GPT-2, so
+that merges do not cross word boundaries; a run of blanks is a word, which suits source code. Training counts words and
+merges the most frequent pair, ties broken by the pair's ids: the same text gives the same tokenizer.json, byte for
+byte, whatever the number of threads. Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes and splitting: GPT-2
+(2019).
 
 The end-of-text token follows each document. Text that happens to spell it is encoded as ordinary characters.
 """
@@ -25,7 +25,7 @@ Flag = TypeVar("Flag")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries (fewer if the text has no more pairs to merge)."""
+    """Train a byte-level BPE of at most `vocab_size` entries (fewer if the text has no more pairs to merge)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json; where it cuts texts off, or fills them up, it does not. UserError if it is none."""
+    """Read a tokenizer.json, with truncation and padding disabled. Raises UserError for another file."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
@@ -52,12 +52,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def num_entries(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: some vocabularies have holes."""
+    """Return one more than the largest id: some vocabularies have holes."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
-    """The token's id. UserError if the tokenizer does not have it."""
+    """Return the token's id. Raises UserError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(end_of_text)
     if token_id is None:
         raise UserError(
@@ -67,7 +67,7 @@ def end_of_text_id(tokenizer: Tokenizer, end_of_text: str) -> int:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's contents, in hex: what `sha256sum` prints."""
+    """Return the SHA-256 of a file's contents, in hex, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -75,10 +75,11 @@ def file_hash(path: Path) -> str:
 def encode_pieces(
     tokenizer: Tokenizer, pieces: Iterable[tuple[str, Flag]], batch_characters: int
 ) -> Iterator[tuple[np.ndarray, Flag]]:
-    """(text, anything) -> (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores.
+    """Map (text, anything) to (ids as uint32 [n], the same), in order; about `batch_characters` at a time on all cores.
 
-    UserError for a tokenizer that has no ids for some text."""
-    tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is text
+    Raises UserError for a tokenizer that has no ids for some text.
+    """
+    tokenizer.encode_special_tokens = True  # a special token's spelling inside a text is ordinary text
     batch: list[tuple[str, Flag]] = []
     waiting = 0
     for piece in pieces:

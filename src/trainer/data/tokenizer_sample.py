@@ -17,7 +17,7 @@ REPORT_SECONDS = 0.2
 MEGABYTE = 1_000_000
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all (0 if unknown)."""
+"""Called with the current activity, the bytes done and the bytes in total (0 if unknown)."""
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -25,7 +25,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 def new_tokenizer(data: DataConfig, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries that is trained on a sample of the training text of `data`."""
+    """Train a byte-level BPE of `vocab_size` entries on a sample of the training text of `data`."""
     check_data(data, vocab_size)
     for part in source_configs(data):
         if part.source is Source.bins:
@@ -40,7 +40,7 @@ def train_on_sample(readers: Sequence[Reader], data: DataConfig, vocab_size: int
 
 
 def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: int, report: Progress) -> Iterator[str]:
-    """About `num_bytes` of training text, each source by its weight. UserError if there is none."""
+    """Yield about `num_bytes` of training text, each source by its weight. Raises UserError if there is none."""
     what, taken, log = "training the tokenizer", 0, SkipLog(strict=False)
     weights = [reader.part.weight or 1.0 for reader in readers]
     next_report = 0.0
@@ -57,7 +57,7 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
     if not taken:
         where = " and ".join(str(reader.part.path) for reader in readers)
         found = log.found.values()
-        found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are no JSON either
+        found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are not JSON either
         reasons = "; ".join(each.line() for each in found[:3])
         fix = f"{reasons}; correct that" if reasons else "give more text, or a data.tokenizer"
         raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")

@@ -1,12 +1,11 @@
-"""Which files of tokens are known to be whole: hashed once, and again only where size or time are others.
+"""Which token files are known to be complete: hashed once, and again only if size or time have changed.
 
     verified.json   {"files": {"train.bin": [BYTES, MTIME_NS, SHA256], ...}, "digest": "..."}
 
-Reading a corpus to hash it takes hours at 10^12 tokens, so that a start compares the size, the time of modification and
-the SHA-256 that the sidecar names with those of this list. What is not in it (bins that were copied or altered, or
-prepared before there was a list) is read; `data.verify=true` reads all. Ranks that see the same files (inode, size and
-time) read a part each. So damage that leaves the time as it was, a disk that returns other bits than were written, is
-found by `data.verify=true` alone.
+Reading a corpus to hash it takes hours at 10^12 tokens, so a start compares the size, the modification time and the
+sidecar's SHA-256 with this list. Files that are not listed (bins that were copied or altered, or prepared by an older
+version) are read; `data.verify=true` reads all. Ranks that see the same files (inode, size and time) read a part each.
+Only `data.verify=true` finds damage that leaves the time unchanged, a disk that returns wrong bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trainer.digests import DIGEST, digest_of, write_signed
 
 VERIFIED = "verified.json"
 Stamp = tuple[int, int, str]
-"""Size in bytes, time of modification in ns, SHA-256 (hexadecimal)."""
+"""Size in bytes, modification time in ns, SHA-256 (hexadecimal)."""
 _THREADS = 8
 T = TypeVar("T")
 
@@ -47,23 +46,23 @@ class _Alone:
 
 
 ALONE: Ranks = _Alone()
-"""A process by itself."""
+"""A single process."""
 
 
 def stamp(path: Path | int, sha256: str) -> Stamp:
-    """Of a file (or a descriptor of it) that has this SHA-256 now."""
+    """Return the stamp of a file (or a descriptor of it) that has this SHA-256 now."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, sha256
 
 
 def remember(folder: Path, stamps: dict[str, Stamp]) -> None:
-    """Write down which files of a folder are whole, beside those that are known. OSError if it cannot be written."""
+    """Add complete files of a folder to its list. Raises OSError if it cannot be written."""
     write_signed(folder / VERIFIED, {"files": {**_known(folder), **stamps}})
 
 
 def check_whole(shards: Iterable[Shard], everything: bool, ranks: Ranks) -> None:
-    """Return when all `shards` are known to be what their sidecars say. everything: read all of them, whatever is
-    known. A collective of `ranks`. UserError, on all of them, names the first damaged file."""
+    """Check that all `shards` match their sidecars. everything: read all of them, even known ones. A collective of
+    `ranks`. Raises UserError, on all of them, naming the first damaged file."""
     by_path = {shard.path.absolute(): shard for shard in shards if shard.is_file}
     opened = [by_path[path] for path in sorted(by_path)]
     known = {folder: _known(folder) for folder in {shard.path.parent for shard in opened}}
@@ -89,7 +88,7 @@ def _stamp(shard: Shard) -> Stamp:
 
 
 def _identity(shards: Sequence[Shard]) -> str:
-    """The same on all nodes that have the files from one file system; another for each copy."""
+    """Return a key that is the same on all nodes with the files on one file system, and different for each copy."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(f"{os.fstat(shard.descriptor).st_ino} {_stamp(shard)}\n".encode())
@@ -97,7 +96,7 @@ def _identity(shards: Sequence[Shard]) -> str:
 
 
 def _share(shards: Sequence[Shard], number: int, count: int) -> list[Shard]:
-    """Part `number` of `count`, of about the same size: the largest first, dealt out in turns."""
+    """Return part `number` of `count` of about equal size: the largest first, dealt out in turns."""
     return sorted(shards, key=lambda shard: -shard.sidecar.num_tokens)[number::count]
 
 
@@ -121,7 +120,7 @@ def _remember(shards: Sequence[Shard]) -> None:
 
 
 def _known(folder: Path) -> dict[str, Stamp]:
-    """Nothing if the list is missing or damaged: then the files themselves are read."""
+    """Return the list, empty if it is missing or damaged: then the files themselves are read."""
     try:
         content: dict[str, Any] = json.loads((folder / VERIFIED).read_text())
         if content[DIGEST] != digest_of(content):

@@ -1,9 +1,8 @@
 """A process that packs shards: `python -m trainer.data.worker`, started by `workers`.
 
-It reads pickles from its standard input (a `Packing`, then `Work`, until the input ends) and answers each with one on
-its standard output: a `Done`, or an `Excuse`; before that with numbers, which are bytes of text read. When the process
-that started it is gone, its input ends and so does it, at once: the file it was writing has a temporary name that no
-reader opens.
+It reads pickles from its standard input (a `Packing`, then `Work`, until the input ends) and answers each on its
+standard output: numbers, the bytes of text read, then a `Done` or an `Excuse`. If the process that started it dies, its
+input ends and it exits at once: the file in progress has a temporary name that no reader opens.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 
 def main() -> None:
-    """Work until there is none."""
+    """Pack shards until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     orders: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(orders,), daemon=True).start()
     from precision.errors import UserError

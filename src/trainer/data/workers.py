@@ -1,11 +1,11 @@
-"""Workers: shards packed by several processes at once, whichever is free.
+"""Workers: shards packed by several processes at once, each by the next free one.
 
-The order in which they finish means nothing: a shard's number is its place. With one worker, or one shard, this process
-does it itself, and the tokenizer uses all cores for each batch of documents. Beyond that, processes: each takes a shard
-from reading to writing on one core, so that nothing is left that only one of them can do, except reading what cannot be
-read from the middle.
+The order in which they finish does not matter: a shard's number is its place. With one worker, or one shard, this
+process does the work itself, and the tokenizer uses all cores for each batch of documents. Otherwise each worker
+process takes a shard from reading to writing on one core. Only data that cannot be read from the middle is read by this
+process.
 
-The processes are new ones, not forks: the process that starts them may hold a GPU, threads and locks.
+Workers are new processes, not forks: the process that starts them may hold a GPU, threads and locks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trainer.data.packing import Done, Excuse, Packer, Packing, Work
 
 
 def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: Callable[[int], None]) -> None:
-    """Pack every shard of `work`, which is read as it is needed. on_read: hears of bytes of text that have been read.
+    """Pack every shard of `work`, which is read as needed. on_read: called with bytes of text that have been read.
 
-    UserError for data at fault, OSError for the system, RunError for a worker that was killed. The first of them
+    Raises UserError for faulty data, OSError for the system, RunError for a worker that was killed. The first of them
     ends all workers.
     """
     first = list(itertools.islice(work, 2 if num_workers > 1 else 1))
@@ -68,14 +68,14 @@ def pack_all(packing: Packing, work: Iterator[Work], num_workers: int, on_read: 
 
 
 class _Worker:
-    """One process."""
+    """A worker process."""
 
     def __init__(self, packing: Packing) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
-        # one core each: several threads of each would only get in the others' way
+        # one core each: threads of several processes would compete
         environment = os.environ | {"PYTHONPATH": paths, "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "trainer.data.worker"]
-        # a session of its own: Ctrl-C is for the first process, which decides
+        # a session of its own: Ctrl-C goes only to the first process, which decides
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._say(packing)
@@ -111,5 +111,5 @@ class _Worker:
             try:
                 assert pipe is not None
                 pipe.close()
-            except OSError:  # something was on its way
+            except OSError:  # something was still in transit
                 pass

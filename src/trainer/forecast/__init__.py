@@ -1,1 +1,1 @@
-"""What a run will cost, before it starts: checks across keys, memory, time, parallel layouts."""
+"""Forecasts and checks before a run: checks across keys, memory, time, parallel layouts."""

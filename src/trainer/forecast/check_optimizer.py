@@ -1,36 +1,36 @@
-"""Settings of the optimizer that cannot be trained with."""
+"""Checks of the optimizer's settings."""
 
 import math
-from typing import NoReturn
 
 from precision.config import LossScaleConfig
-from precision.errors import UserError
+from precision.errors import refuse
 from trainer.config import Config, Moments, OptimizerName
 from trainer.optim.orthogonalise import FEWEST
 
 SLOWEST = 0.98
-"""Largest decay of a moment in BF16. A change of less than 2^-9 is rounded away, and with a decay near 1 most are: a
-second moment then stays above what it should be by 5 % at 0.99, and never falls at 0.999."""
+"""Largest decay of a moment in BF16. Changes below 2^-9 are rounded away, and with a decay near 1 most changes are: a
+second moment then stays 5 % too high at 0.99, and never falls at 0.999."""
 
 
 def check_optimizer(config: Config) -> None:
-    """UserError, naming key, value and fix, for what `optim` and the precision table say of the optimizer."""
+    """Raise UserError, naming key, value and fix, if `optim` and the precision table hold invalid optimizer
+    settings."""
     _check_moments(config)
     _check_loss_scale(config.precision.loss_scale)
     tau, muon = config.optim.qk_clip, config.optim.muon
     if tau is not None and not 0 < tau < math.inf:
-        _refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
+        refuse("optim.qk_clip", tau, "out of range", "set a number above 0, such as 100, or null")
     if config.optim.name is not OptimizerName.muon:
         return
     if muon is None:
-        _refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
+        refuse("optim.name", "muon", "optim.muon is null", "leave optim.muon out, or set optim=muon_wsd")
     if not 0 <= muon.momentum < 1:
-        _refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
+        refuse("optim.muon.momentum", muon.momentum, "out of range", "set 0.95, or 0 to below 1")
     if not 0 < muon.scale < math.inf:
-        _refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
+        refuse("optim.muon.scale", muon.scale, "out of range", "set a number above 0, such as 0.2")
     fewest = FEWEST[muon.coefficients]
     if muon.steps is not None and not fewest <= muon.steps <= 100:
-        _refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
+        refuse("optim.muon.steps", muon.steps, "out of range", f"set {fewest} to 100, or null")
 
 
 def _check_moments(config: Config) -> None:
@@ -38,7 +38,7 @@ def _check_moments(config: Config) -> None:
     if decided is not None and decided.value != o.moments.value:
         why = f"the precision table sets {decided.value}"
         fix = f"leave optim.moments out, and set precision.table.optim.moments={o.moments.value}"
-        _refuse("optim.moments", o.moments.value, why, fix)
+        refuse("optim.moments", o.moments.value, why, fix)
     if o.moments is Moments.fp32:
         return
     decays = {"optim.betas": max(o.betas)}
@@ -48,20 +48,16 @@ def _check_moments(config: Config) -> None:
         if decay > SLOWEST:
             why = f"moments in BF16 lose changes as small as a decay of {decay} makes"
             fix = f"set {SLOWEST} or less, or precision.table.optim.moments=fp32"
-            _refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
+            refuse(key, o.betas if key == "optim.betas" else decay, why, fix)
 
 
 def _check_loss_scale(c: LossScaleConfig) -> None:
     for key, value in {"initial": c.initial, "minimum": c.minimum}.items():
         if not 2.0**-126 <= value <= 2.0**126 or math.frexp(value)[0] != 0.5:
             why = "other factors than powers of two round gradients"
-            _refuse(f"precision.loss_scale.{key}", f"{value:g}", why, "set 65536, 1, or another power of two")
+            refuse(f"precision.loss_scale.{key}", f"{value:g}", why, "set 65536, 1, or another power of two")
     if c.minimum > c.initial:
         fix = f"set at most {c.initial:g}"
-        _refuse("precision.loss_scale.minimum", f"{c.minimum:g}", "above precision.loss_scale.initial", fix)
+        refuse("precision.loss_scale.minimum", f"{c.minimum:g}", "above precision.loss_scale.initial", fix)
     if not 1 <= c.interval < 2**31:
-        _refuse("precision.loss_scale.interval", c.interval, "out of range", "set 2000, or 1 at least")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
+        refuse("precision.loss_scale.interval", c.interval, "out of range", "set 2000, or 1 at least")

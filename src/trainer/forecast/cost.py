@@ -1,10 +1,10 @@
-"""What a step costs with given degrees: bytes that cross the links, seconds for them, and for the arithmetic.
+"""The cost of a step with given degrees: bytes that cross the links, seconds for them, and for the arithmetic.
 
-One rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
+For one rank and step, P parameters outside the routed experts, Q in them, B microbatches of T tokens:
 
-    gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for what computes in FP8), times
-               (n - 1) / n of n ranks; twice a microbatch if blocks free their
-               weights after the forward pass, once a step if memory allows them to stay
+    gather     2 P (or 2 (P + Q)) bytes, BF16 (`parallel.fp8_all_gather`: half of it for FP8 weights), times (n - 1) / n
+               of n ranks; twice a microbatch if blocks free their weights after the forward pass, once a step if memory
+               allows them to stay
     reduce     4 bytes a parameter, FP32, times (n - 1) / n; once a step, or once a microbatch
     replicas   reduced parts are added up over r replicas: 2 x 4 bytes x (r - 1) / r of a part, once a step
     experts    a token goes once to each of the e ranks that holds any of its K experts: with even routing to
@@ -14,24 +14,23 @@ One rank and step, P parameters outside the routed experts, Q in them, B microba
     stages     D numbers of the residual stream (with MTP 2 D) a token to the next stage, and as many back, for each
                stage of a rank
     context    H (2 N + R + 2 V) / c + R numbers of BF16 a token and block to each of c - 1 ranks (q, k, v, o, the
-               rotated key once), forward and backward, and forward again where attention is computed again
-    tensor     latents (or x) there in BF16, o's sums back, of a token and block to each of t - 1 ranks; backward the
-               gradients of latents in FP32. o's are waited for, the others run beside GEMMs
+               rotated key once), forward and backward, and forward again where attention is recomputed
+    tensor     latents (or x) in BF16, and the sums of o in return, of a token and block to each of t - 1 ranks;
+               backward the gradients of latents in FP32. Ranks wait for o; the rest overlaps with GEMMs
 
-Gathering and reducing run beside the arithmetic, and slow it down: they need memory, multiprocessors and power, too.
-Tokens on their way to experts are waited for, and for longer than their bytes take: the host first reads how many there
-are, and rows are picked and added up. Both as measured on two and four H200s (docs/benchmarks.md). A group that fits
-into a node uses its links, any other one the network of its node, of which each GPU has its share. In an expert group
-on several nodes, tokens to ranks of the same node take its links meanwhile; what is waited for beyond the bytes costs
-what it does in a node.
+Gathering and reducing overlap with the arithmetic and slow it down: they also need memory, multiprocessors and power.
+Ranks wait for tokens on their way to experts, and longer than the bytes take: the host first reads their number, and
+rows are picked and added up. Both factors were measured on two and four H200s (docs/benchmarks.md). A group that fits
+into a node uses the node's links. Any other group uses the node's network, shared by its GPUs. In an expert group on
+several nodes, tokens to ranks of the same node use its links meanwhile; the wait beyond the bytes costs the same as in
+a node.
 
-With p stages a rank has 1 / p of the arithmetic and of the waiting, on average; what its stage gathers and reduces are
-those of the stage that has most of it. Messages between stages are waited for. On top comes the time in which it waits
-for other stages, whose share of the step is `stages.idle_share`.
+With p stages a rank has 1 / p of the arithmetic and of the waiting, on average. It gathers and reduces as much as the
+stage that has most. Ranks wait for messages between stages, and for other stages (`stages.idle_share` of the step).
 
-The arithmetic takes FLOPs / rate, what is recomputed on top, and once a step Muon's iteration at the same rate; where
-ranks share a model, no less than the host needs to launch a block's kernels for each microbatch. A first
-answer, to be replaced by a measurement: rates and bandwidths are given, see `scripts/bench/`.
+The arithmetic takes FLOPs / rate, plus recomputation, plus Muon's iteration once a step at the same rate. If ranks
+share a model, it takes at least the host's time to launch a block's kernels for each microbatch. Rates and bandwidths
+are given. The result is a first estimate, to be replaced by a measurement (`scripts/bench/`).
 """
 
 import math
@@ -48,23 +47,27 @@ from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
 from trainer.forecast.tensor import tensor_bytes
 from trainer.parallel.mesh import Degrees, FsdpPolicy
 
-SPARE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what ops need while they run
-DRAG = 0.5  # of the shorter one's time is added, where messages and arithmetic run at once
-TRAVEL = 2.5  # times what their bytes take is what tokens to experts take
-HOST = 0.0185  # seconds of Python a block and microbatch, both ways: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
-AGAIN = {Recompute.none: 0.0, Recompute.selective: 0.04, Recompute.full: 1 / 3}  # of the blocks' arithmetic
+SPARE = 0.9  # usable share of a GPU's memory: the rest is for the allocator, libraries and temporaries of ops
+DRAG = 0.5  # share of the shorter time that is added where messages and arithmetic overlap
+TRAVEL = 2.5  # time for tokens to experts over the time for their bytes
+HOST = 0.0185  # seconds of Python a block and microbatch, both passes: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
+AGAIN = {
+    Recompute.none: 0.0,
+    Recompute.selective: 0.04,
+    Recompute.full: 1 / 3,
+}  # recomputed share of the blocks' arithmetic
 
 
 NODE_LINK, NETWORK, PER_NODE = 350e9, 45e9, 8
-"""Bytes a second of one H200 in either direction, within a node and between nodes; GPUs of a node."""
+"""Bytes a second of one H200 in each direction within a node and between nodes; GPUs of a node."""
 RATES = {False: 469.0, True: 611.0}
 """TFLOP/s of one H200 in a training step, in BF16 and FP8 (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: in all; per_node: in a node; memory: bytes of one GPU; flops: a second, in a training step, of one GPU;
-    node_link, network: bytes a second of one GPU in either direction, within a node and between nodes."""
+    """gpus: total number; per_node: in a node; memory: bytes of one GPU; flops: per second and GPU in a training step;
+    node_link, network: bytes a second of one GPU in each direction, within a node and between nodes."""
 
     gpus: int
     per_node: int
@@ -74,12 +77,12 @@ class Machine:
     network: float
 
     def seconds(self, sent: float, ranks: int, stride: int = 1) -> float:
-        """Time to send so many bytes in a group of `ranks` ranks that are `stride` apart."""
+        """Return the time to send `sent` bytes in a group of `ranks` ranks that are `stride` apart."""
         inside = min(self.gpus, self.per_node) % (ranks * stride) == 0  # else some groups have ranks on two nodes
         return sent / (self.node_link if inside else self.network)
 
     def dispatch_seconds(self, sent: float, ranks: int) -> float:
-        """Time that an expert group waits, where each rank sends so many bytes to each other one of the group."""
+        """Return the time that an expert group waits if each rank sends `sent` bytes to each other rank of it."""
         near = math.gcd(ranks, min(self.gpus, self.per_node))  # ranks of a group that are in one node
         within, between = (near - 1) * sent / self.node_link, (ranks - near) * sent / self.network
         return max(within, between) + (TRAVEL - 1) * (ranks - 1) * sent / self.node_link
@@ -96,28 +99,28 @@ class Cost:
     memory: float
     compute: float
     hidden: float
-    """Gathering and reducing, which run beside the arithmetic."""
+    """Gathering and reducing, which overlap with the arithmetic."""
     waiting: float
-    """Tokens on their way to experts, heads between the ranks of a context group, and streams between stages."""
+    """Waiting for tokens on their way to experts, heads of a context group, and streams between stages."""
     tokens: float
-    """A GPU's share of the step's."""
+    """Tokens of a step per GPU."""
     bubble: float
-    """Waiting for other stages, as a share of what a rank does in a step and this."""
+    """Waiting for other stages, as a share of a rank's total time."""
     stages_per_rank: int = 1
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Duration of the step in seconds."""
         return self.compute + self.waiting + self.idle + self._beyond
 
     @property
     def idle(self) -> float:
-        """Seconds of it in which ranks wait for other stages."""
+        """Seconds of the step in which ranks wait for other stages."""
         return (self.compute + self.waiting) * self.bubble / (1 - self.bubble)
 
     @property
     def exposed(self) -> float:
-        """Share of a step that messages take beyond the arithmetic."""
+        """Share of the step's time that is communication beyond the arithmetic."""
         return (self._beyond + self.waiting) / self.step
 
     @property
@@ -126,12 +129,12 @@ class Cost:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.step
 
 
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
-    """The step of a config, as its `trainer`, `recompute` and `parallel` say, with these degrees."""
+    """Return the cost of a config's step with these degrees, from its `trainer`, `recompute` and `parallel`."""
     held, policy = forecast(config, plan, degrees, machine.memory)
     return timed(config, plan, degrees, machine, policy, sum(held.values()), busiest(config, plan, degrees))
 
@@ -145,7 +148,7 @@ def timed(
     memory: float = 0.0,
     busiest: float = 1.0,
 ) -> Cost:
-    """`cost` with what FSDP does, the memory of that, and the load of Muon's busiest rank over the mean."""
+    """Return `cost` for an FSDP policy, its memory, and the load of Muon's busiest rank over the mean."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
@@ -190,8 +193,8 @@ def timed(
 
 
 class _Shared(NamedTuple):
-    """Parameters of a rank's stages, and those of them that travel in FP8: outside the routed experts, and in those of
-    a rank."""
+    """Numbers of parameters of a rank's stages, all and those gathered in FP8: outside the routed experts, and in
+    them."""
 
     others: float
     experts: float
@@ -200,7 +203,7 @@ class _Shared(NamedTuple):
 
 
 def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
-    """Seconds for which a rank of a stage gathers and reduces what others have parts of."""
+    """Return the seconds in which a rank of a stage gathers and reduces sharded weights."""
     others, experts, halved, halved_experts = numbers
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
@@ -221,7 +224,7 @@ def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, 
 
 @once
 def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], config: Config) -> list[_Shared]:
-    """Of ranks with different stages. counts: blocks of each stage."""
+    """Return the numbers of each kind of rank: ranks differ by their stages. counts: blocks of each stage."""
     found = []
     for own, rows, _ in stage_models(config, plan, d):
         others, experts = parameters(rows, config=own.model)
@@ -230,7 +233,7 @@ def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], 
 
 
 def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
-    """As `_Shared` has them last."""
+    """Return the number of parameters gathered in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
     for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
         if travels_in_fp8(choice, row, d):

@@ -1,10 +1,9 @@
-"""What changes along a run, in lines: its phases with their steps, for dry runs and the header; and their checks."""
+"""The phases of a run, as lines for dry runs and the header, and the checks of them."""
 
 import math
 from itertools import pairwise
-from typing import NoReturn
 
-from precision.errors import UserError
+from precision.errors import refuse
 from trainer.config import Config, Schedule
 from trainer.config.phases import Shape, is_share
 from trainer.config.timeline import ENDLESS, Phase, Timeline, rates
@@ -12,45 +11,43 @@ from trainer.forecast.words import short
 
 
 def check_phases(config: Config) -> None:
-    """UserError, naming the key, for phases that say what cannot be, or what the rest of the config does not heed."""
+    """Raise UserError, naming the key, for impossible phases, or phases that the rest of the config would ignore."""
     o, timeline = config.optim, Timeline(config.trainer)
     moved = [phase for phase in config.trainer.phases if phase.lr is not None]
     if moved and o.schedule is not Schedule.phases:
-        _refuse("optim.schedule", o.schedule.value, "trainer.phases say the learning rate", "set optim.schedule=phases")
+        refuse("optim.schedule", o.schedule.value, "trainer.phases say the learning rate", "set optim.schedule=phases")
     if o.schedule is Schedule.phases and not moved:
-        _refuse("optim.schedule", "phases", "no phase has an lr", "set wsd or cosine, or lr in trainer.phases")
+        refuse("optim.schedule", "phases", "no phase has an lr", "set wsd or cosine, or lr in trainer.phases")
     for number, phase in enumerate(config.trainer.phases):
         key = f"trainer.phases[{number}]"
         for name in ("lr", "mtp_loss_weight", "router_bias_update_rate"):
             if (value := getattr(phase, name)) is not None and not 0 <= value < math.inf:
-                _refuse(f"{key}.{name}", value, "out of range", "set 0 or more")
+                refuse(f"{key}.{name}", value, "out of range", "set 0 or more")
         for name in ("global_batch_size", "microbatch_size", "sequence_length"):
             if (value := getattr(phase, name)) is not None and value < 1:
-                _refuse(f"{key}.{name}", value, "out of range", "set 1 or more")
+                refuse(f"{key}.{name}", value, "out of range", "set 1 or more")
         if phase.lr is None and phase.lr_shape is not Shape.constant:
-            _refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to come to", f"set {key}.lr")
+            refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to come to", f"set {key}.lr")
         if phase.lr_until is not None and phase.lr_shape is Shape.constant:
-            _refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant is there at once", "set linear or cosine")
+            refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant is there at once", "set linear or cosine")
         if phase.mtp_loss_weight and not config.model.num_mtp_layers:
-            _refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
+            refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
     moves = rates(timeline)
     for (_, end, rate, _), (begin, *_) in pairwise(moves):
         if begin < end:
             why = f"the rate is on its way to {rate:g} until step {end}"
-            _refuse("trainer.phases", f"lr from step {begin + 1} on", why, "let one move end before the next begins")
+            refuse("trainer.phases", f"lr from step {begin + 1} on", why, "let one move end before the next begins")
     for begin, end, rate, _ in moves:
         if end <= begin < timeline.steps:
-            _refuse(
-                "trainer.phases", f"lr {rate:g}", f"it is reached before it begins, at step {begin + 1}", "set more"
-            )
+            refuse("trainer.phases", f"lr {rate:g}", f"it is reached before it begins, at step {begin + 1}", "set more")
     if timeline.epochs is not None and any(p.until is not None and is_share(p.until) for p in config.trainer.phases):
         why = "with a length in epochs the text has to be read first"
-        _refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
+        refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")
 
 
 def course(config: Config) -> list[tuple[str, str]]:
-    """A label and a line for each phase, and what the config's spans come to in steps. Empty for a run in which nothing
-    changes and whose length is in steps."""
+    """Return a label and a line for each phase and for the config's spans converted to steps. Empty if nothing changes
+    along the run and its length is in steps."""
     timeline, t = Timeline(config.trainer), config.trainer
     if timeline.epochs is not None:
         return [("length", f"{t.max_tokens}: steps and the lengths of phases follow from the text")]
@@ -87,7 +84,3 @@ def _line(timeline: Timeline, phase: Phase) -> str:
 
 def _tokens(timeline: Timeline, step: int) -> str:
     return f"{short(timeline.tokens(step)).replace('G', 'B')} tokens"
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")

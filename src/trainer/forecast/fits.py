@@ -1,8 +1,8 @@
-"""Whether a run fits into the memory that it will find, and the settings that would.
+"""Whether a run fits into memory, and the settings that would.
 
-The forecast leaves out what ops need while they run, so what it finds too large is too large. Settings are tried in the
-order of docs/parallelism.md: recompute=selective, smaller microbatches, recompute=full. Those that are advised leave a
-tenth of the memory free.
+The forecast omits temporaries of ops, so a run that it finds too large is too large. Settings are tried in the order of
+docs/parallelism.md: recompute=selective, smaller microbatches, recompute=full. Recommended settings leave a tenth of
+the memory free.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from trainer.parallel.mesh import Degrees
 
 
 def check_memory(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> None:
-    """UserError, with settings that fit, if a rank is forecast to need more memory than there is. target: what
-    `local_ranks` ranks of this host compute on."""
+    """Raise UserError, with settings that fit, if the forecast of a rank exceeds its memory. target: the device of the
+    `local_ranks` ranks of this host."""
     if not config.force_memory and (problem := does_not_fit(config, plan, degrees, target, local_ranks)) is not None:
         raise UserError(f"{problem}; or start anyway with force_memory=true")
 
 
 def does_not_fit(config: Config, plan: Plan, degrees: Degrees, target: Target, local_ranks: int) -> str | None:
-    """What is too large, and what to do: one line. None if the run fits."""
+    """Return a line with what is too large and what to do, or None if the run fits."""
     config = widest(config)
     shared = target.gpu is None and local_ranks > 1
     room = target.memory / local_ranks if shared else target.memory
@@ -54,12 +54,12 @@ def _memory_keys(config: Config) -> dict[str, object]:
 
 
 def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
-    """The same step in less memory, what costs least first."""
+    """Yield configs of the same step in less memory, the cheapest first."""
     t, order = config.trainer, list(Recompute)
     more = order[order.index(config.recompute) :]
     cheap = [choice for choice in more if choice is not Recompute.full]
     share = max(t.global_batch_size // degrees.data, 1)
-    most = max(min(t.microbatch_size, share // degrees.pipeline), 1)  # stages need as many microbatches
+    most = max(min(t.microbatch_size, share // degrees.pipeline), 1)  # stages need at least as many microbatches
     sizes = [size for size in range(most, 0, -1) if share % size == 0]
     for choices in (cheap, [Recompute.full]):
         for size in sizes:
@@ -68,7 +68,7 @@ def _smaller(config: Config, degrees: Degrees) -> Iterator[Config]:
 
 
 def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> str:
-    """What to do about a model that is too large for these ranks."""
+    """Return the advice for a model that is too large for these ranks."""
     if target.gpu is None:
         return "choose a smaller model, or see what GPUs would take with dry_run=true gpu=h200"
     machine = Machine(degrees.world, min(degrees.world, PER_NODE), target.memory, 1.0, 1.0, 1.0)

@@ -1,6 +1,6 @@
-"""The machine that a forecast is for: this one, or a GPU by name (`dry_run=true gpu=h200` on a login node).
+"""The machine of a forecast: this one, or a GPU by name (`dry_run=true gpu=h200` on a login node).
 
-Memory is what torch reports as `total_memory` of such a GPU, less than its name suggests.
+Memory is torch's `total_memory` of the GPU, which is less than its name suggests.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from trainer.launch.device import host_memory, pick_device
 
 @dataclass(frozen=True)
 class Target:
-    """What ranks compute on. gpu: None on a CPU. memory: bytes of a GPU, or of the host with all of its ranks."""
+    """The device of a run's ranks. gpu: None on a CPU. memory: bytes of a GPU, or of the host with all of its ranks."""
 
     gpu: Gpu | None
     memory: float
 
     @property
     def name(self) -> str:
-        """As a message calls it."""
+        """Its name in messages."""
         return "this host" if self.gpu is None else self.gpu.name
 
     @property
@@ -38,7 +38,7 @@ KNOWN = {
 
 
 def target(config: Config) -> Target:
-    """The GPU that `gpu` names; with auto what this process would train on."""
+    """Return the GPU that `gpu` names; for auto the device that this process would train on."""
     if config.gpu is not GpuChoice.auto:
         return KNOWN[config.gpu]
     device = pick_device(config.trainer.device)

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: where it writes, what trains on what, how long, in how much memory."""
+"""The header that a run prints before its first step: folder, model, data, devices, duration, memory."""
 
 import shlex
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def header(
     processes: int,
     data: Prepared,
 ) -> list[tuple[str, str]]:
-    """Labels and values, one a line. processes: ranks of the job."""
+    """Return labels and values, one pair a line. processes: ranks of the job."""
     t, degrees, facts = config.trainer, resolve(config.parallel, processes), data.train.sidecar
     count, where = count_parameters(config.model), target(config)
     timeline, step = Timeline(t), t.global_batch_size * t.sequence_length
@@ -63,11 +63,11 @@ def header(
 
 
 def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> str | None:
-    """How long a run takes by forecast; None but on an H200, on which the rates were measured."""
+    """Return the forecast duration of a run; None except on an H200, the only GPU with measured rates."""
     if where.gpu is None or "H200" not in where.gpu.name:
         return None
     timeline, config = Timeline(config.trainer), widest(config)
-    if timeline.epochs is not None:  # of a text that is not read yet
+    if timeline.epochs is not None:  # the text is not read yet
         return None
     t = config.trainer
     flops = 1e12 * RATES[any(row.recipe.is_fp8 for row in plan.gemms.values())]
@@ -79,5 +79,5 @@ def time_line(config: Config, plan: Plan, degrees: Degrees, where: Target) -> st
 
 
 def shown(overrides: Sequence[str]) -> str:
-    """The overrides as one would type them, without secrets."""
+    """Return the overrides as typed, without secrets."""
     return shlex.join(map(printable_override, overrides))

@@ -1,26 +1,25 @@
 """Memory forecast: bytes of GPU or host memory that one rank holds, by purpose.
 
-    parameters        FP32 masters, this rank's part of them
-    gradients         FP32: its part; whole ones of all blocks where microbatches are added up before they are reduced,
-                      else of the block whose backward pass runs
-    optimizer         AdamW's two moments, FP32 or BF16, its part; of what Muon updates one momentum
-    compute weights   what GEMMs read: BF16 or FP8 copies of the masters (FP8: up to two, see `_weight_bytes`). Of all
-                      blocks in one process, of experts that no other rank has, and where ranks that share them keep
-                      what they gather; else of those that are gathered at a time
-    activations       what a microbatch keeps for its backward pass; with recompute=full the blocks' inputs and one
-                      block, with selective all but attention's inside, and that of one block
-    head              gradients of the head's weight, one a use, that wait for the backward pass
-    communication     buffers that weights and gradients pass through, tokens on their way to experts, and keys and
-                      values between the heads of a context group; latents, and what o makes, of a tensor group;
-                      what stages send each other
-    BF16 shadow       with health.shadow_every: BF16 copies of what computes in FP8, beside the FP8 ones, for as long
-                      as it runs
+    parameters        FP32 masters, this rank's part
+    gradients         FP32, this rank's part; plus whole gradients of all blocks if microbatches are added up before the
+                      reduction, else of the block whose backward pass runs
+    optimizer         AdamW's two moments, FP32 or BF16, this rank's part; one momentum for Muon's parameters
+    compute weights   BF16 or FP8 copies of the masters that GEMMs read (FP8: up to two, see `_weight_bytes`). Of all
+                      blocks in one process, for experts held by no other rank, and if sharing ranks keep what they
+                      gather; else only of the blocks gathered at a time
+    activations       what a microbatch saves for its backward pass; with recompute=full the blocks' inputs and one
+                      block, with selective all but attention's interior, and that of one block
+    head              gradients of the head's weight, one per use, that wait for the backward pass
+    communication     buffers for weights and gradients, tokens on their way to experts, keys and values between the
+                      heads of a context group; latents and the output of o of a tensor group; messages between
+                      stages
+    BF16 shadow       with health.shadow_every: BF16 copies of the FP8 weights, beside these, while it runs
 
-In a step of one microbatch activations are freed as gradients are made, block by block: both are given at the moment
-when their sum is largest. (With more microbatches, the gradients of the first exist while the second keeps its
-activations; with recorded CUDA graphs they stay allocated.)
+In a step of one microbatch, activations are freed as gradients are made, block by block: both are given at the peak of
+their sum. (With more microbatches, the gradients of the first exist while the second keeps its activations. Recorded
+CUDA graphs keep both allocated.)
 
-Not in it: what an op needs while it runs, the allocator's own losses, the libraries' workspaces, the interpreter.
+Not included: temporaries of ops, fragmentation, the libraries' workspaces, the interpreter.
 """
 
 import math
@@ -44,15 +43,15 @@ from trainer.forecast.tensor import cut_parameters, gathered_bytes, kept_bytes, 
 from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
-ROOM = 0.8  # of a GPU's memory: more than that is not forecast for the sake of fewer messages
+ROOM = 0.8  # of a GPU's memory: the limit of the forecast for settings that save messages
 
 Held = Callable[[FsdpPolicy], dict[str, float]]
-"""What a rank holds, by category, as FSDP frees and reduces."""
+"""A rank's memory by category, for an FSDP policy."""
 
 
 def pick_fsdp_policy(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> FsdpPolicy:
-    """`parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`; auto: the fewest messages that `total`
-    bytes of GPU memory have room for. total: None on a CPU; then once a step, and freed."""
+    """Return the FSDP policy of `parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`. auto: the
+    fewest messages that fit into `total` bytes of GPU memory; on a CPU (None) reduce once a step, and free."""
     return _pick(config, list(_ranks_differing(config, plan, degrees)), total)
 
 
@@ -64,7 +63,7 @@ def _pick(config: Config, ranks: list[Held], total: float | None) -> FsdpPolicy:
 
 
 def _ways(config: Config) -> list[FsdpPolicy]:
-    """That are left open, the fewest messages first, and the least memory last."""
+    """Return the policies that the config leaves open: the fewest messages first, the least memory last."""
     reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
     each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
     keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
@@ -72,43 +71,41 @@ def _ways(config: Config) -> list[FsdpPolicy]:
 
 
 def total_memory(device: torch.device) -> float | None:
-    """Bytes of a GPU; None of a CPU."""
+    """Return the bytes of a GPU, or None for a CPU."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def forecast_memory(
     config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS, policy: FsdpPolicy | None = None, graphs: bool = False
 ) -> dict[str, float]:
-    """Bytes that a rank holds, by category; see the module docstring. With pipeline stages: of the stage that holds
-    most.
+    """Return the bytes that a rank holds, by category (see the module docstring); of the largest pipeline stage.
 
-    plan: the model's. policy: as `pick_fsdp_policy` finds it; None: as on a CPU. graphs: whether CUDA graphs are
-    recorded.
+    plan: of the model. policy: from `pick_fsdp_policy`; None: as on a CPU. graphs: whether CUDA graphs are recorded.
     """
     policy = policy or pick_fsdp_policy(config, plan, degrees, None)
     return _most(_ranks_differing(config, plan, degrees, graphs), policy)
 
 
 def exceeds(config: Config, plan: Plan, degrees: Degrees, room: float) -> bool:
-    """Whether a rank is forecast to hold more bytes whatever FSDP does; less work than to forecast all."""
+    """Return whether a rank needs more bytes than `room` under every FSDP policy. Cheaper than a whole forecast."""
     way = _ways(config)[-1]
     return any(sum(held(way).values()) > room for held in _ranks_differing(config, plan, degrees))
 
 
 def _most(ranks: Iterable[Held], policy: FsdpPolicy) -> dict[str, float]:
-    """Of the rank that holds most."""
+    """Return the memory of the rank that holds most."""
     return max((held(policy) for held in ranks), key=lambda memory: sum(memory.values()))
 
 
 def _ranks_differing(config: Config, plan: Plan, degrees: Degrees, graphs: bool = False) -> Iterator[Held]:
-    """Of ranks with different stages."""
+    """Yield one function for each kind of rank: ranks differ by their stages."""
     for own, rows, kept in stage_models(config, plan, degrees):
         between = _between_stages(config, plan, kept) if degrees.pipeline > 1 else 0.0
         yield _of_a_rank(own, rows, degrees, graphs and degrees.pipeline == 1, kept, between)
 
 
 def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, microbatches: float, between: float) -> Held:
-    """microbatches: whose activations it keeps. between: bytes of a token that stages send each other."""
+    """microbatches: number with activations in memory. between: bytes per token for messages between stages."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.sequence
     shared, experts = parameters(plan, config=config.model)
@@ -147,9 +144,9 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
 
 
 def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) -> float:
-    """Buffers of messages, but for the gradients of a block. tokens: of a rank and microbatch."""
+    """Return the bytes of message buffers, without a block's gradients. tokens: of a rank and microbatch."""
     model = config.model
-    # a block's weights arrive in one buffer, the next block's in another; a block's gradients leave from one
+    # two buffers for weights: a block's and the next one's
     size = 2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0)
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
     if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
@@ -159,7 +156,7 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
             slots, _ = room(capacity, tokens, K, degrees.expert, each)
-            inbox = config.parallel.dispatch is not Dispatch.slots  # besides what leaves and what has come
+            inbox = config.parallel.dispatch is not Dispatch.slots  # in addition to the send and the receive buffer
             size += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
     if degrees.context > 1:
         size += 2 * tokens * _exchanged(plan)
@@ -169,23 +166,24 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
 
 
 def _between_stages(config: Config, plan: Plan, microbatches: float) -> float:
-    """Bytes of a token's numbers that stages send each other: of each microbatch that is kept what a stage has made,
-    and with MTP the embedded tokens; and two messages on their way."""
+    """Return the bytes per token for messages between stages: the output of a stage and, with MTP, the embedded
+    tokens, for each microbatch with activations in memory; and two messages in flight."""
     streams, stages = 2 if config.model.num_mtp_layers else 1, config.parallel.stages_per_rank
     return streams * (microbatches * stages + 2) * config.model.hidden_size * plan.tensors["residual"].format.bytes
 
 
 def _exchanged(plan: Plan) -> float:
-    """Bytes of a token's largest message between a context group's heads: keys and values."""
+    """Return the bytes of a token's largest message between a context group's heads: keys and values."""
     row = next(row for row in plan.gemms.values() if row.op == "attn.kv_b")
     return float(row.out_features * row.recipe.output.bytes)
 
 
 def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> bool:
-    """`cuda_graph`; auto: on a GPU alone, where a pass waits for nothing, which a grouped GEMM of the reference may,
-    and where at most half of the memory is forecast to be used: a graph keeps what it takes.
+    """Return `cuda_graph`. auto: true on a single GPU, if no pass synchronises (a grouped GEMM of the reference may)
+    and at most half of the memory is forecast to be used: a graph keeps its memory.
 
-    total: bytes of a GPU; None: a CPU."""
+    total: bytes of a GPU; None: a CPU.
+    """
     if config.cuda_graph is not Switch.auto:
         return config.cuda_graph is Switch.true
     if total is None or degrees.world > 1 or config.debug.inject is not None:
@@ -198,7 +196,7 @@ def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | 
 
 
 def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
-    """`forecast_memory` as the run will decide what it leaves open, and what FSDP does. total: bytes of a GPU; None: a
+    """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None: a
     CPU."""
     ranks = list(_ranks_differing(config, plan, degrees))
     policy = _pick(config, ranks, total)
@@ -208,14 +206,15 @@ def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) 
 
 
 def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
-    """What to say when a GPU of `total` bytes is full with `allocated` in use: which category it was, and what helps.
+    """Return the message for a full GPU of `total` bytes with `allocated` in use: the category that grew, and what
+    helps.
 
-    forecast: of this run, as `forecast_memory` gives it.
+    forecast: of this run, from `forecast_memory`.
     """
     steady = sum(forecast[name] for name in ("parameters", "gradients", "optimizer"))
     rest = {name: size for name, size in forecast.items() if name not in ("parameters", "gradients", "optimizer")}
     passing = max(allocated - steady, 0.0)
-    more = passing - sum(rest.values())  # weights, gradients and moments are as large as they are forecast to be
+    more = passing - sum(rest.values())  # weights, gradients and moments have exactly their forecast size
     above = f", {more / GIB:.1f} GiB above the forecast" if more > 0.05 * total else ""
     largest = max(rest, key=lambda name: rest[name]) if passing >= steady else "optimizer"
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in forecast.items())
@@ -236,16 +235,16 @@ def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str
 
 @once
 def parameters(plan: Plan, config: ModelConfig) -> tuple[float, float]:
-    """Parameters of everything but the routed experts, and of these; of a pipeline stage its own."""
+    """Return the parameters outside the routed experts, and in them; of a pipeline stage its own."""
     m = config
     experts = 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts * m.num_moe_blocks
     head = plan.gemms["lm_head"]
-    others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # of embedding and head one
+    others = count_parameters(m).total - experts - m.vocab_size * m.hidden_size  # embedding and head count once
     return others + head.in_features * head.out_features, experts
 
 
 def _ranks(row: GemmRow, degrees: Degrees) -> int:
-    """That hold a weight between them."""
+    """Number of ranks that hold a weight together."""
     if row.op == "moe.experts":
         return degrees.expert * degrees.expert_shard
     return degrees.cut * parts(row, degrees)
@@ -253,19 +252,19 @@ def _ranks(row: GemmRow, degrees: Degrees) -> int:
 
 @cache
 def _block_of(name: str) -> str:
-    """layers.3.attn.q -> layers.3; the empty text for what stands beside the blocks."""
+    """layers.3.attn.q -> layers.3; "" for weights outside the blocks."""
     kind, _, rest = name.partition(".")
     return f"{kind}.{rest.partition('.')[0]}" if kind in ("layers", "mtp") else ""
 
 
 def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: float) -> dict[str, float]:
-    """Activations and gradients when together they are most, of one microbatch: in the backward pass of some block, of
-    which both are there, or when all gradients are made. Blocks are taken to keep alike."""
+    """Return activations and gradients of one microbatch at the peak of their sum: in the backward pass of a block, or
+    after all gradients are made. Assumes that all blocks save the same amount."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         ranks = _ranks(row, degrees)
         sizes[_block_of(name)] += 4.0 * row.in_features * row.out_features * row.groups / ranks
-    sizes.pop("", None)  # beside the blocks: the head's is counted apart, the embedding's comes last
+    sizes.pop("", None)  # outside the blocks: the head's is counted separately, the embedding's comes last
     kept, made, peak = activations, 0.0, (0.0, gradients)
     for size in reversed(sizes.values()):
         made += size
@@ -275,14 +274,14 @@ def _at_the_peak(plan: Plan, degrees: Degrees, activations: float, gradients: fl
 
 
 def _comes_with(name: str, row: GemmRow, degrees: Degrees) -> str:
-    """The block that a compute weight comes and goes with; the empty text for one that stays: beside the blocks, and of
-    experts that no other rank has."""
+    """Return the block that a compute weight is gathered and freed with; "" for one that stays: outside the blocks, or
+    of experts that no other rank has."""
     return _block_of(name) if row.op != "moe.experts" or degrees.shares_experts else ""
 
 
 @once
 def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
-    """Bytes of compute weights by the block that they come with ("": they stay); of the experts, those of one rank."""
+    """Return the bytes of compute weights by block ("": they stay); for experts, those of one rank."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         groups = row.groups / degrees.expert if row.op == "moe.experts" else row.groups / parts(row, degrees)
@@ -294,7 +293,7 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
 
 @once
 def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
-    """FP32 bytes of the parameters that a rank gathers, by block."""
+    """Return the FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
     sizes[""] = 4.0 * config.vocab_size * config.hidden_size / degrees.tensor  # the embedding
     for name, row in plan.gemms.items():
@@ -306,8 +305,8 @@ def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, floa
 
 @once
 def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
-    """Bytes that a rank gathers into memory that they leave again, by block: BF16, or FP8 where weights travel in it.
-    Large ones arrive where they are computed with, or are quantised from there."""
+    """Return the bytes that a rank gathers into temporary buffers, by block: BF16, or FP8 for weights sent in it. Large
+    weights arrive at their destination, or are quantised from it."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         if not _block_of(name) or (row.op == "moe.experts" and not degrees.shares_experts):
@@ -322,7 +321,7 @@ def _buffered(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
 
 
 def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
-    """Whether ranks quantise their parts of this weight before it is gathered. choice: `parallel.fp8_all_gather`."""
+    """Return whether ranks quantise their parts of this weight before the gather. choice: `parallel.fp8_all_gather`."""
     if degrees.pipeline > 1 or choice is Switch.false or (choice is Switch.auto and row.recipe.backend != "cuda"):
         return False
     if row.op == "moe.experts":
@@ -335,7 +334,7 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
 
 @once
 def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
-    """Bytes of this rank's parts of the blocks' weights that travel in FP8, by name."""
+    """Return the bytes of this rank's parts of the blocks' weights that are sent in FP8, by name."""
     return {
         name: row.in_features * row.out_features * row.groups / _ranks(row, degrees)
         for name, row in plan.gemms.items()
@@ -344,8 +343,8 @@ def _sent(plan: Plan, degrees: Degrees, in_fp8: Switch) -> dict[str, float]:
 
 
 def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> float:
-    """Compute weights that are there at a time: embedding, head and what else stays always; of the blocks all, or the
-    last one, the one that computes, and the next one, and what is sent of the others."""
+    """Return the bytes of compute weights alive at a time: always those outside the blocks; of the blocks all, or the
+    previous, the current and the next one, plus the parts of the others that are sent."""
     copies = _copies(plan, degrees)
     words = config.model.vocab_size // degrees.tensor
     embedding = words * config.model.hidden_size * plan.tensors["embed"].format.bytes
@@ -357,7 +356,7 @@ def _gathered(config: Config, plan: Plan, degrees: Degrees, keeps: bool) -> floa
 
 
 def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
-    """BF16 of the weights that are FP8, as many as are there at a time: see `_gathered`."""
+    """Return the BF16 bytes of the FP8 weights alive at a time: see `_gathered`."""
     sizes: dict[str, float] = defaultdict(float)
     for name, row in plan.gemms.items():
         if row.recipe.is_fp8:
@@ -370,7 +369,7 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
 
 
 def _capacity(config: Config) -> float | None:
-    """Of the slots that tokens travel in to experts; None: there are none."""
+    """Capacity of the slots of tokens on their way to experts; None without slots."""
     return None if config.parallel.dispatch is Dispatch.all_to_all else config.parallel.dispatch_capacity
 
 
@@ -382,7 +381,7 @@ def _kept(
 
 
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Bytes a token."""
+    """Return the bytes of activations per token."""
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
     spread = degrees.expert, tokens, _capacity(config)
     kept = _kept(plan, False, *spread, config=config.model)
@@ -399,8 +398,8 @@ def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
 
 
 def _weight_bytes(recipe: GemmRecipe) -> int:
-    """Bytes of a compute weight's element: none in FP32, which reads the master. In FP8 the reference has two copies if
-    scales go by row, cuda always; Transformer Engine has two and the BF16 weight."""
+    """Return the bytes per element of a compute weight: none in FP32, which reads the master. In FP8 the reference has
+    two copies if scales go by row, cuda always two; Transformer Engine has two and the BF16 weight."""
     width = recipe.input.bytes
     if width != 1:
         return 0 if width == 4 else width

@@ -1,4 +1,4 @@
-"""Sizes of Muon's part of a step: its matrices, their numbers, FLOPs of their orthogonalisation, owners, messages."""
+"""Sizes of Muon's part of a step: matrices, elements, FLOPs of the orthogonalisation, owners, messages."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 @dataclass(frozen=True)
 class MuonSize:
-    """Of whole matrices: their number, their elements, and the FLOPs of a step; all zero with AdamW."""
+    """Number of whole matrices, their elements, and the FLOPs of a step; all zero with AdamW."""
 
     matrices: int
     elements: float
@@ -27,7 +27,8 @@ class MuonSize:
 
 
 def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> MuonSize:
-    """All matrices; elements that a rank holds; FLOPs of a rank, were they shared evenly by all, replicas too."""
+    """Return the number of all matrices, a rank's elements, and a rank's FLOPs if all ranks, replicas too, share
+    evenly."""
     matrices, elements, work = 0, 0.0, 0.0
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None
@@ -42,8 +43,8 @@ def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> Muo
 
 
 def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, float]:
-    """Of the owners as they are chosen: FLOPs of the busiest rank over the mean; bytes that a step sends from the rank
-    that sends most, to owners and back."""
+    """Return two figures of the chosen owners: FLOPs of the busiest rank over the mean, and the bytes that the rank
+    with the largest messages sends per step, to owners and back."""
     assert config.optim.muon is not None
     layouts, runs, work = _owners(config, plan, degrees)
     sent = np.zeros(degrees.world)
@@ -60,7 +61,7 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
 
 
 def busiest(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """FLOPs of the busiest rank over the mean; 1 with AdamW."""
+    """Return the FLOPs of the busiest rank over the mean; 1 with AdamW."""
     if config.optim.name is not OptimizerName.muon or degrees.world == 1:
         return 1.0
     return _busiest(plan, degrees, config=config)
@@ -73,7 +74,7 @@ def _busiest(plan: Plan, degrees: Degrees, config: Config) -> float:
 
 
 def _owners(config: Config, plan: Plan, degrees: Degrees) -> tuple[dict[str, Layout], list[Run], np.ndarray]:
-    """Layouts by row of the plan, runs, and FLOPs by rank."""
+    """Return the layouts by row of the plan, the runs, and FLOPs by rank."""
     assert config.optim.muon is not None
     muon, layouts = config.optim.muon, muon_layouts(config, plan, degrees)
     return layouts, *assign(layouts, len(polynomials(muon.coefficients, muon.steps)), degrees.world)

@@ -1,4 +1,4 @@
-"""Caches what depends on a precision plan alone: a search asks for many layouts of one plan."""
+"""A cache for results that depend on a precision plan only: a search tries many layouts of one plan."""
 
 from collections.abc import Callable, Hashable
 from copy import copy
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def once(compute: Callable[..., T]) -> Callable[..., T]:
-    """compute(plan, *key, config=...) is called once for each plan and key; what it returns is copied. config, no key,
-    is of the model that the plan was made for."""
+    """Decorator: compute(plan, *key, config=...) is called once for each plan and key, and its result is copied. config
+    is not part of the key: it belongs to the plan's model."""
     known: WeakKeyDictionary[Plan, dict[Hashable, T]] = WeakKeyDictionary()
 
     @wraps(compute)

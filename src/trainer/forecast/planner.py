@@ -1,7 +1,7 @@
-"""The planner: of all layouts of a config that fit into some GPUs, the fastest, as a table and a command.
+"""The planner: the fastest of all layouts of a config that fit into some GPUs, as a table and a command.
 
-What scripts/plan_parallelism.py prints. The arithmetic: `trainer.forecast.cost`; which
-layouts are looked at: `trainer.forecast.search`.
+It is what scripts/plan_parallelism.py prints. `trainer.forecast.cost` has the arithmetic, `trainer.forecast.search` the
+search.
 """
 
 from argparse import Namespace
@@ -31,15 +31,17 @@ LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml se
 
 
 def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """The words of a command line without degrees, and the degrees. UserError for one that cannot be kept."""
+    """Split a command line into the words that are not degrees, and the degrees. Raises UserError for an invalid
+    degree."""
     given = dict(_given(word) for word in words if word.lstrip("+").partition("=")[0] in DEGREES)
     return [word for word in words if word.partition("=")[0] not in DEGREES], given
 
 
 def planned(config: Config, options: Namespace, given: Mapping[str, int], words: Sequence[str]) -> str:
-    """The table and the command. options: of the script. given: degrees that are kept. words: that made the config.
+    """Return the table and the command. options: of the script. given: fixed degrees. words: those that made the
+    config.
 
-    UserError if nothing fits.
+    Raises UserError if nothing fits.
     """
     rest = list(words)
     key, length = "trainer.sequence_length", min(LENGTH, config.model.max_position_embeddings)
@@ -91,14 +93,14 @@ def _given(word: str) -> tuple[str, int]:
 
 
 def _as_run(config: Config, c: Cost) -> Config:
-    """With the batch and the stages of a layout."""
+    """Return the config with the batch and the stages of a layout."""
     size = c.microbatch * c.microbatches * c.degrees.data
     trainer = replace(config.trainer, microbatch_size=c.microbatch, global_batch_size=size)
     return replace(config, trainer=trainer, parallel=replace(config.parallel, stages_per_rank=c.stages_per_rank))
 
 
 def _plan(config: Config, gpu: Gpu | None) -> Plan:
-    """As the run will have it on such GPUs."""
+    """Return the precision plan on such GPUs."""
     config.model.validate()
     plan = Plan(config.precision, config.model.num_layers, gpu)
     with torch.device("meta"):
@@ -114,12 +116,12 @@ HEAD = (
 
 
 def table(costs: list[Cost]) -> str:
-    """One layout a line."""
+    """Format layouts, one per line."""
     return "\n".join([HEAD, *map(line, costs)])
 
 
 def compared(found: list[tuple[Machine, Cost | None]]) -> str:
-    """One machine a line, with its layout."""
+    """Format machines, one per line, each with its layout."""
     lines = [f"{'GPUs':>5} {'node GB/s':>9} {'network GB/s':>12} {HEAD}"]
     for m, c in found:
         fits = "does not fit" if c is None else line(c)
@@ -128,7 +130,7 @@ def compared(found: list[tuple[Machine, Cost | None]]) -> str:
 
 
 def line(c: Cost) -> str:
-    """A layout, as `HEAD` names its columns."""
+    """Format a layout in the columns of `HEAD`."""
     degrees = " ".join(f"{getattr(c.degrees, axis):{max(len(axis), 6)}}" for axis in AXES)
     return (
         f"{degrees} {c.stages_per_rank:{len(PER_RANK)}} {c.microbatch:10} {c.recompute.value:>9} {c.memory / GIB:6.1f} "
@@ -138,7 +140,7 @@ def line(c: Cost) -> str:
 
 
 def command(c: Cost, gpus: int, per_node: int, rest: list[str]) -> str:
-    """What to type for a layout."""
+    """Return the command line of a layout."""
     nodes = gpus // per_node
     start = f"torchrun --nproc_per_node={min(gpus, per_node)}"
     if nodes > 1:

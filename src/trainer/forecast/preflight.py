@@ -1,8 +1,7 @@
-"""Checks before a run that the schema cannot express, and the forecast of its cost.
+"""Checks before a run that the schema cannot express.
 
-`check()` looks at keys that have to fit each other and builds the model on the meta device, so that the precision plan
-and the model say what they refuse before memory is taken or a file is written. `report()` is what `dry_run=true`
-prints: plan, parameters, FLOPs, and a forecast of memory (`trainer.forecast.memory`).
+`check()` compares keys that depend on each other and builds the model on the meta device, so that the precision plan
+and the model raise their errors before memory is allocated or a file is written.
 """
 
 import math
@@ -11,35 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import NoReturn
 
 import torch
 
 from models import DeepSeek
-from models.flops import count_parameters, flops_per_token
 from precision import Plan, proof
 from precision.backends.availability import build_problem
 from precision.config import BackendChoice, Granularity
-from precision.errors import UserError
-from trainer.config import Config, Device, Dispatch, GpuChoice, OptimizerName, ParallelConfig, RunConfig, Switch
+from precision.errors import UserError, refuse
+from trainer.config import Config, Device, Dispatch, GpuChoice, RunConfig, Switch
 from trainer.config.data import check_data
 from trainer.config.health import check_alerts, check_looks, check_power
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Stretch, Timeline, each_shape, last_step, widest
 from trainer.config.unused_data_keys import without_effect as data_without_effect
 from trainer.forecast.check_optimizer import check_optimizer
-from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
-from trainer.forecast.course import check_phases, course
-from trainer.forecast.fits import does_not_fit
-from trainer.forecast.gpus import Target, target
-from trainer.forecast.header import time_line
-from trainer.forecast.memory import GIB, forecast, travels_in_fp8
-from trainer.forecast.muon import muon_load, muon_size
-from trainer.forecast.stages import check_stages, stages_line
+from trainer.forecast.course import check_phases
+from trainer.forecast.gpus import target
+from trainer.forecast.memory import travels_in_fp8
+from trainer.forecast.stages import check_stages
 from trainer.forecast.tensor import check_context, check_tensor
-from trainer.forecast.unusual import unusual
-from trainer.forecast.words import ranks, short
-from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert, resolve
+from trainer.parallel.mesh import Degrees, fits_expert, resolve
 from trainer.sinks.notify import check_targets
 from trainer.sinks.trackers import check_wandb
 
@@ -47,14 +38,14 @@ _TE_SHARED = "its modules hold whole weights, which ranks share here"
 
 
 def check(config: Config, world_size: int | None = None) -> Plan:
-    """The resolved plan of a config that can be trained, by `world_size` processes if given. UserError, naming key,
-    value and fix, for one that cannot."""
+    """Return the resolved plan of a config that can be trained, by `world_size` processes if given. Raises UserError,
+    naming key, value and fix, otherwise."""
     _check_run(config.run)
     check_sizes(config)
     check_phases(config)
     check_optimizer(config)
     for stretch, shape in each_shape(config):
-        with _in_phase(config, stretch):
+        with in_phase(config, stretch):
             check_sizes(shape)
             _check_batch(shape)
             if world_size is not None:
@@ -82,10 +73,10 @@ def check(config: Config, world_size: int | None = None) -> Plan:
         DeepSeek(config.model, plan)
     if gpu is not None and plan.served_by("transformer_engine") and (world_size or 1) > 1:
         why = f"on {gpu.name} it takes Transformer Engine, and {_TE_SHARED}"
-        _refuse("precision.backend", "auto", why, "start one process, or set precision.backend=reference (slow)")
+        refuse("precision.backend", "auto", why, "start one process, or set precision.backend=reference (slow)")
     if config.compile.enabled is Switch.true and plan.served_by("transformer_engine"):
         why = "Transformer Engine's modules break the graph of a block, which is compiled as a whole"
-        _refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
+        refuse("compile.enabled", "true", why, "set compile.enabled=auto, or precision.backend=cuda")
     _check_cuda_graph(config, plan)
     _check_fp8_all_gather(config, plan, world_size)
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
@@ -93,13 +84,9 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     return plan
 
 
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
-
-
 @contextmanager
-def _in_phase(config: Config, stretch: Stretch) -> Iterator[None]:
-    """What is refused of a shape that a phase brings says so."""
+def in_phase(config: Config, stretch: Stretch) -> Iterator[None]:
+    """Name the phase in errors about a shape that it brings."""
     try:
         yield
     except UserError as error:
@@ -113,21 +100,21 @@ def _check_gpu(config: Config) -> None:
         return
     if not config.dry_run:
         why = "a run takes the GPUs that it finds"
-        _refuse("gpu", config.gpu.value, why, "set gpu=auto, or dry_run=true for a forecast")
+        refuse("gpu", config.gpu.value, why, "set gpu=auto, or dry_run=true for a forecast")
     if config.trainer.device is Device.cpu:
-        _refuse("gpu", config.gpu.value, "trainer.device=cpu uses none", "set gpu=auto, or trainer.device=auto")
+        refuse("gpu", config.gpu.value, "trainer.device=cpu uses none", "set gpu=auto, or trainer.device=auto")
 
 
 def _check_run(run: RunConfig) -> None:
     for key, path, fix in (("dir", run.dir, "set a folder, or leave it out"), ("init_from", run.init_from, "set null")):
-        if path == "":  # a variable of the shell that is not set, and to Path the folder where we are
-            _refuse(f"run.{key}", "''", "no folder", fix)
+        if path == "":  # an unset shell variable; Path reads it as the current folder
+            refuse(f"run.{key}", "''", "no folder", fix)
     if run.dir.partition("/")[0] == "~":
-        _refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
+        refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
 
 
 def check_sizes(config: Config) -> None:
-    """UserError for numbers that no run can have, and sequences that the model cannot."""
+    """Raise UserError for impossible numbers, and for sequences that the model cannot take."""
     t, o, m = config.trainer, config.optim, config.model
     for key, value in {
         "trainer.max_steps": 1 if t.max_steps is None else t.max_steps,
@@ -136,7 +123,7 @@ def check_sizes(config: Config) -> None:
         "trainer.sequence_length": t.sequence_length,
     }.items():
         if value < 1:
-            _refuse(key, value, "out of range", "set 1 or more")
+            refuse(key, value, "out of range", "set 1 or more")
     for key, value in {
         "trainer.seed": t.seed,
         "eval.sample": config.eval.sample,
@@ -144,33 +131,33 @@ def check_sizes(config: Config) -> None:
         "optim.weight_decay": o.weight_decay,
     }.items():
         if not 0 <= value < math.inf:
-            _refuse(key, value, "out of range", "set 0 or more")
+            refuse(key, value, "out of range", "set 0 or more")
     if config.logging.every == 0:
-        _refuse("logging.every", 0, "out of range", "set 1 or more")
+        refuse("logging.every", 0, "out of range", "set 1 or more")
     for key, value in {"optim.lr": o.lr, "optim.eps": o.eps}.items():
         if not 0 < value < math.inf:
-            _refuse(key, value, "out of range", "set a number above 0")
+            refuse(key, value, "out of range", "set a number above 0")
     if not 1 <= config.parallel.dispatch_capacity < math.inf:
         why = "it is room for so many times the tokens of even routing"
-        _refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
+        refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
     if not 1 <= config.parallel.timeout < math.inf:
-        _refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
+        refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
     if o.clip is not None and not 0 < o.clip < math.inf:
-        _refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
+        refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
     for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
         if not 0 <= value <= 1:
-            _refuse(key, value, "it is a share", "set 0 to 1")
+            refuse(key, value, "it is a share", "set 0 to 1")
     if len(o.betas) != 2 or not all(0 <= beta < 1 for beta in o.betas):
-        _refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
+        refuse("optim.betas", o.betas, "AdamW has two, from 0 to below 1", "set [0.9, 0.95]")
     for key, value in {"eval.batches": config.eval.batches, "eval.at_end": config.eval.at_end}.items():
         if value is not None and value < 1:
-            _refuse(key, value, "out of range", "set 1 or more, or null for every window")
+            refuse(key, value, "out of range", "set 1 or more, or null for every window")
     if t.sequence_length > m.max_position_embeddings:
         why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
-        _refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
+        refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
     if t.sequence_length <= m.num_mtp_layers:
         why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
-        _refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
+        refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
 
 
 def _check_batch(config: Config) -> None:
@@ -179,12 +166,12 @@ def _check_batch(config: Config) -> None:
         most = min(t.microbatch_size, t.global_batch_size)
         below = next(n for n in range(most, 0, -1) if t.global_batch_size % n == 0)
         why = f"it does not divide trainer.global_batch_size={t.global_batch_size}"
-        _refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
+        refuse("trainer.microbatch_size", t.microbatch_size, why, f"set {below}, or another divisor")
 
 
 def fitted(config: Config, degrees: Degrees) -> Config:
-    """The config with a microbatch that is no larger than a rank's share of the batch. Evaluations then have
-    more of them, to read as many windows."""
+    """Return the config with a microbatch no larger than a rank's share of the batch. Evaluations then take more
+    microbatches for the same windows."""
     t, e = config.trainer, config.eval
     share, rest = divmod(t.global_batch_size, degrees.data)
     if rest or t.microbatch_size <= share:
@@ -194,7 +181,7 @@ def fitted(config: Config, degrees: Degrees) -> Config:
 
 
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
-    """UserError if this config cannot be trained by the ranks of `degrees`."""
+    """Raise UserError if the ranks of `degrees` cannot train this config."""
     if degrees.world == 1:
         return
     t = config.trainer
@@ -204,21 +191,21 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
         who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
         why = f"{degrees.data} {who}{doing} do a multiple of {together} sequences"
-        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
     check_context(config, degrees)
     check_tensor(config, degrees)
     check_stages(config, degrees)
     if config.cuda_graph is Switch.true:
-        _refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
+        refuse("cuda_graph", "true", "the ranks' messages are not part of a graph", "set cuda_graph=false")
     if config.precision.backend is BackendChoice.transformer_engine:
-        _refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
+        refuse("precision.backend", "transformer_engine", _TE_SHARED, "set precision.backend=auto")
     if config.model.num_experts % degrees.expert:
         smaller = (
             n for n in range(degrees.expert, 0, -1) if fits_expert(n, degrees.cut * degrees.tensor, degrees.stage)
         )
         fits = next(n for n in smaller if not config.model.num_experts % n)
         why = f"it does not divide model.num_experts={config.model.num_experts}"
-        _refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
+        refuse("parallel.expert", degrees.expert, why, f"set {fits}, or another divisor")
 
 
 def _check_debug(config: Config) -> None:
@@ -228,14 +215,14 @@ def _check_debug(config: Config) -> None:
     last = Timeline(config.trainer).steps
     if not 1 <= inject.step <= last:
         fix = f"set 1 to {last_step(config)}"
-        _refuse("debug.inject.step", inject.step, "there is no such step", fix)
+        refuse("debug.inject.step", inject.step, "there is no such step", fix)
     if abs(inject.value) <= 1:
         why = "it would do nothing"
-        _refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
+        refuse("debug.inject.value", inject.value, why, "set nan or inf, or a number above 1 for a spike")
     if inject.steps < 1:
-        _refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
+        refuse("debug.inject.steps", inject.steps, "out of range", "set 1 or more")
     if inject.windows is not None and (len(inject.windows) != 2 or not 0 <= inject.windows[0] < inject.windows[1]):
-        _refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
+        refuse("debug.inject.windows", inject.windows, "no such range", "set [BEGIN, END], END not included, or null")
 
 
 def _check_recovery(r: RecoveryConfig) -> None:
@@ -246,26 +233,26 @@ def _check_recovery(r: RecoveryConfig) -> None:
         "rewind.margin": w.margin,
     }.items():
         if value < 0:
-            _refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
+            refuse(f"recovery.{key}", value, "out of range", "set 0 or more")
     if s.window < 2:
-        _refuse(
+        refuse(
             "recovery.spikes.window", s.window, "too few steps to estimate the usual spread", "set 128, or 2 at least"
         )
     if not 2 <= s.min_steps <= s.window:
         why = f"it is a part of recovery.spikes.window={s.window}"
-        _refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
+        refuse("recovery.spikes.min_steps", s.min_steps, why, f"set 2 to {s.window}")
     if not 0 < s.threshold < math.inf:
-        _refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
+        refuse("recovery.spikes.threshold", s.threshold, "out of range", "set a number above 0, such as 6")
     if not 0 < w.lr_factor <= 1:
         why = "a rewind may lower the learning rate, not raise it"
-        _refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
+        refuse("recovery.rewind.lr_factor", w.lr_factor, why, "set a number above 0 and at most 1")
     if w.lr_steps < (0 if w.lr_factor == 1 else 1):
-        _refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
+        refuse("recovery.rewind.lr_steps", w.lr_steps, "the learning rate is lowered for no step", "set 1 or more")
 
 
 def without_effect(config: Config, world_size: int) -> list[str]:
-    """Settings that change nothing beside the others, in a run of so many processes: a line each, for the user to see.
-    What would be wrong is refused by `check`."""
+    """Return a line for each setting without effect beside the others in a run of `world_size` processes. `check`
+    refuses what would be wrong."""
     lines, p, w = data_without_effect(config.data), config.parallel, config.recovery.rewind
 
     def idle(key: str, value: object, why: str, fix: str) -> None:
@@ -300,23 +287,23 @@ def _check_profile(config: Config) -> None:
     if steps is None:
         return
     if len(steps) != 2:
-        _refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
+        refuse("profile.steps", steps, "a window has a first and a last step", "set [10, 12], or null")
     if not 1 <= steps[0] <= steps[1] <= last:
         why = "no such window of steps"
-        _refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to {last_step(config)}")
+        refuse("profile.steps", steps, why, f"set [FIRST, LAST], from 1 to {last_step(config)}")
 
 
 def _check_cuda_graph(config: Config, plan: Plan) -> None:
     if config.cuda_graph is not Switch.true:
         return
     if config.trainer.device is Device.cpu:
-        _refuse("cuda_graph", "true", "trainer.device=cpu has no CUDA graphs", "set cuda_graph=false")
+        refuse("cuda_graph", "true", "trainer.device=cpu has no CUDA graphs", "set cuda_graph=false")
     if config.debug.inject is not None:
         why = "debug.inject puts a fault into one step, and a graph is the same in all"
-        _refuse("cuda_graph", "true", why, "set cuda_graph=false")
+        refuse("cuda_graph", "true", why, "set cuda_graph=false")
     if plan.served_by("transformer_engine"):
         why = "Transformer Engine's modules do work on the host that a graph would leave out"
-        _refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
+        refuse("cuda_graph", "true", why, "set cuda_graph=false, or precision.backend=cuda")
 
 
 def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) -> None:
@@ -325,105 +312,12 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
     key, fix = "parallel.fp8_all_gather", "set parallel.fp8_all_gather=auto"
     rows = [row for row in plan.gemms.values() if row.recipe.is_fp8]
     if not rows:
-        _refuse(key, "true", "no weight computes in FP8", f"choose an FP8 recipe, or {fix}")
+        refuse(key, "true", "no weight computes in FP8", f"choose an FP8 recipe, or {fix}")
     if config.precision.scaling.granularity is Granularity.row:
         why = "with precision.scaling.granularity=row a weight's scales are known when it is whole"
-        _refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
+        refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
     if world_size is not None:
         degrees = resolve(config.parallel, world_size)
         if degrees.world > 1 and not any(travels_in_fp8(config.parallel.fp8_all_gather, row, degrees) for row in rows):
             why = f"parallel.shard={degrees.shard} cuts no weight into parts that can be quantised by themselves"
-            _refuse(key, "true", why, f"change parallel.shard, or {fix}")
-
-
-def report(config: Config, plan: Plan, processes: int = 1) -> str:
-    """What a run would compute in, how large it is and what each rank takes: several lines of text.
-
-    Degrees that are all given are taken at their word, however many `processes` there are; -1 is what is left of these,
-    or, of one process, as few as go with the others. UserError for degrees that do not go together, or with the batch.
-    """
-    degrees = _imagined(config.parallel, processes)
-    run = fitted(config, degrees)
-    for stretch, shape in each_shape(run):
-        with _in_phase(run, stretch):
-            check_fsdp_policy(shape, degrees)
-    config = widest(run)
-    t = config.trainer
-    count = count_parameters(config.model)
-    flops = flops_per_token(config.model, t.sequence_length)
-    machine = target(config)
-    memory, policy = forecast(config, plan, degrees, machine.gpu_memory)
-    tokens = t.global_batch_size * t.sequence_length
-    total = sum(memory.values())
-    rows = [*memory.items(), ("total", total)]
-    whole, blocks = plan.fp8_shares_at(t.sequence_length)
-    return "\n".join(
-        [
-            plan.to_text(),
-            f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
-            f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
-            f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
-            *(f"{label:<13}{line}" for label, line in course(run)),
-            *(f"unusual      {line}" for line in unusual(run)),
-            *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
-            "",
-            f"memory of {ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
-            + (f", on {machine.name}" if machine.gpu is not None else ""),
-            *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
-            *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
-            *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
-            *_fits(config, plan, degrees, machine, total),
-            *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
-            *(f"\n{line}" for line in without_effect(run, degrees.world)),
-        ]
-    )
-
-
-def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
-    """Whether a run fits: a line. None for ranks on a CPU, which may be on several hosts."""
-    if machine.gpu is None and degrees.world > 1:
-        return []
-    problem = does_not_fit(config, plan, degrees, machine, 1)
-    share = f"{total / machine.memory:.0%} of the {machine.memory / GIB:.1f} GiB of {machine.name}"
-    return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
-
-
-def _muon_line(config: Config, plan: Plan, degrees: Degrees, total: float) -> str:
-    its = muon_size(config, plan)
-    rest = short(total - its.elements)
-    return (
-        f"optimizer    muon: {short(its.elements)} in {its.matrices} matrices, {short(its.flops)} FLOPs a step; "
-        f"adamw: {rest}{_owners(config, plan, degrees)}"
-    )
-
-
-def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
-    if degrees.world == 1:
-        return ""
-    busiest, sent = muon_load(config, plan, degrees)
-    mean = short(muon_size(config, plan, degrees).flops)
-    machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
-    return (
-        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
-        f"{1e3 * machine.seconds(sent, degrees.world):.1f} ms beside the arithmetic"
-    )
-
-
-def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
-    left = -1 in (parallel.replicate, parallel.shard)
-    if left and processes > 1:
-        return resolve(parallel, processes)
-    given = math.prod(
-        size
-        for size in (parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.pipeline)
-        if size > 0
-    )
-    return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
-
-
-def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
-    t = config.trainer
-    again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
-    reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
-    several = t.global_batch_size > t.microbatch_size * degrees.data
-    return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
+            refuse(key, "true", why, f"change parallel.shard, or {fix}")

@@ -1,11 +1,10 @@
-"""The search for layouts: of all degrees that fit into a machine, with stages, microbatches and recomputation, the
-fastest.
+"""The search for the fastest layouts: degrees, stages, microbatches and recomputation that fit into a machine.
 
-Best first: degrees have a bound of their speed, without a bubble and with nothing computed again; each layout of them
-has one, too, what it would do with memory for FSDP's fewest messages. The fastest bound is looked at next: degrees are
-replaced by their layouts; of a layout memory is forecast, and what fits has a speed. One that is faster than all bounds
-left is the fastest of all, so that few forecasts of memory answer. Memory knows no bandwidths: machines that differ in
-these alone share the forecasts.
+The search is best first. Degrees have an upper bound of their speed: no bubble, no recomputation. Each layout of these
+degrees has one, too: its speed if memory allowed FSDP's fewest messages. The search always takes the largest bound. It
+replaces degrees by their layouts, and forecasts the memory of a layout; one that fits gets its speed. A speed above all
+remaining bounds is the fastest of all, so the search needs few memory forecasts. Memory does not depend on bandwidths:
+machines that differ only in bandwidths share the forecasts.
 """
 
 import math
@@ -27,12 +26,12 @@ from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
 FEWEST = FsdpPolicy(reduce_each_microbatch=False, keep_gathered=True)
 STAGES = (1, 2, 4)  # a rank
 AGAIN = {Recompute.none: [Recompute.selective], Recompute.selective: [Recompute.full], Recompute.full: []}
-"""What is looked at after a choice, for the room that it makes: it is no faster."""
+"""The next choice, which needs less memory and is no faster."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layout: sequences of a GPU and step, degrees, recomputation, microbatch, stages a rank."""
+    """A layout: sequences per GPU and step, degrees, recomputation, microbatch, stages per rank."""
 
     sequences: int
     degrees: Degrees
@@ -42,7 +41,7 @@ class _Candidate:
 
 
 class Search:
-    """Layouts of a config with the sizes of axes (and stages a rank) that are `given`."""
+    """The search for layouts of a config. `given` fixes sizes of axes and stages per rank."""
 
     def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None):
         self._config, self._plan, self._given = config, plan, dict(given or {})
@@ -50,8 +49,8 @@ class Search:
         self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float, float] | None] = {}
 
     def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
-        """Of each choice of degrees the fastest layout that fits, of so many sequences a GPU and step. Of equals the
-        simplest first, then that of the fewest microbatches, which the host has less work with."""
+        """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per GPU
+        and step. Ties by simplicity, then by the fewest microbatches, which load the host least."""
         done: set[Degrees] = set()
         for _, equals in groupby(self._in_order(machine, sequences, done), key=_speed):
             for one in sorted(equals, key=_rank):
@@ -60,9 +59,9 @@ class Search:
                     yield one
 
     def _in_order(self, machine: Machine, sequences: Sequence[int], done: set[Degrees]) -> Iterator[Cost]:
-        """done: degrees that are not looked at further."""
+        """Yield layouts that fit, the fastest first. done: degrees to skip, which the caller may extend."""
         queue: list[tuple[float, int, tuple[Degrees, int] | _Candidate | Cost]] = []
-        too_large: dict[_Candidate, int] = {}  # the least microbatch that does not fit, of layouts that differ in it
+        too_large: dict[_Candidate, int] = {}  # the smallest microbatch that does not fit, of layouts that differ in it
         number = count()
 
         def push(speed: float, what: tuple[Degrees, int] | _Candidate | Cost) -> None:
@@ -96,7 +95,7 @@ class Search:
             if (fits := self._memory(one, machine)) is not None:
                 found = self._timed(one, machine, *fits)
                 push(found.tokens_per_second, found)
-            elif several:  # more of them take more; one alone frees activations as it makes gradients
+            elif several:  # larger ones need more; a single one frees activations as it makes gradients
                 too_large[kind] = min(one.size, too_large.get(kind, one.size))
 
     def _degrees(self, machine: Machine) -> Iterator[Degrees]:
@@ -105,16 +104,16 @@ class Search:
                 yield degrees
 
     def _candidates(self, machine: Machine, degrees: Degrees, sequences: int) -> Iterator[_Candidate]:
-        """Of a context group's microbatches those that no smaller group computes the same pieces of, with fewer
-        messages."""
-        share = sequences * machine.gpus // degrees.data  # of a group that has the same sequences
+        """Yield the layouts without recomputation. Microbatches of a context group are skipped if a smaller group
+        computes the same pieces with fewer messages."""
+        share = sequences * machine.gpus // degrees.data  # of a group with the same sequences
         for size in _divisors(share, share // degrees.pipeline):
             if math.gcd(size, degrees.context) == 1:
                 for per_rank in self._stages(degrees, share // size):
                     yield _Candidate(sequences, degrees, Recompute.none, size, per_rank)
 
     def _stages(self, degrees: Degrees, microbatches: int) -> Iterator[int]:
-        """Numbers of stages a rank."""
+        """Yield numbers of stages per rank."""
         p, blocks = degrees.pipeline, self._config.model.num_layers
         for v in (self._per_rank,) if self._per_rank else STAGES:
             if v == 1 or (p > 1 and p * v <= blocks + 1 and goes_round(microbatches, p)):
@@ -137,7 +136,7 @@ class Search:
         return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
 
     def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float, float] | None:
-        """What FSDP does, bytes, and the load of Muon's busiest rank; None where it does not fit."""
+        """Return the FSDP policy, the bytes, and the load of Muon's busiest rank; None if the layout does not fit."""
         key = machine.memory, one
         if key not in self._held:
             self._held[key] = None
@@ -149,13 +148,14 @@ class Search:
 
 
 def _states(config: Config, plan: Plan, d: Degrees) -> float:
-    """Bytes that no stage can do without: masters, gradients and one moment in BF16."""
+    """Return the bytes that every stage needs at least: masters, gradients and one moment in BF16."""
     sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
     return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
 
 
 def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """GPUs, the machine's doubled as often as it takes, that a layout fits into; None if it takes too many to count."""
+    """Return the number of GPUs (the machine's, doubled repeatedly) that a layout fits into; None if 2^11 times are too
+    few."""
     config = replace(config, recompute=Recompute.full)
     for gpus in (machine.gpus << n for n in range(1, 12)):
         trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
@@ -168,7 +168,7 @@ def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
 
 
 def _speed(c: Cost) -> float:
-    """As far as it is told apart: three digits."""
+    """Return the speed to three digits; layouts that agree in these are ties."""
     return float(f"{c.tokens_per_second:.3g}")
 
 
@@ -179,8 +179,8 @@ def _rank(c: Cost) -> tuple[float, ...]:
 
 
 def _degrees(machine: Machine, config: Config, given: Mapping[str, int]) -> Iterator[Degrees]:
-    """Every product that this config can be trained by: stages where nothing refuses them, context groups where both
-    heads and positions go round, tensor groups within a node."""
+    """Yield every combination that can train this config: stages if nothing refuses them, context groups that divide
+    both heads and positions, tensor groups within a node."""
 
     def sizes(axis: str, of: int) -> list[int]:
         return [n for n in ([given[axis]] if axis in given else _divisors(of)) if of % n == 0]
@@ -207,7 +207,7 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def _trains(config: Config, degrees: Degrees) -> bool:
-    """Whether nothing but the size of the batch stands against these degrees."""
+    """Return whether the config can train with these degrees, apart from its batch size."""
     enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
     try:
         check_tensor(config, degrees)

@@ -1,14 +1,14 @@
-"""Pipeline stages ahead of a run: which blocks each one has, what does not go with them, and how long they idle."""
+"""Pipeline stages before a run: their blocks, what they do not support, and how long they idle."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
 from models.stage import Pipeline, Stage, block_flops, divide, divide_in_turn
 from precision import Plan
-from precision.errors import UserError
+from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
 from trainer.config import Config, OptimizerName, Switch
 from trainer.forecast.once import once
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def blocks_of_stages(config: Config, plan: Plan, ranks: int) -> list[int]:
-    """Numbers of blocks of the stages of so many ranks: `parallel.stages`, or alike in FLOPs."""
+    """Return the number of blocks of each stage for `ranks` ranks: `parallel.stages`, or equal FLOPs."""
     p, t = config.parallel, config.trainer
     return p.stages or _alike(plan, t.sequence_length, ranks, p.stages_per_rank)
 
@@ -31,12 +31,12 @@ def _alike(plan: Plan, sequence_length: int, ranks: int, per_rank: int) -> list[
 
 
 def owners(ranks: int, per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     return tuple(range(ranks)) * per_rank
 
 
 def pipeline_of(config: Config, plan: Plan, group: "ProcessGroup") -> Pipeline:
-    """This process's stages. group: the ranks of the pipeline."""
+    """Return this process's stages. group: the ranks of the pipeline."""
     ranks = owners(group.size(), config.parallel.stages_per_rank)
     ends = list(accumulate(blocks_of_stages(config, plan, group.size())))
     stages = (Stage(i, len(ends), begin, end) for i, (begin, end) in enumerate(pairwise([0, *ends])))
@@ -45,17 +45,17 @@ def pipeline_of(config: Config, plan: Plan, group: "ProcessGroup") -> Pipeline:
 
 
 def microbatches_of(config: Config, degrees: Degrees) -> int:
-    """Of a rank and step."""
+    """Return the number of microbatches of a rank and step."""
     t = config.trainer
     return t.global_batch_size // (t.microbatch_size * degrees.data)
 
 
 def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[Config, Plan, float]]:
-    """Config and plan of each rank of a pipeline as of a model of its stages alone, and microbatches that it keeps
-    activations of. Of ranks that are alike the first one, which keeps most.
+    """Yield, for each rank of a pipeline, config and plan of a model of its stages alone, and the number of
+    microbatches whose activations it keeps. Of equal ranks only the first, which keeps most.
 
-    The embedding is the first stage's (`vocab_size` of the others is 0), the head the last one's (its row has no width
-    elsewhere).
+    The first stage has the embedding (`vocab_size` is 0 in the others), the last stage the head (its row has no width
+    in the others).
     """
     if degrees.pipeline == 1:
         yield config, plan, 1
@@ -67,7 +67,8 @@ def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple
 
 
 def kept(rank: int, p: int, v: int, m: int) -> float:
-    """Microbatches whose activations a rank keeps: of forward passes ahead of the backward pass of the last of them."""
+    """Return how many microbatches' activations a rank keeps: its lead over the backward pass of the last forward
+    pass."""
     if v == 1:
         return p - rank
     ahead = (v - 1) * (m // _rounds(m, p)) + 2 * (p - 1 - rank)
@@ -75,12 +76,12 @@ def kept(rank: int, p: int, v: int, m: int) -> float:
 
 
 def _rounds(m: int, p: int) -> int:
-    """In which m microbatches go through a rank's stages, one after the other."""
+    """Number of rounds in which m microbatches go through a rank's stages."""
     return max(1, m // p)
 
 
 def goes_round(m: int, p: int) -> bool:
-    """Whether m microbatches make rounds of equal size."""
+    """Return whether m microbatches form rounds of equal size."""
     return m % _rounds(m, p) == 0
 
 
@@ -109,23 +110,25 @@ def _distinct(
 
 
 def _look(row: GemmRow | TensorRow | CoreRow) -> tuple[object, ...]:
-    """What is the same for rows of equal layers, whose recipes are one object."""
+    """Return a key that is equal for rows of equal layers, whose recipes are one object."""
     values = {**vars(row), "name": row.name.rpartition(".")[2], "decided_by": ""}
     return tuple(id(value) if isinstance(value, GemmRecipe) else value for value in values.values())
 
 
 def idle_share(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Share of a step's arithmetic that ranks wait for others (the bubble)."""
+    """Return the share of a step's arithmetic in which ranks wait for others (the bubble)."""
     p, v = degrees.pipeline, config.parallel.stages_per_rank
     times = _times(plan, config.trainer.sequence_length, tuple(blocks_of_stages(config, plan, p)))
     return bubble(times, owners(p, v), microbatches_of(config, degrees))
 
 
 def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
-    """Share of a step that ranks wait: times t_i of a microbatch in each stage, the stages' ranks, m microbatches.
+    """Return the share of a step in which ranks wait. times: t_i of a microbatch in each stage; ranks: of the stages;
+    m: microbatches.
 
-    The slowest rank computes all of them; before it and behind it the stages of one round are waited for: with v stages
-    a rank sum(t_i) / v + (m - 1 / v) x the largest sum of a rank's t_i. One a rank (1F1B): sum(t_i) + (m - 1) max(t_i).
+    The slowest rank computes all microbatches; before and behind it ranks wait for the stages of one round. With v
+    stages a rank: sum(t_i) / v + (m - 1 / v) x the largest sum of a rank's t_i. One a rank (1F1B): sum(t_i) + (m - 1)
+    max(t_i).
     """
     of_ranks = [0.0] * (max(ranks) + 1)
     for rank, time in zip(ranks, times, strict=True):
@@ -136,7 +139,7 @@ def bubble(times: Sequence[float], ranks: Sequence[int], m: int) -> float:
 
 @once
 def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[float]:
-    """FLOPs of a token in each stage."""
+    """Return the FLOPs of a token in each stage."""
     blocks, last = block_flops(plan, sequence_length)
     ends = list(accumulate(counts))
     times = [sum(blocks[end - count : end]) for count, end in zip(counts, ends, strict=True)]
@@ -145,7 +148,7 @@ def _times(plan: Plan, sequence_length: int, counts: tuple[int, ...]) -> list[fl
 
 
 def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
-    """Blocks of the stages, and the bubble: a line of text."""
+    """Return a line with the blocks of the stages and the bubble."""
     blocks = " + ".join(map(str, blocks_of_stages(config, plan, degrees.pipeline)))
     share = idle_share(config, plan, degrees)
     v = config.parallel.stages_per_rank
@@ -154,54 +157,50 @@ def stages_line(config: Config, plan: Plan, degrees: Degrees) -> str:
 
 
 def check_stages(config: Config, degrees: Degrees) -> None:
-    """UserError, naming key, value and fix, for what does not go with `degrees.pipeline` stages."""
+    """Raise UserError, naming key, value and fix, if the config does not support `degrees.pipeline` stages."""
     p, t, m = degrees.pipeline, config.trainer, config.model
     if p == 1:
         return
     off = "set parallel.pipeline=1"
     stages, v = config.parallel.stages, config.parallel.stages_per_rank
     if v < 1:
-        _refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
+        refuse("parallel.stages_per_rank", v, "out of range", "set 1 or more")
     if p > m.num_layers:
-        _refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
+        refuse("parallel.pipeline", p, f"there are model.num_layers={m.num_layers} blocks", f"set {m.num_layers}")
     if v > 1 and p * v > m.num_layers + 1:
         why = f"parallel.pipeline={p} ranks have model.num_layers={m.num_layers} blocks"
-        _refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
+        refuse("parallel.stages_per_rank", v, why, f"set at most {(m.num_layers + 1) // p}")
     least_blocks = [1] * (p * v - 1) + [int(v == 1)]
     if stages is not None and (
         len(stages) != p * v or sum(stages) != m.num_layers or any(map(int.__lt__, stages, least_blocks))
     ):
         each, but = (f" of {v} stages", ", but the last") if v > 1 else (" stages", "")
         why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least{but}"
-        _refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
+        refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
-        _refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
+        refuse("trainer.global_batch_size", t.global_batch_size, why, f"set {least} or more, or a smaller microbatch")
     count = microbatches_of(config, degrees)
     if v > 1 and not goes_round(count, p):
         rounds = _rounds(count, p)
         why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
-        _refuse(
+        refuse(
             "trainer.global_batch_size",
             t.global_batch_size,
             why,
             f"set {rounds * least}, or another multiple of {least}",
         )
     if config.optim.name is OptimizerName.muon:
-        _refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
+        refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
     if config.parallel.fp8_all_gather is Switch.true:
         why = f"with parallel.pipeline={p} weights travel in BF16"
-        _refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
+        refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
     if config.debug.inject is not None:
-        _refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
+        refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
     if config.health.shadow_every:
         why = f"its passes know no stages, parallel.pipeline={p}"
-        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
+        refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
     if t.document_masking and m.num_mtp_layers > 1:
         why = "its deeper depths need the embedding, which is the first stage's"
-        _refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
+        refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")

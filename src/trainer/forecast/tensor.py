@@ -1,54 +1,56 @@
-"""Ranks that share sequences, ahead of a run: what does not go with context and tensor parallelism, and what the latter
-cuts, keeps and sends."""
+"""Context and tensor parallelism before a run: what they do not support, and what tensor parallelism cuts, keeps and
+sends."""
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from models.tensor import CUT
 from precision import Plan
-from precision.errors import UserError
+from precision.errors import refuse
 from precision.rows import GemmRow
 from trainer.config import Config, Recompute
 from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
-WIDTH = 16  # numbers: what a GEMM in FP8 reads at a time
+WIDTH = 16  # elements that an FP8 GEMM reads at a time
 
 
 def parts(row: GemmRow, degrees: Degrees) -> int:
-    """Ranks that a weight's columns or rows are cut over by `parallel.tensor`."""
+    """Return the number of ranks that `parallel.tensor` cuts a weight's columns or rows over."""
     return degrees.tensor if row.op in CUT else 1
 
 
 def cut_parameters(plan: Plan) -> float:
-    """Parameters that `parallel.tensor` cuts, without the embedding."""
+    """Return the number of parameters that `parallel.tensor` cuts, without the embedding."""
     return _widths(plan).cut
 
 
 def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:
-    """Activations that a rank of a tensor group keeps besides those of its own positions, a token of its own: what its
-    heads read of the others'. A block's, where they are computed again."""
+    """Return the bytes of activations, per token of its own, that a rank of a tensor group keeps for other ranks'
+    positions: the inputs of its heads. With recomputation, of one block."""
     blocks = 1 if config.recompute is Recompute.none else config.model.num_layers + config.model.num_mtp_layers
     return (degrees.tensor - 1.0) * _widths(plan).kept / blocks
 
 
 def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
-    """The largest message of a tensor group a token of its own, and its gradient in FP32: what q or the head reads."""
+    """Return the bytes, per own token, of the largest message of a tensor group and its FP32 gradient: the input of q
+    or of the head."""
     width = max(hidden_size, *(row.in_features for row in plan.gemms.values() if row.op in READ))
     return degrees.tensor * width * (plan.tensors["residual"].format.bytes + 4.0)
 
 
 def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, float]:
-    """What a rank of a tensor group sends for a token of its own, in so many forward passes and a backward pass: beside
-    GEMMs (what queries, keys and values read, and its gradient), and what is waited for (around o)."""
+    """Return the bytes that a rank of a tensor group sends per own token in `forwards` forward passes and a backward
+    pass: those that overlap with GEMMs (inputs of queries, keys and values, and their gradient), and those waited for
+    (around o)."""
     of, others = _widths(plan), degrees.tensor - 1.0
     return others * (forwards * 2 + 4) * of.reads, others * (forwards * 2 + 2) * of.made
 
 
 class _Widths(NamedTuple):
-    """Over all blocks: parameters that are cut, bytes of a token that READ keeps, numbers of a token that queries, keys
-    and values read, and that o makes."""
+    """Sums over all blocks: parameters that are cut; per token, bytes kept of the inputs of READ, and the widths of the
+    inputs of queries, keys and values, and of the outputs of o."""
 
     cut: float
     kept: float
@@ -69,17 +71,17 @@ def _widths(plan: Plan) -> _Widths:
 
 
 def check_context(config: Config, degrees: Degrees) -> None:
-    """UserError, naming key, value and fix, for what does not go with `degrees.context` ranks."""
+    """Raise UserError, naming key, value and fix, if the config does not support `degrees.context` ranks."""
     lengths = {"model.num_heads": config.model.num_heads, "trainer.sequence_length": config.trainer.sequence_length}
     for key, value in lengths.items():
         if value % degrees.context:
             fits = math.gcd(*lengths.values())
             fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
-            _refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
+            refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
-    """UserError, naming key, value and fix, for what does not go with `degrees.tensor` ranks."""
+    """Raise UserError, naming key, value and fix, if the config does not support `degrees.tensor` ranks."""
     t, m = degrees.tensor, config.model
     if t == 1:
         return
@@ -93,7 +95,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     ):
         if value % ranks:
             by = "" if ranks == t else f" as {ranks} ranks"
-            _refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
+            refuse("parallel.tensor", t, f"it does not divide {key}={value}{by}", fix)
     heads = m.num_heads // t
     widths = {
         "qk_nope_head_dim + model.qk_rope_head_dim": m.qk_nope_head_dim + m.qk_rope_head_dim,
@@ -102,11 +104,7 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
     for key, width in widths.items():
         if heads * width % WIDTH:
             why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
-            _refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
+            refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
     if config.health.shadow_every:
         why = f"its passes know no parallel.tensor={t}"
-        _refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
-
-
-def _refuse(key: str, value: object, why: str, fix: str) -> NoReturn:
-    raise UserError(f"{key}={value}: {why}; {fix}")
+        refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

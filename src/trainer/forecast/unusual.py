@@ -1,4 +1,4 @@
-"""Settings that are allowed and seldom meant: a line each, with the usual range and its source.
+"""Settings that are allowed but rarely intended: a line each, with the usual range and its source.
 
 Learning rate. Two laws, fitted on AdamW runs, with C the training FLOPs without vocabulary:
 
@@ -6,8 +6,8 @@ Learning rate. Two laws, fitted on AdamW runs, with C the training FLOPs without
     Ling's MoE law (arXiv 2507.17702)     1.1576 C^-0.1529    64 experts, top-4
 
 C is that of at least 20 tokens an active parameter (Chinchilla, arXiv 2203.15556): a trial of a few steps is judged as
-the run that it stands for. The usual range is ours: from a quarter of the lower law to twice the higher one, which
-holds the published rates of DeepSeek-V3, V2-Lite and Moonlight.
+the full run that it prepares. The usual range is ours: from a quarter of the lower law to twice the higher one. It
+contains the published rates of DeepSeek-V3, V2-Lite and Moonlight.
 """
 
 from models.flops import count_parameters
@@ -16,13 +16,13 @@ from trainer.config.timeline import Timeline
 
 TOKENS_A_PARAMETER = 20.0
 EPOCHS = 4.0
-"""Repeated data up to here is nearly as good as new (arXiv 2305.16264)."""
+"""Up to here repeated data is nearly as good as new data (arXiv 2305.16264)."""
 OCCURRENCES = 100
-"""Of an entry of the vocabulary in the text, on average; ours."""
+"""Average occurrences of a vocabulary entry in the text; our choice."""
 
 
 def unusual(config: Config, tokens: int | None = None, documents: int | None = None) -> list[str]:
-    """A line for each setting outside its usual range. tokens, documents: of the training text, if known."""
+    """Return a line for each setting outside its usual range. tokens, documents: of the training text, if known."""
     t, o, m = config.trainer, config.optim, config.model
     timeline = Timeline(t)
     endless = timeline.epochs is not None
@@ -67,7 +67,7 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
 
 
 def usual_rates(active: float, tokens: float) -> tuple[float, float]:
-    """The usual range of the peak learning rate. active: parameters that a token meets, without vocabulary."""
+    """Return the usual range of the peak learning rate. active: parameters per token, without vocabulary."""
     flops = 6.0 * active * max(tokens, TOKENS_A_PARAMETER * active)
     laws = 0.3118 * flops**-0.125, 1.1576 * flops**-0.1529
     return min(laws) / 4, max(laws) * 2

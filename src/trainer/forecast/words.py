@@ -12,7 +12,7 @@ def short(number: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time span in one unit: `11.6 days`."""
+    """Format a time span in one unit: `11.6 days`."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -20,7 +20,7 @@ def span(seconds: float) -> str:
 
 
 def ranks(d: Degrees) -> str:
-    """`one process`, or `each of 8 ranks (replicate 1, shard 8, expert 1)`."""
+    """Return `one process`, or `each of 8 ranks (replicate 1, shard 8, expert 1)`."""
     if d.world == 1:
         return "one process"
     axes = f"replicate {d.replicate}, shard {d.shard}, expert {d.expert}"

@@ -1,1 +1,1 @@
-"""Health of a run: metrics of its tensors, experts, GPUs and curves, and alerts on them."""
+"""Health of a run: metrics of tensors, experts, GPUs and curves, and the alerts on them."""

@@ -2,20 +2,19 @@
 
     kurtosis(x) = mean(x^4) / mean(x^2)^2          uncentred, over the hidden dimension of one token
 
-averaged over tokens (arXiv 2505.20524). 3 for Gaussian numbers; D, the number of features, where one of them holds all.
-Numbers with outliers fit no scale. In the runs of that paper the kurtosis of QKV departed long before the gradient
-norm, and the loss came last; growth slower than linear is healthy. It is looked at in each block at three places:
+averaged over tokens (arXiv 2505.20524). It is 3 for Gaussian numbers and D, the number of features, if one feature
+holds everything. No scale fits numbers with outliers. In that paper's runs the kurtosis of QKV departed long before the
+gradient norm, and the loss came last; growth slower than linear is healthy. Each block is measured at three places:
 
     qkv     queries, keys and values, as the projections make them (of MLA: q or q_b, and kv_b, together)
     ffn     input of the feed-forward layer's second linear, before it is cast; with experts: the shared ones' and
             every routed row
     block   the block's output, the residual stream
 
-Two definitions: over the features of one token, averaged over tokens, as the paper writes it; and over all numbers of a
-sequence (`_sequence`), as its code computes it, which also sees a few huge tokens. They disagree where outliers are
-tokens.
+There are two definitions. The paper's text takes the features of one token and averages over tokens. Its code takes all
+numbers of a sequence (`_sequence`), which also detects a few huge tokens. They differ where outliers are tokens.
 
-The model takes it itself while a step is sampled (`precision.kurtosis`); here is what becomes of it.
+The model accumulates the sums while a step is sampled (`precision.kurtosis`); this module reduces them.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ KINDS = (*PLACES, *(f"{place}_sequence" for place in PLACES))
 
 
 class BlockKurtosis:
-    """What the `Kurtosis` of a model's blocks (`DeepSeek.iter_blocks`) have summed up. A block that is recomputed has
-    counted its tokens twice, in both sums. The model is bound."""
+    """Sums of the `Kurtosis` modules of a model's blocks (`DeepSeek.iter_blocks`). The model must be bound. A block
+    that is recomputed counts its tokens twice, in both sums."""
 
     def __init__(self, blocks: list[tuple[str, Block]]):
         self._shape = len(blocks), len(PLACES)
@@ -56,12 +55,12 @@ class BlockKurtosis:
         self._rows = torch.tensor(rows, device=self._sums[0].device)
 
     def forget(self) -> None:
-        """Begin again."""
+        """Reset the sums."""
         torch._foreach_zero_([*self._sums, *self._of_sequences])  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def sums(self) -> Tensor:
-        """[blocks, places, 2] FP64: of the kurtosis, of tokens."""
+        """Sums of the kurtosis and of tokens, [blocks, places, 2] FP64."""
         return self._by_place(self._sums)
 
     def _by_place(self, rows: list[Tensor]) -> Tensor:
@@ -70,7 +69,7 @@ class BlockKurtosis:
         return sums.index_add_(0, self._rows, torch.stack(rows)).view(blocks, places, 2)
 
     def means(self, world: World) -> dict[str, Tensor]:
-        """[blocks] FP64 by place, and by place with `_sequence`, over all ranks; NaN where nothing was seen. A
+        """Return the means over all ranks, [blocks] FP64 by place and by place with `_sequence`; NaN without tokens. A
         collective."""
         sums = torch.cat(all_sum([self.sums, self._by_place(self._of_sequences)], world), 1)
         return dict(zip(KINDS, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))

@@ -1,21 +1,21 @@
 """Alerts: rules over the logged metrics, each raised once while its condition lasts.
 
-A rule is a small object that sees every logged line, in order, and answers what is wrong as of this line:
+A rule is a small object that sees every logged line, in order, and returns what is wrong as of this line:
 
     see(step, metrics, tensors) -> [Alert, ...]   wrong, worst first
                                    []             all is well
-                                   None           nothing in this line to judge by
+                                   None           the line has nothing to judge by
 
-It keeps what it needs of the past in `History`s. It does not know which alerts were raised before: `Alerts` does. An
-alert is raised when its condition begins, one a rule and line for all affected tensors; again only after `QUIET` lines
-without the condition, or every `repeat` steps while it lasts. To write a rule: subclass `Rule`, give it a `name` (the
-config key of its threshold), implement `see`, and pass it to `Alerts.add`. It must accept missing keys, None (what
-metrics.jsonl has for NaN) and NaN: `number()` turns all three into None.
+A rule keeps its past in `History`s. `Alerts` knows which alerts were raised before. It raises an alert when its
+condition begins: one per rule and line, for all affected tensors. It raises it again after `QUIET` lines without the
+condition, or every `repeat` steps while the condition lasts. To write a rule, subclass `Rule`, give it a `name` (the
+config key of its threshold), implement `see`, and pass it to `Alerts.add`. A rule must accept missing keys, None (NaN
+in metrics.jsonl) and NaN: `number()` turns all three into None.
 
-Steps go back when a run rewinds: a `History` drops later values by itself, and alerts may be raised again. A run that
-resumes feeds its rules from the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`), so that the checkpoint
-holds nothing of them: medians and raised alerts are as they were. Rules `of_process` (speed, memory, heat) start again
-instead: the process may be on another machine.
+Steps go back when a run rewinds: a `History` then drops later values, and alerts may be raised again. The checkpoint
+holds no state of rules: a run that resumes replays the tail of its metrics.jsonl and tensors.jsonl (`Alerts.replay`),
+which restores medians and raised alerts. Rules `of_process` (speed, memory, heat) restart instead: the process may be
+on another machine.
 """
 
 import math
@@ -29,81 +29,82 @@ from typing import Any, ClassVar
 from trainer.files import parse_line
 
 QUIET = 5
-"""Lines without the condition before its alert may be raised again; also the least distance of a rule's alerts."""
+"""Lines without the condition before its alert may be raised again; also the least distance between a rule's alerts."""
 
 TAIL = 8 * 2**20
-"""So many bytes of each file are read again when a run continues."""
+"""Bytes at the end of each file that are replayed when a run resumes."""
 
 Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that the user should know. message: one line: what, the value and its threshold, and what to do."""
+    """An alert for the user. message: one line with the value, its threshold, and what to do."""
 
     rule: str
     """Name of the rule: the key of its threshold."""
     step: int
     message: str
     value: float
-    """What was measured ..."""
+    """The measured value."""
     threshold: float
-    """... and what it was held against."""
+    """The threshold that it was compared with."""
     tensor: str | None = None
-    """Row of tensors.jsonl that it is about."""
+    """Row of tensors.jsonl that the alert is about."""
     block: str | None = None
-    """Block of the model that it is about."""
+    """Block of the model that the alert is about."""
 
     @property
     def about(self) -> str:
-        """What the alert is about: the same rule about another tensor is another alert."""
+        """The subject of the alert. The same rule on another tensor is another alert."""
         return self.tensor or self.block or ""
 
     def what(self) -> dict[str, Any]:
-        """Fields of the event, beside step and message."""
+        """Return the event's fields except step and message."""
         named = {"tensor": self.tensor, "block": self.block}
         fields = {"rule": self.rule, "value": _rounded(self.value), "threshold": _rounded(self.threshold)}
         return fields | {key: name for key, name in named.items() if name is not None}
 
 
 class Rule:
-    """Something that can be wrong. One object a run."""
+    """Base class of rules. Each run has one object of each."""
 
     name: ClassVar[str]
-    """The config key of its threshold; `rule` of its alerts."""
+    """The config key of its threshold, and `rule` of its alerts."""
     of_process: ClassVar[bool] = False
-    """About this process and machine (speed, memory, heat) and not the model: knows nothing of the time before a
-    resume."""
+    """Whether the rule is about this process and machine (speed, memory, heat) and not the model. Such a rule sees
+    nothing from before a resume."""
     lasting: ClassVar[bool] = False
-    """Never clears by itself: raised once, not every `repeat` steps."""
+    """Whether the condition never clears: the alert is raised once, not every `repeat` steps."""
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
-        """What is wrong as of this line, worst first; [] if nothing is; None if the line has nothing to judge by.
+        """Return what is wrong as of this line, worst first; [] if nothing is; None if the line has nothing to judge
+        by.
 
-        metrics: numbers by slashed key, some or all missing. tensors: the line's entry in tensors.jsonl, with "names"
-        put into it, or None.
+        metrics: numbers by slashed key; any may be missing. tensors: the line's entry in tensors.jsonl with "names"
+        added, or None.
         """
         raise NotImplementedError
 
 
 class History:
-    """The last `size` values of something, with their steps. A step that comes again makes it forget what was later."""
+    """The last `size` values of a quantity, with their steps. Adding a step again drops the later ones."""
 
     def __init__(self, size: int):
         self._points: deque[tuple[int, float]] = deque(maxlen=size)
 
     def add(self, step: int, value: float) -> None:
-        """`value` at `step`."""
+        """Append `value` at `step`."""
         self.forget(step)
         self._points.append((step, value))
 
     def forget(self, step: int) -> None:
-        """What was at `step` and later."""
+        """Drop the values at `step` and later."""
         while self._points and self._points[-1][0] >= step:
             self._points.pop()
 
     def before(self, step: int) -> list[float]:
-        """Values of the steps before `step`, oldest first."""
+        """Return the values of the steps before `step`, oldest first."""
         return [value for at, value in self._points if at < step]
 
     @property
@@ -126,23 +127,23 @@ class History:
 
 
 def number(metrics: Entry, key: str) -> float | None:
-    """The finite number under `key`; None if there is none."""
+    """Return the finite number under `key`, or None."""
     value = metrics.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 @dataclass
 class _Said:
-    """The last alert about something: its step, and the lines without the condition since."""
+    """The last alert on a subject: its step, and the lines without the condition since."""
 
     step: int
     well: int = 0
 
 
 class Alerts:
-    """The rules of a run. On rank 0; no rule costs more than microseconds, or a millisecond of a look inside.
+    """The rules of a run, on rank 0. A rule takes microseconds a line, a millisecond for a sampled step.
 
-    repeat: steps after which a lasting alert is raised again; None: not before it has cleared.
+    repeat: steps after which a lasting alert is raised again; None: only after it has cleared.
     """
 
     def __init__(self, rules: Iterable[Rule] = (), repeat: int | None = None):
@@ -156,7 +157,7 @@ class Alerts:
         self.add(*rules)
 
     def add(self, *rules: Rule) -> None:
-        """More rules. Each has a name of its own."""
+        """Add rules with distinct names."""
         for rule in rules:
             assert rule.name not in self._said, rule.name
             self._rules.append(rule)
@@ -164,19 +165,19 @@ class Alerts:
             self._lines_since[rule.name] = QUIET
 
     def tensors(self, entry: Entry) -> None:
-        """A line of tensors.jsonl, which comes before the line of metrics that it belongs to."""
+        """Take a line of tensors.jsonl. It comes before the line of metrics of its step."""
         if "names" in entry:
             self._names = entry["names"]
         else:
             self._inside = entry
 
     def see(self, metrics: Entry) -> list[Alert]:
-        """A logged line -> the alerts to raise now."""
+        """Return the alerts to raise for a logged line."""
         inside, self._inside = self._inside, None
         return self._see(self._rules, metrics, inside if inside and inside.get("step") == metrics["step"] else None)
 
     def replay(self, metrics: Path, tensors: Path) -> None:
-        """Make up for the lines before a resume, from the files of the run, without raising their alerts again."""
+        """Restore the rules from the run's files after a resume, without raising the alerts again."""
         rules = [rule for rule in self._rules if not rule.of_process]
         of_step: dict[int, Entry] = {}
         for entry in _tail(tensors):
@@ -191,7 +192,7 @@ class Alerts:
 
     def _see(self, rules: list[Rule], metrics: Entry, tensors: Entry | None) -> list[Alert]:
         step = metrics["step"]
-        if step < self._last:  # the run was rewound: what goes wrong again is news
+        if step < self._last:  # the run was rewound: an alert may be raised again
             for said in self._said.values():
                 said.clear()
         self._last = step
@@ -199,7 +200,7 @@ class Alerts:
         return [alert for rule in rules if (alert := self._news(rule, step, rule.see(step, metrics, named)))]
 
     def _news(self, rule: Rule, step: int, wrong: list[Alert] | None) -> Alert | None:
-        """One alert for all that is new in `wrong`; None if nothing is."""
+        """Return one alert for everything new in `wrong`, or None."""
         if wrong is None:
             return None
         said = self._said[rule.name]
@@ -210,7 +211,7 @@ class Alerts:
                 del said[about]
         new = [alert for alert in wrong if self._is_new(rule, step, alert, said)]
         if not new or self._lines_since[rule.name] <= QUIET:
-            return None  # too soon after the last alert: raised later, if it lasts
+            return None  # too soon after the last alert: raised later if the condition lasts
         self._lines_since[rule.name] = 0
         for alert in wrong:
             said[alert.about] = _Said(step)
@@ -226,7 +227,7 @@ class Alerts:
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of the last lines of a JSON-lines file, and its first one if it names what the others list."""
+    """Yield the objects of the last lines of a JSON-lines file, preceded by its first line if that holds the names."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -236,7 +237,7 @@ def _tail(path: Path) -> Iterator[dict[str, Any]]:
         file.seek(rest)
         lines = file.read().splitlines()
     for i, line in enumerate([first, *lines[0 if whole else 1 :]]):
-        entry = parse_line(line)  # cut off, or damaged: one line less to remember
+        entry = parse_line(line)  # cut off or damaged lines are skipped
         if entry is not None and (i or whole or "names" in entry):
             yield entry
 

@@ -1,14 +1,14 @@
-"""What casting into FP8 does to the numbers: how many saturate, how many vanish, and how far off the rest are.
+"""Statistics of casts into FP8: saturation, underflow and relative error.
 
-For x and its FP8 copy x8 under a scale s, over all casts of a tensor that were seen:
+For x and its FP8 copy x8 under a scale s, over all sampled casts of a tensor:
 
     saturated   share of the elements with |x s| > FORMAT_MAX: clipped, they come out too small
     underflown  share of the elements that were not 0 and are stored as 0
     error       ||x - x8 / s|| / ||x||: 0.03 is what E4M3 does to numbers well inside its range, 0.05 E5M2
 
-A row of the result is a tensor, as in the scaling arena; a stack of experts' weights, which has an arena row for each
-expert, is one row here. Sums are kept on the device, five numbers a row: on GPUs that know FP8 by
-`precision.kernels.cast_statistics`, one pass and one launch a cast, else by plain ops.
+A row of the result is a tensor, as in the scaling arena. A stack of experts' weights has an arena row per expert, but
+one row here. Five sums a row are kept on the device. GPUs with FP8 compute them in one launch a cast
+(`precision.kernels.cast_statistics`), others in plain PyTorch.
 """
 
 import functools
@@ -24,16 +24,16 @@ from precision.proof import STATISTICS, refused
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_sum
 
-_AT_ONCE = 1 << 23  # numbers that are looked at together
+_AT_ONCE = 1 << 23  # elements per chunk
 _BLOCK = 128
-_ROUNDING = 1e-5  # of a scale that is known as its inverse
-_KNOWS_FP8 = 8, 9  # compute capability
+_ROUNDING = 1e-5  # slack for a scale that is known as its inverse
+_KNOWS_FP8 = 8, 9  # compute capability of GPUs with FP8
 ELEMENTS, SATURATED, UNDERFLOWN, ERROR, NORM = range(5)
 
 
 class Rows:
-    """The FP8 rows of an arena with each stack of experts as one. names: in the arena's order; of: [N] int64, the row
-    of each arena row, len(names) for those that are only watched."""
+    """Rows of the arena in FP8, with each stack of experts as one row. names: in the arena's order. of: [N] int64, the
+    row of each arena row; len(names) for rows that are only observed."""
 
     def __init__(self, arena: ScalingArena):
         scaled = arena.scaled.tolist()
@@ -47,16 +47,16 @@ class Rows:
         return len(self.names)
 
     def at(self, place: int) -> int | None:
-        """The row of a slot's place in the arena; None if that is not in FP8."""
+        """Return the row of a slot's place in the arena, or None if that is not in FP8."""
         row = self._of[place]
         return row if row < len(self) else None
 
     def largest(self, of_arena: Tensor) -> Tensor:
-        """[N] of the arena -> [rows]: the largest of each, 0 at least."""
+        """Reduce [N] of the arena to the largest value of each row, [rows], at least 0."""
         return of_arena.new_zeros(len(self) + 1).scatter_reduce_(0, self.of, of_arena, "amax")[:-1]
 
     def smallest_positive(self, of_arena: Tensor) -> Tensor:
-        """[N] of the arena -> [rows]: the smallest above 0 of each; infinity where there is none."""
+        """Reduce [N] of the arena to the smallest positive value of each row, [rows]; infinity if there is none."""
         usable = torch.where(of_arena > 0, of_arena, torch.inf)
         return of_arena.new_full((len(self) + 1,), torch.inf).scatter_reduce_(0, self.of, usable, "amin")[:-1]
 
@@ -78,11 +78,12 @@ class Casts:
             add_cast_sums(self._parts[row], x, data, scale_inv, fmt, live)
 
     def forget(self) -> None:
-        """What has been seen so far."""
+        """Reset the statistics."""
         self._parts.zero_()
 
     def shares(self, world: World) -> dict[str, Tensor]:
-        """saturated, underflown, error: [rows] FP64, over all ranks; NaN where nothing was cast. A collective."""
+        """Return saturated, underflown, error over all ranks, each [rows] FP64; NaN for rows without a cast. A
+        collective."""
         sums = all_sum([self._parts.sum(1)], world)[0]
         return {
             "saturated": sums[:, SATURATED] / sums[:, ELEMENTS],
@@ -99,7 +100,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def new_sums(*rows: int, device: torch.device) -> Tensor:
-    """[*rows, parts, 5] FP64, to be raised by `add_cast_sums`; their sum over parts is what `cast_sums` returns."""
+    """Return zeros [*rows, parts, 5] FP64 for `add_cast_sums`. Their sum over parts is what `cast_sums` returns."""
     if has_kernel(device):
         from precision.kernels import cast_statistics  # needs Triton
 
@@ -110,7 +111,7 @@ def new_sums(*rows: int, device: torch.device) -> Tensor:
 def add_cast_sums(
     sums: Tensor, x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format, live: Tensor | None = None
 ) -> None:
-    """Raise sums [parts, 5] by those of a cast; see `cast_sums`. live [R], of a matrix: rows below 0 do not count."""
+    """Add a cast's sums (`cast_sums`) to sums [parts, 5]. live [R], for a matrix: rows below 0 do not count."""
     if has_kernel(x.device):
         from precision.kernels.cast_statistics import add_cast_statistics
 
@@ -124,10 +125,10 @@ def add_cast_sums(
 
 
 def cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> Tensor:
-    """[5] FP64: elements, saturated, underflown, squared error, squared norm of one cast.
+    """Return [5] FP64: elements, saturated, underflown, squared error, squared norm of one cast.
 
-    x, data [..., C]: what was cast (of a master weight its BF16) and what it became. scale_inv: [], one for each matrix
-    of a stack, [..., 1], or for blocks of 1 x 128 or 128 x 128.
+    x, data [..., C]: the input (of a master weight its BF16) and its FP8 copy. scale_inv: [], one for each matrix of a
+    stack, [..., 1], or blocks of 1 x 128 or 128 x 128.
     """
     sums = new_sums(device=x.device)
     add_cast_sums(sums, x, data, scale_inv, fmt)
@@ -152,11 +153,11 @@ def plain_cast_sums(x: Tensor, data: Tensor, scale_inv: Tensor, fmt: Format) -> 
 
 def _sums(x: Tensor, data: Tensor, inv: Tensor, fmt: Format) -> Tensor:
     if x.dtype == torch.float32:
-        x = x.to(torch.bfloat16)  # a master: what is cast is its compute weight
+        x = x.to(torch.bfloat16)  # of a master, the BF16 compute weight is cast
     wide, stored = x.float(), fp8_values(data).float()
     inv = _spread(inv, wide.shape)
     clipped = torch.count_nonzero(wide.abs() > inv * (fmt.max * (1 + _ROUNDING))).double()
-    vanished = (torch.count_nonzero(wide) - torch.count_nonzero(stored)).double()  # what was 0 is stored as 0
+    vanished = (torch.count_nonzero(wide) - torch.count_nonzero(stored)).double()  # zeros stay zeros
     norm, error = (_square(each) for each in (wide, torch.addcmul(wide, stored, inv, value=-1)))
     return torch.stack([torch.full_like(norm, wide.numel()), clipped, vanished, error, norm])
 
@@ -166,7 +167,7 @@ def _square(x: Tensor) -> Tensor:
 
 
 def _spread(inv: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of blocks, for each number of theirs."""
+    """Expand block scales to the elements."""
     for dim in range(-inv.dim(), 0):
         if inv.shape[dim] not in (1, shape[dim]):
             inv = inv.repeat_interleave(_BLOCK, dim).narrow(dim, 0, shape[dim])

@@ -1,22 +1,23 @@
-"""The health of a run, as the trainer asks for it: numbers of every logged step, a look inside, the BF16 shadow.
+"""The health of a run, as the trainer uses it: numbers of every logged step, sampled steps, the BF16 shadow.
 
-    due(step)                whether the step has to be logged for it
-    before(step, tokens)     a shadow if one is due (every `health.shadow_every`): passes aside, over some of the step's
-                             own tokens, with the weights and scales that the step is about to use
-    inside(step, logged)     around the step: if it looks inside, which is with every logged line or every
-                             `health.every` steps, casts and activations are sampled as they are made
-                             (`precision.observe`)
-    collect(load, ok)        what there is on the device, vectors included, after a step that is logged
-    report(step, values)     the same on the host: summaries are returned for metrics.jsonl, vectors go to tensors.jsonl
+    due(step)                whether health needs the step to be logged
+    before(step, tokens)     runs a shadow if one is due (every `health.shadow_every`): extra passes over some of the
+                             step's own tokens, with the weights and scales that the step is about to use
+    inside(step, logged)     wraps the step: with every logged line, or every `health.every` steps, casts and
+                             activations are sampled as they are made (`precision.observe`)
+    collect(load, ok)        the metrics on the device, vectors included, after a step that is logged
+    report(step, values)     the same on the host: returns summaries for metrics.jsonl, writes vectors to
+                             tensors.jsonl
 
-What is collected leaves the device in the trainer's one copy. Passes and collectives are the same on all ranks.
+The trainer copies what `collect` returns to the host in its one transfer. Passes and collectives are the same on all
+ranks.
 
-tensors.jsonl: a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [blocks with experts]}} when a run starts or
-resumes, then a line for each logged step, lists in the order of those names:
+tensors.jsonl has a line {"names": {"fp8": [rows], "blocks": [blocks], "moe": [blocks with experts]}} when a run starts
+or resumes, then a line for each logged step, with lists in the order of those names:
 
     {"step": N, "fp8": {"scale": [...], "amax": [...]}, "blocks": {"max_logit"},
                     "moe": {"load_max_over_mean", "entropy", "bias_max"}}
-    a look adds     "fp8": "saturated", "underflown", "error"; "blocks": "kurtosis_qkv", "kurtosis_ffn",
+    sampling adds   "fp8": "saturated", "underflown", "error"; "blocks": "kurtosis_qkv", "kurtosis_ffn",
                     "kurtosis_block"; "load": [[tokens of each expert], ...]
     shadows add     "shadow": {"cosine": {parameter: number}, "share": {parameter: number}}
 """
@@ -43,14 +44,14 @@ from trainer.step.metrics import fp8_metrics
 if TYPE_CHECKING:
     from trainer.step.engine import Engine
 
-VECTOR = "tensors/"  # begins the keys of what goes to tensors.jsonl
-COUNTS = 0.01  # of the gradient's norm: parameters with a smaller share of it are not looked at for the worst cosine
+VECTOR = "tensors/"  # prefix of the keys that go to tensors.jsonl
+COUNTS = 0.01  # parameters with a smaller share of the gradient's norm are left out of the worst cosine
 DIGITS = 4
 
 
 class Health:
-    """See the module docstring. write: takes an entry of tensors.jsonl. batch: sequences of a step, microbatch: of a
-    rank's pass. note: what a user should know of it."""
+    """See the module docstring. write: takes an entry of tensors.jsonl. batch: sequences of a step. microbatch:
+    sequences of a rank's pass. note: a remark for the user, or None."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Health:
         self.batch, self.microbatch = batch, microbatch
         self._looks, self._shadows = config.every, config.shadow_every
         self.note: str | None = None
-        if config.every != 0 and engine.plan.served_by("transformer_engine"):  # its modules cast behind closed doors
+        if config.every != 0 and engine.plan.served_by("transformer_engine"):  # its modules hide their casts
             self._looks, self.note = 0, "no looks inside: Transformer Engine does not show what it casts (health.every)"
         self.rows = Rows(engine.arena)
         blocks = engine.model.iter_blocks()
@@ -80,15 +81,14 @@ class Health:
         self._seen: dict[str, Tensor] = {}
 
     def due(self, step: int) -> bool:
-        """Whether a step has to be logged, whatever else is: one that looks inside at an interval of its own, or has a
-        shadow."""
+        """Whether a step must be logged in any case: it is sampled at an interval of its own, or has a shadow."""
         return _due(step, self._looks or 0) or _due(step, self._shadows)
 
     def before(self, step: int, tokens: Tensor) -> str | None:
-        """Before step `step` on this rank's tokens [B, S + 1]. Nothing that training sees changes.
+        """Run a shadow if one is due for step `step`, on this rank's tokens [B, S + 1]. It changes nothing of training.
 
-        A shadow may need memory that a step does not. If a single process has none, shadows end and the message is
-        returned. (Of several ranks the others would wait in the pass's collectives: the error is raised.)
+        A shadow may need more memory than a step. If a single process runs out, shadows stop and the message is
+        returned. With several ranks the error is raised: the others would wait in the pass's collectives.
         """
         self._seen, self._looked = {}, False
         if not _due(step, self._shadows):
@@ -106,7 +106,7 @@ class Health:
 
     @contextmanager
     def inside(self, step: int, logged: bool) -> Iterator[None]:
-        """Around step `step`, weights and all microbatches. logged: whether it will be, as far as is known."""
+        """Sample the casts and activations of step `step` if it is due. logged: whether the step will be logged."""
         self._looked = logged if self._looks is None else _due(step, self._looks)
         if not self._looked:
             yield
@@ -117,7 +117,7 @@ class Health:
             yield
 
     def _inside(self) -> dict[str, Tensor]:
-        """What the step has shown. A collective."""
+        """Return the statistics of the sampled step. A collective."""
         world = self._engine.world
         seen = {f"{VECTOR}blocks/kurtosis_{place}": mean for place, mean in self._kurtosis.means(world).items()}
         if len(self.rows):
@@ -125,7 +125,8 @@ class Health:
         return seen
 
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
-        """After a step: load [blocks with experts, E] of it, ok: whether it counted. A collective."""
+        """Return the metrics of a step, on the device. load: [blocks with experts, E]. ok: whether the step counted. A
+        collective."""
         if self._looked:
             self._seen |= self._inside()
             self._looked = False
@@ -149,7 +150,7 @@ class Health:
         return found
 
     def report(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """values: what was collected, copied to the host. Returns the line for metrics.jsonl."""
+        """Write the vectors and return the line for metrics.jsonl. values: what `collect` returned, on the host."""
         vectors = {key.removeprefix(VECTOR): value for key, value in values.items() if key.startswith(VECTOR)}
         line = {key: value for key, value in values.items() if not key.startswith(VECTOR)}
         if vectors:
@@ -173,8 +174,8 @@ class Health:
 
 
 def load_statistics(load: Tensor) -> dict[str, Tensor]:
-    """load [blocks, E], tokens that each expert got -> by block, FP64: load_max_over_mean, and entropy of the shares
-    over ln E (1: all alike; 0: one has everything)."""
+    """Return load_max_over_mean and the entropy of the shares over ln E (1: even; 0: one expert has all), FP64 by
+    block. load: [blocks, E], tokens of each expert."""
     count = load.double()
     share = count / count.sum(1, keepdim=True)
     entropy = -torch.xlogy(share, share).sum(1) / math.log(max(load.shape[1], 2))
@@ -182,7 +183,7 @@ def load_statistics(load: Tensor) -> dict[str, Tensor]:
 
 
 def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
-    """The summaries of the vectors for metrics.jsonl."""
+    """Return the summaries of the vectors for metrics.jsonl."""
     summaries: dict[str, float] = {}
 
     def note(key: str, vector: str, of: Callable[[list[float]], float]) -> None:

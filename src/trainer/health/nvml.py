@@ -1,25 +1,24 @@
-"""One GPU as NVML, the driver's own library, sees it: power, energy, temperatures, clocks and why they are reduced.
+"""One GPU as NVML, the driver's own library, reports it: power, energy, temperatures, clocks and why they are reduced.
 
-NVML counts all GPUs of a machine, torch those that CUDA_VISIBLE_DEVICES leaves it, in its order: an index of one means
-nothing to the other. What both know is the UUID that a GPU was made with, so that is what `find` goes by; then its
-address on the PCI bus; then, where NVML sees one GPU alone (a container), it is that one. A slice of a GPU (MIG) has no
-meter of its own: its GPU's is read, and `Gpu.sliced` is true.
+NVML numbers all GPUs of a machine, torch those in CUDA_VISIBLE_DEVICES in that order, so their indices differ. Both
+know the GPU's UUID. `find` matches it first, then the address on the PCI bus; if NVML reports a single GPU (a
+container), it takes that one. A slice of a GPU (MIG) has no meter of its own: the whole GPU is read, and `Gpu.sliced`
+is true.
 
-Any call may be refused: by a GPU that lacks the sensor, by an old driver that lacks the function, by a container that
-may not ask. Such a quantity is None and not asked again; the others continue. A GPU that has fallen off the bus raises
-`Lost`.
+Any call may fail: the GPU lacks the sensor, an old driver lacks the function, or a container may not call it. Such a
+quantity is None and not queried again; the others continue. A GPU that has fallen off the bus raises `Lost`.
 
-Nothing here touches the GPU's queue or waits for it, but a call may take milliseconds, and many when the driver is in
-trouble: call it from a thread of its own (`power`, or a bench's meter), never in a training step.
+No call touches the GPU's queue or waits for it. But a call may take milliseconds, and many if the driver is in trouble:
+call it from a separate thread (`power`, or a bench's meter), never in a training step.
 
 Reasons for a reduced clock (`Gpu.reasons`, a bit mask):
 
     POWER_CAP    at its power limit: normal under full load
-    THERMAL      too hot, core or memory: the driver lowers the clock, or the board does
+    THERMAL      too hot, core or memory: the driver or the board lowers the clock
     HARDWARE     the board protects itself: too hot, too much current, the power supply's brake; clocks halve or worse
 
-What lowers a clock without anything being wrong is not among them: idling, and clocks set by an administrator. THERMAL
-and HARDWARE overlap: a board that is too hot has both.
+Harmless reasons are not among them: idling, and clocks set by an administrator. THERMAL and HARDWARE overlap: a board
+that is too hot has both.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 POWER_CAP = 0x04
 THERMAL = 0x20 | 0x40  # by software, by hardware
-HARDWARE = 0x08 | 0x40 | 0x80  # slowdown (some say no more than that), thermal, power brake
+HARDWARE = 0x08 | 0x40 | 0x80  # slowdown (some GPUs report only this), thermal, power brake
 THROTTLED = POWER_CAP | THERMAL | HARDWARE
 IDLE = 0x01
 
@@ -39,20 +38,20 @@ _GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "UNINITIALIZED", "DRIVER_NOT_LOADED")
 
 
 class Unavailable(Exception):
-    """There is no NVML, or not this GPU in it; the message has the reason and what to do."""
+    """NVML is missing or does not know this GPU. The message has the reason and what to do."""
 
 
 class Lost(Exception):
-    """NVML cannot reach the GPU any more."""
+    """NVML no longer reaches the GPU."""
 
 
 def find(device: "torch.device") -> "Gpu":
-    """The GPU that torch calls `device`. `Unavailable` where NVML cannot be had or does not know it."""
+    """Return the GPU that torch calls `device`. Raises `Unavailable` if NVML is missing or does not know it."""
     return find_by(*identity(device))
 
 
 def identity(device: "torch.device") -> tuple[str, str]:
-    """UUID and PCI address of a GPU, as torch has them; an empty text where it does not know. ("", "") for a CPU."""
+    """Return UUID and PCI address of a GPU as torch reports them, "" where unknown; ("", "") for a CPU."""
     if device.type != "cuda":
         return "", ""
     import torch
@@ -66,7 +65,8 @@ def identity(device: "torch.device") -> tuple[str, str]:
 
 
 def find_by(uuid: str, address: str = "") -> "Gpu":
-    """The GPU with this UUID (with or without its GPU- or MIG-), or at this PCI address, or the only one."""
+    """Return the GPU with this UUID (with or without its GPU- or MIG- prefix), or at this PCI address, or the only
+    one."""
     nvml = _load()
     plain = uuid.removeprefix("GPU-").removeprefix("MIG-")
     ways: list[Callable[[], Any]] = []
@@ -89,13 +89,13 @@ def find_by(uuid: str, address: str = "") -> "Gpu":
 
 
 def _load() -> Any:
-    """The module, its library loaded and ready."""
+    """Import the module and initialise its library."""
     try:
         import pynvml as nvml
     except ImportError as error:
         raise Unavailable("nvidia-ml-py is not installed; pip install nvidia-ml-py") from error
     try:
-        nvml.nvmlInit()  # counted by the library: again costs nothing
+        nvml.nvmlInit()  # reference-counted: a second call costs nothing
     except nvml.NVMLError as error:
         raise Unavailable(
             f"NVML cannot be used ({error}); is NVIDIA's driver installed, and shown to this container?"
@@ -104,7 +104,8 @@ def _load() -> Any:
 
 
 class Gpu:
-    """What can be asked of a GPU. Every method: None where it does not say; `Lost` when it is gone."""
+    """One GPU. Each method returns None where the GPU does not report the quantity, and raises `Lost` if it is
+    unreachable."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -113,23 +114,23 @@ class Gpu:
         self._gone = {getattr(nvml, f"NVML_ERROR_{name}", None) for name in _GONE}
         slice_of = self._ask("slice", "nvmlDeviceIsMigDeviceHandle")
         self.sliced = slice_of is not None and bool(slice_of.value)
-        """Whether the run has a slice of this GPU (MIG): what is measured is of all its slices together."""
+        """Whether the run has a slice of this GPU (MIG). The measurements are of all its slices together."""
         if self.sliced:
             self._handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         self.uuid: str = self._ask("uuid", "nvmlDeviceGetUUID") or ""
         self.name: str = self._ask("name", "nvmlDeviceGetName") or "GPU"
         limit = self._ask("limit", "nvmlDeviceGetEnforcedPowerLimit")
         self.limit_watts: float | None = None if limit is None else limit / 1e3
-        """Its power limit as now in force."""
+        """Its current power limit."""
         self.max_sm_mhz: int | None = self._ask("max sm clock", "nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
 
     def joules(self) -> float | None:
-        """Energy since the driver was loaded. It moves in steps of some 20 to 100 ms."""
+        """Energy since the driver was loaded. The counter updates every 20 to 100 ms."""
         value = self._ask("energy", "nvmlDeviceGetTotalEnergyConsumption")
         return None if value is None else value / 1e3
 
     def watts(self) -> float | None:
-        """Power; on newer GPUs its average over the last second."""
+        """Power; newer GPUs report its average over the last second."""
         value = self._ask("power", "nvmlDeviceGetPowerUsage")
         return None if value is None else value / 1e3
 
@@ -137,41 +138,41 @@ class Gpu:
         """Temperature of the core."""
         nvml = self._nvml
         value = self._ask("temperature", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
-        if value is None:  # drivers that have dropped that one have this one
+        if value is None:  # replaces the one above in newer drivers
             value = self._ask("temperature by struct", "nvmlDeviceGetTemperatureV", nvml.NVML_TEMPERATURE_GPU)
         return value
 
     def memory_celsius(self) -> float | None:
-        """Temperature of the memory, where it has a sensor (HBM does)."""
+        """Temperature of the memory, if it has a sensor (HBM does)."""
         values = self._ask("fields", "nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_MEMORY_TEMP])
         if values is None or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
             return None
         return values[0].value.uiVal or None  # 0: a board without the sensor
 
     def sm_mhz(self) -> int | None:
-        """Clock of the multiprocessors now."""
+        """Current clock of the multiprocessors."""
         return self._ask("sm clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
 
     def memory_mhz(self) -> int | None:
-        """Clock of the memory now."""
+        """Current clock of the memory."""
         return self._ask("memory clock", "nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_MEM)
 
     def reasons(self) -> int | None:
-        """Why the clock is not higher: bits of POWER_CAP, THERMAL, HARDWARE, IDLE, and others."""
+        """Why the clock is reduced: bits of POWER_CAP, THERMAL, HARDWARE, IDLE, and others."""
         value = self._ask("reasons", "nvmlDeviceGetCurrentClocksEventReasons")
         if value is None:
             value = self._ask("reasons by their old name", "nvmlDeviceGetCurrentClocksThrottleReasons")
         return value
 
     def ecc_errors(self) -> int | None:
-        """Memory errors that ECC saw and could not correct, since the driver was loaded."""
+        """Uncorrectable ECC memory errors since the driver was loaded."""
         nvml = self._nvml
         return self._ask(
             "ecc", "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
 
     def _ask(self, quantity: str, function: str, *arguments: Any) -> Any:
-        """The result of a function of NVML; None if it refuses, and it is not called again if it always will."""
+        """Call a function of NVML. Return None if it fails; one that will always fail is not called again."""
         if quantity in self._silent:
             return None
         call = getattr(self._nvml, function, None)
@@ -185,4 +186,4 @@ class Gpu:
                 raise Lost(str(error)) from error
             if error.value in self._never:
                 self._silent.add(quantity)
-            return None  # else a passing trouble (a timeout): asked again
+            return None  # else a transient error (a timeout): asked again

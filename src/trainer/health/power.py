@@ -1,29 +1,29 @@
 """Power and heat of the run's GPUs, at each logged line: watts, joules a token, temperatures, clocks, throttling.
 
-Each rank has a thread that asks NVML about its GPU every `health.power.seconds`. The training loop never asks NVML: at
-a logged line it takes what the thread has gathered since the line before, and the ranks exchange it in one small
-message between hosts.
+Each rank has a thread that queries NVML about its GPU every `health.power.seconds`. The training loop never calls NVML:
+at a logged line it takes what the thread gathered since the line before, and the ranks exchange it in one small message
+between hosts.
 
     thread   sample . . sample . . sample . . sample . . sample        each interval between two samples counts
     loop          line                     line                 line   a line has those that ended since the last line
 
-Power is the difference of the GPU's energy counter over the time between samples; where it has no counter, the mean of
-its power readings. An interval at whose ends the run was not training (evaluation, a checkpoint) does not count, as it
-does not for tokens per second: so that
+Power is the difference of the GPU's energy counter over the time between samples, or the mean of its power readings if
+there is no counter. An interval that begins or ends outside training (evaluation, a checkpoint) does not count, as for
+tokens per second. So
 
     gpu/joules_per_token = gpu/power_watts / perf/tokens_per_second
 
-is the energy of training a token: all of the job's GPUs, nothing else of the machine. A line that comes before the next
-sample repeats what is known.
+is the energy of training a token: of all the job's GPUs, without the rest of the machine. A line that comes before the
+next sample repeats the last values.
 
-Throttling: a sample's reasons and clock stand for the interval that it ends. With t_i the share of the time at clock
-c_i while any reason to throttle is given, and c the clock when none is (the highest seen so; until one is, the GPU's
-maximum), work goes at f = 1 - sum_i t_i (1 - c_i / c) of the speed that it would have if speed followed the clock, and
+Throttling: a sample's reasons and clock stand for the interval that ends with it. Let t_i be the share of the time at
+clock c_i with any reason to throttle, and c the highest clock seen with none (before one is seen, the GPU's maximum).
+Work then proceeds at f = 1 - sum_i t_i (1 - c_i / c) of the full speed, if speed follows the clock, and
 
     gpu/tokens_lost = tokens * (1 / f - 1)        of the slowest GPU, for which the others wait
 
-It is an estimate from above: what waits for memory or for other GPUs follows the clock less. And it holds what the
-power limit costs, which every GPU under full load pays.
+This is an upper estimate: work that waits for memory or for other GPUs follows the clock less. It includes the cost of
+the power limit, which every GPU under full load pays.
 """
 
 import logging
@@ -45,38 +45,38 @@ NONE = math.nan
 
 @dataclass
 class Reading:
-    """What is known of a rank's GPU since the line before. NaN: not known."""
+    """Measurements of a rank's GPU since the line before. NaN: unknown."""
 
     watts: float = NONE
     celsius: float = NONE
-    """Highest."""
+    """Maximum."""
     memory_celsius: float = NONE
-    """Highest."""
+    """Maximum."""
     sm_mhz: float = NONE
     """Mean over time."""
     memory_mhz: float = NONE
     """Mean over time."""
     throttled: float = NONE
-    """Share of the time with any reason to throttle ..."""
+    """Share of the time with any reason to throttle."""
     power_cap: float = NONE
-    """... with this one ..."""
+    """Share of the time at the power limit."""
     thermal: float = NONE
     hardware: float = NONE
     speed: float = NONE
     """f of the module docstring."""
     ecc_errors: float = NONE
-    """Uncorrected, since the thread began."""
+    """Uncorrected errors since the thread started."""
     lost: float = 0.0
-    """1: NVML cannot reach it any more."""
+    """1: NVML no longer reaches the GPU."""
 
     def row(self) -> list[float]:
-        """As numbers, in order."""
+        """The fields as numbers, in order."""
         return [getattr(self, f.name) for f in fields(self)]
 
 
 @dataclass
 class _Mean:
-    """Mean over time of what is sometimes not known."""
+    """Time-weighted mean of a quantity that may be unknown."""
 
     total: float = 0.0
     seconds: float = 0.0
@@ -116,30 +116,30 @@ class _Sample:
 
 
 class Sampler:
-    """Asks one GPU, in a thread of its own. idle(): whether the run is doing something else than training."""
+    """Samples one GPU in its own thread. idle(): whether the run is doing something other than training."""
 
     def __init__(self, gpu: Gpu, seconds: float, idle: Callable[[], bool] = lambda: False) -> None:
         self._gpu, self._seconds, self._idle = gpu, seconds, idle
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._window, self._known = _Window(), Reading()
         self._before: _Sample | None = None
-        self._free_mhz = 0.0  # highest clock seen while nothing throttled
+        self._free_mhz = 0.0  # highest clock seen without throttling
         self._ecc: tuple[int, int] | None = None  # at the start, now
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="power", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. One that hangs in the driver is left behind."""
+        """Stop the thread. A thread that hangs in the driver is left behind."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
     def take(self) -> Reading:
-        """What was gathered since the last call; what was known then, if nothing has come since. Waits for nothing."""
+        """Return what was gathered since the last call, or the last reading if there is nothing new. Never waits."""
         with self._lock:
             window = self._window
             if window.speed.seconds or window.watts.seconds or window.sm_mhz.seconds:
@@ -155,7 +155,7 @@ class Sampler:
             return Reading(lost=1.0) if self._lost else self._known
 
     def sample(self) -> None:
-        """Ask once. `Lost` when the GPU is gone."""
+        """Take one sample. Raises `Lost` if the GPU is unreachable."""
         gpu = self._gpu
         joules, now = gpu.joules(), time.perf_counter()
         watts, reasons, sm, memory = gpu.watts(), gpu.reasons(), gpu.sm_mhz(), gpu.memory_mhz()
@@ -182,7 +182,7 @@ class Sampler:
                 window.speed.add(self._speed(reasons, sm), span)
 
     def _speed(self, reasons: int, mhz: float) -> float:
-        """Clock over the clock without throttling; 1 while nothing throttles."""
+        """Return the clock over the clock without throttling; 1 while nothing throttles."""
         if not reasons & THROTTLED:
             if not reasons & IDLE:
                 self._free_mhz = max(self._free_mhz, mhz)
@@ -195,8 +195,8 @@ class Sampler:
         try:
             while not self._stop.wait(max(due - time.monotonic(), 0.0)):
                 self.sample()
-                due = max(due + self._seconds, time.monotonic())  # what was missed is not made up for
-        except Exception as error:  # Lost or any other: a reading that stands still must not pass for one
+                due = max(due + self._seconds, time.monotonic())  # missed samples are not made up
+        except Exception as error:  # Lost or any other: a stale reading must not pass for a current one
             with self._lock:
                 self._lost = True
             logging.getLogger(__name__).warning("NVML has lost %s: %s", self._gpu.uuid, error)
@@ -206,7 +206,7 @@ _REASONS = {"throttled": THROTTLED, "power_cap": POWER_CAP, "thermal": THERMAL, 
 
 
 def _power(before: _Sample, sample: _Sample) -> float | None:
-    """Watts between two samples: by the energy counter, else by the readings at both ends."""
+    """Return the watts between two samples: by the energy counter, else by the readings at both ends."""
     if before.joules is not None and sample.joules is not None and sample.joules >= before.joules:
         return (sample.joules - before.joules) / max(sample.seconds - before.seconds, 1e-9)
     known = [watts for watts in (before.watts, sample.watts) if watts is not None]
@@ -219,19 +219,19 @@ def _higher(a: float, b: float | None) -> float:
 
 @dataclass
 class Found:
-    """What a rank has to meter, and what there is to say about it."""
+    """The GPU that a rank meters, and the coverage of the job."""
 
     gpu: Gpu | None
     ranks: list[int]
-    """Ranks whose GPU is metered; of those that share one, the first."""
+    """Metered ranks. Of ranks that share a GPU, the first."""
     whole: bool
-    """Whether that is all of the job's GPUs."""
+    """Whether these are all GPUs of the job."""
     problem: str
-    """Why some are missing; empty if none is."""
+    """Why some are missing, or ""."""
 
 
 def find_gpus(config: PowerConfig, world: World) -> Found:
-    """Each rank's GPU; a collective. UserError, on every rank alike, if it has to be metered and cannot be."""
+    """Find each rank's GPU. A collective. Raises UserError on every rank if metering is required and impossible."""
     if config.enabled is Switch.false or (config.enabled is Switch.auto and world.device.type != "cuda"):
         return Found(None, [], False, "")
     gpu, problem = None, ""
@@ -254,17 +254,17 @@ def find_gpus(config: PowerConfig, world: World) -> Found:
 
 
 class PowerMeter:
-    """The job's power and heat, for `metrics.jsonl`. event: `Sinks.event`."""
+    """Power and heat of the job, for `metrics.jsonl`. event: `Sinks.event`."""
 
     def __init__(self, found: Found, config: PowerConfig, world: World, event: Callable[..., None]) -> None:
         self._found, self._config, self._world, self._event = found, config, world, event
         self._sampler: Sampler | None = None
         self._lost: set[int] = set()
         self.readings: list[Reading] = []
-        """By rank, of the latest line; empty where nothing is metered."""
+        """Readings of the latest line by rank; empty if nothing is metered."""
 
     def start(self, step: int, idle: Callable[[], bool]) -> None:
-        """Begin to sample; say what is metered, or why nothing is. idle: as for `Sampler`."""
+        """Start sampling and log what is metered, or why nothing is. idle: as for `Sampler`."""
         log, gpu = logging.getLogger(__name__), self._found.gpu
         if self._found.problem:
             means = "some GPUs are not metered" if self._found.ranks else "off"
@@ -284,9 +284,9 @@ class PowerMeter:
         return self._config.enabled is Switch.false
 
     def read(self, step: int, tokens: int, seconds: float, steps: int) -> dict[str, float]:
-        """The gpu/ keys of a logged line, the same on all ranks; empty where nothing is metered. A collective.
+        """Return the gpu/ keys of a logged line, the same on all ranks; empty if nothing is metered. A collective.
 
-        tokens, of all ranks, and seconds of training, in so many `steps`: since the line before.
+        tokens (of all ranks), seconds of training and `steps` are counted since the line before.
         """
         if not self._found.ranks:
             return {}
@@ -301,15 +301,16 @@ class PowerMeter:
         return combine(readings, whole, tokens, seconds, steps)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         if self._sampler is not None:
             self._sampler.close()
 
 
 def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, steps: int) -> dict[str, Any]:
-    """Readings by rank -> the gpu/ keys: power added up, of all else the worst. A key that no rank has is left out.
+    """Reduce readings by rank to the gpu/ keys: the sum of the power, the worst value of the rest. A key that no rank
+    has is left out.
 
-    whole: whether every GPU of the job is among them: energy per token is given only then.
+    whole: whether all GPUs of the job are included; energy per token needs that.
     """
     values: dict[str, Any] = {}
 
@@ -343,7 +344,7 @@ def combine(readings: list[Reading], whole: bool, tokens: int, seconds: float, s
 
 
 def _name(values: dict[str, Any], key: str, of: list[float], above: float) -> None:
-    """The rank with the largest, if that is above `above`."""
+    """Store the rank with the largest value under `key`, if that is greater than `above`."""
     rank = max(range(len(of)), key=lambda i: -math.inf if math.isnan(of[i]) else of[i])
     if of[rank] > above:
         values[f"gpu/{key}"] = rank

@@ -1,16 +1,17 @@
 """The BF16 shadow: loss and gradients of a microbatch in FP8 compared with BF16.
 
-The same tokens run twice aside, from the same masters: in the run's precision, and with every FP8 GEMM in BF16. Logged:
+The same tokens run twice, outside the step, from the same masters: in the run's precision, and with every FP8 GEMM in
+BF16. Logged:
 
     loss gap    loss in the run's precision minus loss in BF16, nats a token
     cosine      <g, g'> / (|g| |g'|) of the two gradients of each parameter; 1: FP8 points where BF16 does
-    share       |g'| over that of all parameters together: a gradient that is next to nothing points anywhere
+    share       |g'| over that of all parameters together: the direction of a tiny gradient is arbitrary
 
-A router that is near a tie may choose other experts in BF16: that is part of the answer.
+A router near a tie may choose other experts in BF16: the comparison includes that.
 
-Gradients of the first pass are put aside; in the second one each is compared as soon as it is complete and both are let
-go of, so that there is one set of gradients at any time, as in a step, and a little more. Where ranks share weights,
-each compares its parts, and the three sums (both squares and the product) are added up.
+The gradients of the first pass are kept. In the second pass each gradient is compared as soon as it is complete, then
+both are freed: little more than one set of gradients is alive at any time. Where ranks share weights, each compares its
+parts, and the three sums (both squares and the product) are added up.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Shadow(NamedTuple):
-    """Outcome, on the device: loss_gap 0-d FP64, nats; cosine and share [P] FP64, one for each of `module_names`."""
+    """Result, on the device: loss_gap 0-d FP64, nats; cosine and share [P] FP64, one for each of `module_names`."""
 
     loss_gap: Tensor
     cosine: Tensor
@@ -39,12 +40,13 @@ class Shadow(NamedTuple):
 
 
 def module_names(engine: Engine) -> list[str]:
-    """What the cosines are called: the parameters' names, without what goes without saying."""
+    """Return the names of the cosines: the parameters' names without `.weight`."""
     return [name.removesuffix(".weight") for name, _ in engine.model.named_parameters()]
 
 
 def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
-    """Run tokens [b, S + 1] of this rank both ways; batch: sequences of a step. A collective where there are ranks."""
+    """Run tokens [b, S + 1] of this rank both ways. batch: sequences of a step. A collective if there are several
+    ranks."""
     parameters = dict(engine.model.named_parameters())
     place = {name: i for i, name in enumerate(parameters)}
     kept: dict[str, Tensor] = {}

@@ -1,16 +1,17 @@
-"""Which rank the others wait for, and the bubble of a pipeline: a few numbers of each rank at a logged line.
+"""The rank that the others wait for, and the bubble of a pipeline: a few numbers of each rank at a logged line.
 
-Collectives make all ranks as slow as the slowest, and inside a step every rank waits for others all the time: its
-duration names none. So each rank measures work of its own that waits for none:
+Collectives make all ranks as slow as the slowest. Inside a step every rank waits for others, so step times name no
+rank. Each rank therefore measures work of its own that waits for none:
 
     GPU     a product of fixed size, a few milliseconds, behind the logged step, while the GPU is as warm as it gets:
             its own time against the median of the others'
     data    what the host waits for the rank's sequences before a step: beyond the median of the others', as a share of
             the step
 
-In a line, the same on all ranks (`ranks/`): gpu_slowness (0.25: a quarter slower), data_wait, and whose they are; clock
-and temperature of that GPU where NVML meters it. `perf/bubble` is the share of the latest step's passes in which ranks
-waited for other stages, their mean; beside it what was forecast. The device is not waited for: the line's copy has.
+A line has, the same on all ranks (`ranks/`): gpu_slowness (0.25: a quarter slower), data_wait, the rank of each, and
+clock and temperature of that GPU if NVML meters it. `perf/bubble` is the share of the latest step's passes in which
+ranks waited for other stages, averaged over ranks; the forecast stands beside it. Reading does not wait for the device:
+the line's copy has.
 """
 
 import math
@@ -25,12 +26,12 @@ from trainer.health.power import Reading
 from trainer.launch.world import World
 from trainer.step.stage_clock import StageClock
 
-SIZE, TIMES = 4096, 16  # of the square matrices, 96 MiB; how often they are multiplied: 4 ms on an H200
+SIZE, TIMES = 4096, 16  # of the square matrices, 96 MiB; number of products: 4 ms on an H200
 
 
 class Stragglers:
-    """Of a run. compares: whether ranks are compared (`health.alerts.straggler`). bubble: the stages' clock and the
-    forecast."""
+    """The comparison of a run's ranks. compares: whether it is on (`health.alerts.straggler`). bubble: the stages'
+    clock and the forecast."""
 
     def __init__(self, world: World, compares: bool, bubble: tuple[StageClock, float] | None = None):
         self._world, self._bubble = world, bubble
@@ -40,19 +41,19 @@ class Stragglers:
 
     @contextmanager
     def waits_for_data(self) -> Iterator[None]:
-        """Around the reading of a step's sequences."""
+        """Time the reading of a step's sequences."""
         began = time.perf_counter()
         yield
         self._waited += time.perf_counter() - began
 
     def launch(self) -> None:
-        """Before the line's copy to the host."""
+        """Launch the probe. Call it before the line's copy to the host."""
         if self._probe is not None:
             self._probe.launch()
 
     def read(self, seconds: float, gpus: Sequence[Reading]) -> dict[str, float]:
-        """The line's keys; after its copy. A collective. seconds: of training since the line before. gpus: readings by
-        rank, if metered."""
+        """Return the line's keys; call it after the line's copy. A collective. seconds: of training since the line
+        before. gpus: readings by rank, if metered."""
         if not self._compares and self._bubble is None:
             return {}
         data, self._waited = self._waited / seconds, 0.0
@@ -64,8 +65,8 @@ class Stragglers:
 
 
 def compare(probes: Sequence[float], waits: Sequence[float], gpus: Sequence[Reading]) -> dict[str, float]:
-    """Seconds of the ranks' products (NaN: not measured), shares of a step for which they wait for data, readings of
-    their GPUs -> the ranks/ keys. Two ranks at least."""
+    """Return the ranks/ keys of at least two ranks. probes: seconds of the ranks' products (NaN: not measured). waits:
+    shares of a step for which they wait for data. gpus: readings of their GPUs."""
     found: dict[str, float] = {}
     late = [wait - _others(waits, rank) for rank, wait in enumerate(waits)]
     found["ranks/data_wait"], found["ranks/data_rank"] = _largest(late)
@@ -97,7 +98,7 @@ class GpuProbe:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def launch(self) -> None:
-        """On the current stream."""
+        """Launch the products on the current stream."""
         self._begin.record()
         for _ in range(TIMES):
             torch.mm(self._a, self._b, out=self._out)
@@ -105,5 +106,5 @@ class GpuProbe:
 
     @property
     def seconds(self) -> float:
-        """Of the latest launch, which the caller has waited for."""
+        """Duration of the latest launch. The caller has waited for it."""
         return self._begin.elapsed_time(self._end) / 1e3

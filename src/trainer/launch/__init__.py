@@ -1,1 +1,1 @@
-"""From the command line to the processes of a job: composing the config, ranks, signals, liveness, exit codes."""
+"""From the command line to the processes of a job: config composition, ranks, signals, liveness, exit codes."""

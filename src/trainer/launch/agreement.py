@@ -1,7 +1,7 @@
 """Checks that all ranks have the same config, code and torch, and names the rank that differs before building anything.
 
-Nodes are set up by hand. A stale checkout or another override on one of them would train something unintended, or wait
-for ever in a collective that the others do not make.
+Nodes are set up by hand. A stale checkout or a different override on one of them would train something unintended, or
+wait forever in a collective that the others never call.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from trainer.launch.world import World
 
 
 def agree(world: World, config: Config, plan: str) -> None:
-    """A collective. UserError, naming the first difference and the ranks, unless all have come with the same.
+    """Raise UserError, naming the first difference and the ranks, unless all ranks have the same. A collective.
 
-    plan: the resolved precision plan, which the GPU decides too.
+    plan: the resolved precision plan, which also depends on the GPU.
     """
     if not world.many:
         return

@@ -1,14 +1,14 @@
 """The command line: composing the config with Hydra, and errors in one line.
 
-Hydra composes and nothing more. Its task function only collects what was composed, so that all runs of a sweep are
-composed, loaded and checked before the first one starts, and nothing of Hydra stands around a training run.
+Hydra only composes. Its task function collects the composed configs, so that all runs of a sweep are composed, loaded
+and checked before the first one starts, and a training run does not run inside Hydra.
 
 A `precision.errors.UserError` ends in one line, `octet: error: KEY=VALUE: what is wrong; what to do`. Hydra's own
 errors take several, and advise to add a mistyped key to the config: they are reworded here. Everything else is a bug
-and keeps its traceback. Of many processes one prints it.
+and keeps its traceback. With several processes, one prints it.
 
-This module imports no torch before something has gone wrong, and Hydra where it composes: `--help` is quick, and
-Ctrl-C meets `guarded`.
+This module imports torch only after an error, and Hydra only to compose: `--help` is quick, and Ctrl-C reaches
+`guarded`.
 """
 
 import argparse
@@ -36,30 +36,31 @@ if TYPE_CHECKING:
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
+LONGEST_MESSAGE = 4000
 HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
 
 
 @dataclass
 class Job:
-    """One run to be: its composed config, and the overrides that the user gave for it."""
+    """A run to start: its composed config, and the user's overrides for it."""
 
     tree: "DictConfig"
     overrides: list[str]
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with its help as it was written, and errors that are a UserError: one line, as all others."""
+    """An ArgumentParser that shows its help as written, and raises UserError: one line, as for all other errors."""
 
     def __init__(self, description: str | None = None, **settings: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """UserError: what argparse found."""
+        """Raise argparse's error as UserError."""
         raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
 def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") -> list[Job]:
-    """The runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
+    """Return the runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
 
     launch: of the processes that do the same.
     """
@@ -78,7 +79,7 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing several lines
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
@@ -90,12 +91,11 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
     if not any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in sys.argv[1:]):
         _read_by_hydra(lambda: jobs.append(_compose_one(configs, name)))
     else:
-        # Hydra writes a sweep's config into its folder (configs/train.yaml): nothing of use, so it goes where it
-        # disappears
+        # Hydra writes a sweep's config (configs/train.yaml), which is useless, into a folder: use a temporary one
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
             _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect))
-    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
+    if not jobs:  # --cfg and the like: Hydra has printed the answer
         raise SystemExit(OK)
     if any(sweeps):
         if launch.under_torchrun:
@@ -109,7 +109,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
 
 
 def _compose_one(configs: Path, name: str) -> Job:
-    """What hydra.main composes for one run. It does so twice, at first only to read `hydra.mode`: 0.2 s more."""
+    """Return what hydra.main composes for one run. hydra.main itself composes twice, first only to read `hydra.mode`:
+    0.2 s more."""
     import hydra
 
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
@@ -117,8 +118,8 @@ def _compose_one(configs: Path, name: str) -> Job:
 
 
 def _read_by_hydra(task: Callable[[], None]) -> None:
-    """Run what reads sys.argv. UserError for options that do not exist, where Hydra prints its usage, and for what it
-    stumbles over itself."""
+    """Run a task that reads sys.argv. Raises UserError for options that do not exist, for which Hydra prints its usage,
+    and for Hydra's own failures."""
     from omegaconf.errors import OmegaConfBaseException
 
     said = io.StringIO()
@@ -130,7 +131,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
             sys.stderr.write(said.getvalue())
             raise
         raise user_error(_explain_option(said.getvalue())) from None
-    except OmegaConfBaseException:  # some of them are ValueErrors, too
+    except OmegaConfBaseException:  # some are ValueErrors, too
         raise
     except ValueError as error:
         raise user_error(f"the command line cannot be read ({error}); write KEY=VALUE, as --help shows") from error
@@ -138,7 +139,7 @@ def _read_by_hydra(task: Callable[[], None]) -> None:
 
 
 def _explain_option(usage: str) -> str:
-    """What is wrong with an option, from what argparse printed: `usage: ... error: unrecognized arguments: --x 3`."""
+    """Return the error in argparse's output: `usage: ... error: unrecognized arguments: --x 3`."""
     problem = usage.rpartition(" error: ")[2].strip()
     _, unknown, words = problem.partition("unrecognized arguments: ")
     if not unknown:
@@ -154,7 +155,7 @@ def _explain_option(usage: str) -> str:
 
 
 def _replace_length(job: Job) -> None:
-    """A run has one length: of steps and tokens, the one that the command line gives replaces the other."""
+    """Keep one length of a run: of steps and tokens, the one on the command line replaces the other."""
     trainer = job.tree.get("trainer") or {}
     given = {override.lstrip("+").partition("=")[0] for override in job.overrides}
     for key, other in (("max_tokens", "max_steps"), ("max_steps", "max_tokens")):
@@ -164,7 +165,7 @@ def _replace_length(job: Job) -> None:
 
 
 def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
-    """A run that torchrun starts again resumes by itself: from its newest checkpoint, whatever it once started from."""
+    """Let a run that torchrun restarts resume from its newest checkpoint, whatever it started from."""
     if launch.max_restarts and tree.run.name is None:
         raise user_error(
             f"--max-restarts={launch.max_restarts}: a run without a name cannot continue after a restart; set run.name"
@@ -174,9 +175,9 @@ def _fit_restarts(tree: "DictConfig", launch: Launch) -> None:
 
 
 def _name_runs(jobs: list[Job]) -> None:
-    """Where a sweep was given one run.name, each run gets its own: that name, a number, and what sets the run apart.
+    """Give each run of a sweep with one run.name its own: that name, a number, and the run's overrides.
 
-    Without a name, each run is called by its time and recipe anyway.
+    Without a name, a run is named by its time and recipe anyway.
     """
     common = set.intersection(*(set(job.overrides) for job in jobs))
     for number, job in enumerate(jobs):
@@ -188,7 +189,7 @@ def _name_runs(jobs: list[Job]) -> None:
 
 
 def _check_resumed(jobs: list[Job]) -> None:
-    """UserError where runs of a sweep would continue in one folder, one after the other."""
+    """Raise UserError if runs of a sweep would resume in one folder, one after the other."""
     from trainer.config.paths import NO_PATHS
 
     given = [str(job.tree.run.resume) for job in jobs]
@@ -201,12 +202,12 @@ def _check_resumed(jobs: list[Job]) -> None:
 
 
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:
-    """Run main(); its exit code. Expected errors become one line on stderr, bugs keep their traceback.
+    """Run main() and return its exit code. Expected errors become one line on stderr, bugs keep their traceback.
 
     rank_group: of the processes that do the same. An error of all is reported by one; an error of one ends all.
     """
     handlers = {}
-    if rank_group is None:  # a script: train.py's listens when it has read the environment
+    if rank_group is None:  # a script; train.py's listens after it has read the environment
         rank_group = RankGroup()
         handlers = rank_group.listen()
 
@@ -239,7 +240,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
                 error.add_note(f"on rank {rank_group.launch.rank}")
             raise
         if end.message is not None and first:
-            with contextlib.suppress(OSError):  # its terminal may have gone
+            with contextlib.suppress(OSError):  # its terminal may be closed
                 print(f"octet: {end.message}", file=sys.stderr, flush=True)
         rank_group.leave()
         return rank_group.exit(end.code)
@@ -251,7 +252,8 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
 @contextlib.contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
-    """Warnings of ours are about what the user gave: without the place in the code, which Python puts before them."""
+    """Print our warnings without the place in the code that Python puts before them: they are about the user's
+    input."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
@@ -266,9 +268,9 @@ def _own_warnings_in_one_line() -> Iterator[None]:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    """Whether a stream's reader has gone. What is left in it then goes nowhere, and not to an error at the exit."""
+    """Return whether a stream's reader is gone. If so, its buffer is discarded instead of raising at exit."""
     state = select.poll()
-    state.register(stream.fileno(), 0)  # reports errors alone
+    state.register(stream.fileno(), 0)  # report errors only
     if not state.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -279,8 +281,8 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 @dataclass
 class _End:
-    """How main ended. message: None for a bug. orderly: all processes end like this, by themselves. by_signal: a signal
-    ended this process."""
+    """How main ended. message: None for a bug. orderly: all processes end like this, each on its own. by_signal: a
+    signal ended this process."""
 
     message: str | None
     code: int
@@ -289,7 +291,7 @@ class _End:
 
 
 def _judge(error: BaseException, stop_signal: int) -> _End:
-    """stop_signal: number of the signal that asked main to end; 0: none."""
+    """Classify the error that ended main. stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     import yaml
@@ -304,10 +306,10 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
         return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, UserError | RunError | OSError):
         code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
-        word = "error: " if code < 128 else ""  # a run that a signal has stopped has saved, as it should
+        word = "error: " if code < 128 else ""  # a run stopped by a signal has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
         return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
-    if stop_signal:  # an interrupt within an import of torch, say, may come out as anything
+    if stop_signal:  # an interrupt during an import of torch, say, may surface as any error
         return _by_signal(stop_signal)
     return _End(None, FAILED)
 
@@ -319,7 +321,7 @@ def _by_signal(number: int) -> _End:
 
 
 def _of_a_file(error: OSError) -> str:
-    """The system's own errors name the path last, and not what to do."""
+    """Format a file error: the system's own message names the path last, and no fix."""
     if error.filename is None:
         return str(error)
     fix = "free space" if error.errno in FULL else "correct the path or its permissions"
@@ -327,11 +329,17 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Return a message that may quote file contents without cursor control characters, on one line of bounded
+    length."""
+    line = " ".join(text.split())
+    line = (
+        line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    )
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 def explain(error: BaseException, arguments: list[str]) -> str:
-    """A composition error of Hydra's in one line: what was given, what is wrong with it, what was probably meant."""
+    """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     from trainer.config.schema import ELSEWHERE, nearest
@@ -342,7 +350,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
             return f"{error.override}: nothing expands ~ after a =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
-        if value[:1] in ("{", "["):  # of a section or list the quotes stand outside, or it is text
+        if value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
             fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
         return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -373,7 +381,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
 
 
 def _given(key: str, arguments: list[str]) -> str:
-    """The value that the command line gives a key, for display, secrets hidden."""
+    """Return the value that the command line gives a key, for display, secrets hidden."""
     for argument in reversed(arguments):
         name, _, value = argument.partition("=")
         if name.lstrip("+~").partition("@")[0] == key:
@@ -382,7 +390,7 @@ def _given(key: str, arguments: list[str]) -> str:
 
 
 def _not_in_config(key: str, value: str) -> str:
-    """Hydra refuses keys that the chosen YAML does not have; some of them the schema knows."""
+    """Explain a key that Hydra refuses because the chosen YAML lacks it; the schema may know it."""
     from trainer.config import Config, unknown_key
     from trainer.config.schema import keys_of
 

@@ -18,13 +18,13 @@ _CONTROL_GROUP = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def tune_host(device: torch.device) -> None:
-    """Settings for speed that change no result. Call it when the long-lived objects exist.
+    """Apply speed settings that change no result. Call it after the long-lived objects exist.
 
-    Python's collector need not look again at modules and models that stay (it took 4 % of a step). On a CPU under
-    glibc, freed memory stays with the process: each step's large buffers would else go back to the kernel and be zeroed
+    Python's collector skips modules and models that stay (scanning them took 4 % of a step). On a CPU under glibc,
+    freed memory stays with the process: otherwise each step's large buffers would return to the kernel and be zeroed
     again (a quarter of the time of a step of deepseek_tiny).
     """
-    gc.unfreeze()  # what an earlier run in this process left is garbage by now
+    gc.unfreeze()  # objects of an earlier run in this process are garbage now
     gc.collect()
     gc.freeze()
     if device.type == "cpu" and sys.platform == "linux":
@@ -35,7 +35,7 @@ def tune_host(device: torch.device) -> None:
 
 
 def host_memory() -> float:
-    """Bytes that all processes of this host have together: its memory, or the limit of this control group."""
+    """Return the bytes available to all processes of this host: its memory, or the limit of this control group."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _CONTROL_GROUP:
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -44,7 +44,7 @@ def host_memory() -> float:
 
 
 def pick_device(choice: Device) -> torch.device:
-    """The device to train on. UserError if a GPU is asked for and there is none."""
+    """Return the device to train on. Raises UserError if a GPU is required and there is none."""
     available = torch.cuda.is_available()
     if choice is Device.cuda and not available:
         raise UserError(

@@ -1,10 +1,10 @@
-"""What a launcher sets in a process's environment: torchrun, or any launcher with the same variables.
+"""The environment variables of a launcher: torchrun, or any launcher that sets the same ones.
 
-    RANK  LOCAL_RANK  WORLD_SIZE  LOCAL_WORLD_SIZE             which of how many processes this is, and on its node
-    MASTER_ADDR  MASTER_PORT                                   where the job's store is
-    TORCHELASTIC_RESTART_COUNT  TORCHELASTIC_MAX_RESTARTS      how often torchrun has started the processes again
+    RANK  LOCAL_RANK  WORLD_SIZE  LOCAL_WORLD_SIZE             this process and the number of processes, and on its node
+    MASTER_ADDR  MASTER_PORT                                   address of the job's store
+    TORCHELASTIC_RESTART_COUNT  TORCHELASTIC_MAX_RESTARTS      number of restarts by torchrun, and its limit
 
-This module imports no torch, so that a mistake on the command line is found before anything large is loaded.
+This module does not import torch, so that a mistake on the command line is found before anything large is loaded.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ class Launch:
     """Host of the job's store; empty without a launcher."""
     port: int = 0
     attempt: int = 0
-    """How often torchrun has started the processes of this job again."""
+    """Number of times that torchrun has restarted the processes of this job."""
     max_restarts: int = 0
     under_torchrun: bool = False
     agent_store: bool = False
     """Whether torchrun serves the store, so that it outlives rank 0."""
     error_file: str = ""
-    """Where torchrun looks for what to say about this process if it fails; empty without torchrun."""
+    """File from which torchrun reads the reason of this process's failure; empty without torchrun."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:
-        """From the environment. UserError, one line, if the variables do not go together."""
+        """Read the environment. Raises UserError, one line, for incompatible variables."""
         if "WORLD_SIZE" not in environment:
             return cls()
         size = _number(environment, "WORLD_SIZE", None)
@@ -73,7 +73,7 @@ class Launch:
         return self.rank == 0
 
     def leave_word(self, message: str) -> None:
-        """For torchrun's own report of failures, which would else say that it knows nothing."""
+        """Write the reason for torchrun's own report of failures, which would otherwise show none."""
         if self.error_file:
             extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
             with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
 
 
 def user_error(message: str) -> ValueError:
-    """precision's UserError. Importing it imports torch, for which `--help` must not wait."""
+    """Return precision's UserError. Importing it imports torch, for which `--help` must not wait."""
     from precision.errors import UserError
 
     return UserError(message)

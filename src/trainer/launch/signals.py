@@ -1,10 +1,10 @@
-"""SIGINT, SIGTERM and SIGHUP: finish the step, save, leave; all ranks after the same one.
+"""SIGINT, SIGTERM and SIGHUP: finish the step, save, leave; all ranks after the same step.
 
-A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all ranks,
-of hosts and not of GPUs: has any rank received a signal? It is under way while the next step runs, and read at the end
-of that step, so that no rank waits for it: the run stops one step later than a single process would. Since the ranks of
-a run cannot be more than one step apart, it also exposes a rank that hangs: the others wait for it there, or, if they
-read a number from their GPU first, in the operation that the GPU waits in.
+A signal reaches the ranks at different moments, in different steps. So each step ends with a small sum over all hosts,
+not GPUs: has any rank received a signal? The sum travels while the next step runs, and is read at the end of that step,
+so that no rank waits for it: the run stops one step later than a single process would. Since the ranks of a run are at
+most one step apart, the sum also exposes a rank that hangs: the others wait for it there, or, if they read a number
+from their GPU first, in the operation that the GPU waits in.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 
-ONE_SECONDS = 0.5  # signals that are less apart are one: `timeout` sends its to the process, and to its group
+ONE_SECONDS = 0.5  # signals closer together count as one: `timeout` signals the process and its group
 
 
 class StopSignals:
-    """While active, the first of these signals is noted; a second one acts as it always did.
+    """While active, the first of these signals is recorded; a second one acts as usual.
 
-    Many processes may get the first one twice, from the scheduler and from torchrun, so there a second one is the other
-    kind: torchrun sends SIGTERM to those that a second Ctrl-C finds still saving.
+    Processes of a job may get the first one twice, from the scheduler and from torchrun, so a second one is of another
+    kind: torchrun sends SIGTERM to those that still save after a second Ctrl-C.
 
-    received: the name of a signal that was noted before the last call of `agree`, on this rank or another.
+    received: name of a signal recorded before the last call of `agree`, on this rank or another.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -44,12 +44,12 @@ class StopSignals:
         self._noted = (
             world.rank_group.stop_signal if world is not None else 0
         )  # before training, and something has swallowed it
-        self._since: dict[int, float] = {}  # when each was noted first
+        self._since: dict[int, float] = {}  # time of the first occurrence of each
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
 
     def agree(self) -> None:
-        """A step is done: call it after each, on all ranks."""
+        """Exchange signals. Call it after each step, on all ranks."""
         if self._world is None:
             self._receive(self._noted)
             return
@@ -69,7 +69,8 @@ class StopSignals:
             )
 
     def heard(self) -> str | None:
-        """The name of a signal that this rank has noted since the last call: for what has to say that it continues."""
+        """Return the name of a signal recorded on this rank since the last call, for code that must report that it
+        continues."""
         before, self._heard = self._heard, self._noted
         return signal.Signals(self._noted).name if self._noted != before else None
 

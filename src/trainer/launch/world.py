@@ -1,12 +1,12 @@
-"""The processes of a run: which one this is, and their messages about anything but tensors of the model.
+"""The processes of a run: this one's place, and their messages about anything but tensors of the model.
 
     torchrun --nproc_per_node=8 train.py ...     one process a GPU; RANK, LOCAL_RANK, WORLD_SIZE in its environment
 
-`init()` joins them: NCCL between GPUs, gloo between host memories. With GPUs the default process group carries both
-(`cpu:gloo,cuda:nccl`), so that tensors go by the one that their device has. What hosts exchange (the run's
-folder, whether to stop) is small and goes by gloo: it waits for no GPU.
+`init()` joins them: NCCL between GPUs, gloo between host memories. With GPUs the default process group has both
+(`cpu:gloo,cuda:nccl`), and a tensor's device selects the backend. Messages between hosts (the run's folder, whether to
+stop) are small and use gloo: they wait for no GPU.
 
-A process by itself is a `World` of one, and nothing of torch.distributed is imported for it.
+A single process is a `World` of one, and imports nothing of torch.distributed.
 """
 
 import time
@@ -30,12 +30,12 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 TIMEOUT = 1200.0
-"""Seconds that a process waits in a collective for the others, where `parallel.timeout` does not say."""
+"""Default of `parallel.timeout`: seconds that a process waits in a collective for the others."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All processes of the run, seen from this one. Without arguments but a device: a process by itself."""
+    """All processes of the run, seen from this one. With only a device: a single process."""
 
     device: torch.device
     rank: int = 0
@@ -43,25 +43,25 @@ class World:
     size: int = 1
     local_size: int = 1
     rank_group: RankGroup = field(default_factory=RankGroup)
-    """Who watches over the others."""
+    """Monitors the liveness of the processes."""
     control: "ProcessGroup | None" = None
-    """A gloo group of its own for messages between hosts while the model's collectives are under way."""
+    """A separate gloo group for messages between hosts while the model's collectives run."""
     store: "TCPStore | None" = None
     timeout: float = TIMEOUT
     """Seconds that a collective waits for the others."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the run folder and speaks for all."""
+        """Whether this is rank 0, which writes the run folder and reports for all."""
         return self.rank == 0
 
     @property
     def many(self) -> bool:
-        """Whether there are others."""
+        """Whether there are several processes."""
         return self.size > 1
 
     def share(self, value: T) -> T:
-        """Rank 0's `value`, on every rank. A collective: all ranks call it, the others' values are not looked at."""
+        """Return rank 0's `value` on every rank. A collective: all ranks call it; the others' values are ignored."""
         if not self.many:
             return value
         import torch.distributed as dist
@@ -71,7 +71,7 @@ class World:
         return box[0]
 
     def gather(self, value: T, named: str = "") -> list[T]:
-        """Every rank's `value`, by rank, on every rank. A collective. named: as for `on_first`."""
+        """Return every rank's `value`, by rank, on every rank. A collective. named: as for `on_first`."""
         if not self.many:
             return [value]
         if named:
@@ -88,7 +88,7 @@ class World:
         return box
 
     def gather_numbers(self, row: list[float]) -> list[list[float]]:
-        """As `gather`, for numbers, as many on each rank: one message between hosts instead of two, nothing pickled."""
+        """Gather equally many numbers from each rank: one message between hosts instead of two, nothing pickled."""
         if not self.many:
             return [row]
         import torch.distributed as dist
@@ -99,13 +99,14 @@ class World:
         return [each.tolist() for each in box]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called it."""
         self.gather(None)
 
     def on_first(self, ask: Callable[[], T], named: str = "") -> T:
-        """What `ask()` gives on rank 0, on every rank. A collective; the others do not call `ask`.
+        """Return on every rank what `ask()` returns on rank 0. A collective; the others do not call `ask`.
 
-        named: a word for what may take longer than a collective waits (reading whole checkpoints): no time limit then.
+        named: a word for work that may take longer than a collective's timeout (reading whole checkpoints): then there
+        is none.
         """
         value = ask() if self.is_first else cast(T, None)
         if named:
@@ -116,9 +117,9 @@ class World:
         return self.share(value)
 
     def lead(self, ask: Callable[[Callable[[A], list[B]]], T], part: Callable[[A], B], named: str) -> T:
-        """What `ask(everyone)` gives on rank 0, on every rank. A collective; as `on_first`, without a time limit.
+        """Return on every rank what `ask(everyone)` returns on rank 0. A collective like `on_first`, without a timeout.
 
-        everyone(work): what `part(work)` gives on each rank, by rank. So rank 0 decides, and all do the work.
+        everyone(work): returns `part(work)` of each rank, by rank. So rank 0 decides, and all do the work.
         """
         if not self.many:
             return ask(lambda work: [part(work)])
@@ -148,9 +149,9 @@ class World:
 
     @contextmanager
     def first_of_node_goes_ahead(self) -> Iterator[None]:
-        """One process of each node runs what is inside while its neighbours wait, then they run it; all leave together.
+        """Run the code inside on one process of each node while its neighbours wait, then on these; all leave together.
 
-        Unlike in a collective, there is no time limit: preparing a corpus takes as long as it takes.
+        Unlike a collective it has no timeout: preparing a corpus may take long.
         """
         key = f"ahead/{self.rank_group.launch.attempt}"  # torchrun's store outlives a restart
         if self.local_rank == 0:
@@ -168,15 +169,14 @@ class World:
         keys, pause = [f"{what}/{rank}" for rank in ranks], 0.01
         while self.store is not None and not self.store.check(keys):
             time.sleep(pause)
-            pause = min(1.5 * pause, 1.0)  # of thousands of ranks each asks the one store
+            pause = min(1.5 * pause, 1.0)  # thousands of ranks ask the one store
 
 
 def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) -> World:
     """Join the other processes of `rank_group.launch`; call it once. device: its type chooses GPUs or CPUs.
 
-    `rank_group.leave()` is the way out. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK,
-    made the current one). timeout: seconds that a collective waits. UserError if this node has fewer GPUs than
-    processes.
+    `rank_group.leave()` ends it. Returns the world, whose `device` is this process's own (cuda:LOCAL_RANK, made the
+    current one). timeout: seconds that a collective waits. Raises UserError if this node has fewer GPUs than processes.
     """
     launch = rank_group.launch
     if device.type == "cuda" and (launch.under_torchrun or launch.size > 1):
@@ -187,7 +187,7 @@ def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) 
     from torch._C._distributed_c10d import PrefixStore
 
     store = rank_group.connect()
-    # NCCL's own watchdog aborts a process, with a long dump, and knows no names: it comes last
+    # NCCL's own watchdog aborts a process with a long dump and without names: it must come last
     limit, late = timedelta(seconds=timeout), timedelta(seconds=2 * timeout)
     gpu = device.type == "cuda"
     dist.init_process_group(

@@ -1,1 +1,1 @@
-"""What is done with a run afterwards: evaluate, sample, replay a step, audit, export, import."""
+"""Work on a finished run: evaluate, sample, replay a step, audit, export, import."""

@@ -1,7 +1,6 @@
-"""The end of a run on the screen: some text that the model wrote, and the commands that come next.
+"""The end of a run on the screen: a sample of the model's text, and the next commands.
 
-The text comes from the weights that the run still holds, in a process by itself only. What shows a run cannot make it
-fail.
+The text is sampled from the weights in memory, only in a single process. Errors in showing a run do not make it fail.
 """
 
 import shlex
@@ -39,7 +38,7 @@ def say(text: str) -> None:
 
 
 def sample(run: "Run", tokens: int) -> str:
-    """`tokens` tokens of a new document that the model of a run writes; the run's seed draws them."""
+    """Sample `tokens` tokens of a new document from a run's model, with the run's seed."""
     engine, config = run.engine, run.config
     try:
         tokenizer = load_tokenizer(run.data.tokenizer_path)
@@ -47,7 +46,7 @@ def sample(run: "Run", tokens: int) -> str:
         chosen = saved_backends(run.folder.path)
         plan = Plan(config.precision, config.model.num_layers, detect(engine.device), saved=chosen)
         with torch.device("meta"):
-            model = DeepSeek(config.model, plan)  # for the same weights, without what was compiled for a step
+            model = DeepSeek(config.model, plan)  # the same weights, without the graphs compiled for a step
         model.load_state_dict(engine.model.state_dict(), assign=True)
         arena = bind(model, plan, engine.device)
         arena.load_state_dict(engine.arena.state_dict())
@@ -60,13 +59,13 @@ def sample(run: "Run", tokens: int) -> str:
 
 
 def printable_text(text: str) -> str:
-    """`text` without what would move a terminal's cursor."""
+    """Remove control characters, which would move a terminal's cursor, from `text`."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def what_next(run: Path, overrides: Sequence[str], steps: int, launch: Launch) -> list[tuple[str, str]]:
-    """Commands, with what each is for. steps: that the run had. launch: of its processes; how several nodes were
-    started is not known here."""
+    """Return commands with their purposes. steps: that the run had. launch: of its processes; the launch command of
+    several nodes is unknown here."""
     own = ("run.name=", "run.resume=", "run.init_from=", "trainer.max_steps=")
     settings = shown([override for override in overrides if not override.lstrip("+").startswith(own)])
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
@@ -82,7 +81,7 @@ def what_next(run: Path, overrides: Sequence[str], steps: int, launch: Launch) -
 
 
 def ending(summary: "Summary", run: "Run", overrides: Sequence[str], launch: Launch) -> str:
-    """The last lines of a run. Several ranks write no text."""
+    """Return the last lines of a run. With several ranks there is no sample."""
     lines = [""]
     if run.config.eval.sample and launch.size == 1:
         text = sample(run, run.config.eval.sample).splitlines()
@@ -92,7 +91,7 @@ def ending(summary: "Summary", run: "Run", overrides: Sequence[str], launch: Lau
 
 
 def sweep_table(done: Sequence[tuple["Summary", Sequence[str]]]) -> str:
-    """The runs of a sweep, a line each: what sets it apart, and the result."""
+    """Return a line for each run of a sweep: its distinguishing overrides and its result."""
     common = set.intersection(*(set(overrides) for _, overrides in done))
     rows = [("run", "differs in", "validation loss", "tokens/s", "peak GiB", "skipped steps")]
     for s, overrides in done:

@@ -1,7 +1,7 @@
-"""Loss on held-out text: while a run trains, and of one of its checkpoints afterwards.
+"""Loss on held-out text: of a training run, or afterwards of one of its checkpoints.
 
-In FP8 and in BF16 it is the same model with the same weights (`precision.plain`); the difference is what the casts
-cost. On one process, on the device that the run had, the loss in the run's recipe is the one that it logged.
+FP8 and BF16 evaluate the same model with the same weights (`precision.plain`); the difference is the cost of the casts.
+On one process, on the run's device, the loss in the run's recipe is the one that it logged.
 """
 
 import math
@@ -19,8 +19,8 @@ from trainer.step.evaluation import mean_loss
 
 @dataclass
 class Scores:
-    """Of one source's held-out text. Losses in nats per token; own: not a number if the text is shorter than a window;
-    bf16: None if the run computes no GEMM in FP8."""
+    """Losses on one source's held-out text, nats per token. own: NaN if the text is shorter than a window. bf16: None
+    if the run computes no GEMM in FP8."""
 
     source: str
     windows: int
@@ -29,21 +29,23 @@ class Scores:
 
     @property
     def gap(self) -> float | None:
-        """How much the casts cost, nats per token."""
+        """Cost of the casts, nats per token."""
         return None if self.bf16 is None else self.own - self.bf16
 
 
 def held_out(data: Prepared) -> list[tuple[str, Bins]]:
-    """Validation text by the name of its source; of several first all together, which is what a run logs."""
+    """Return validation text by the name of its source; several sources are preceded by all together, which a run
+    logs."""
     together = [("all", data.validation)] if len(data.validations) > 1 else []
     return [*together, *data.validations]
 
 
 def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
-    """The model on each source's held-out text. most: microbatches of each, spread evenly; None for all windows.
+    """Evaluate the model on each source's held-out text. most: microbatches of each, spread evenly; None for all
+    windows.
 
-    UserError if the text is in other tokens than the model's or shorter than a sequence, or Transformer Engine serves
-    the model.
+    Raises UserError if the text has other tokens than the model's or is shorter than a sequence, or Transformer Engine
+    serves the model.
     """
     own = saved.run / TOKENIZER
     saved.tokenizer()
@@ -80,5 +82,5 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): of how many tokens, all equally likely, a model with this loss would be as sure."""
+    """exp(loss): the number of equally likely tokens that gives this loss."""
     return math.exp(min(loss, 700.0))

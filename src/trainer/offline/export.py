@@ -33,10 +33,10 @@ def export_run(
     max_file_bytes: int = 5 * 10**9,
     tokenizer: Path | None = None,
 ) -> tuple[Exported, list[str]]:
-    """Export a run folder, one of its checkpoints, or an imported model; see `export`.
+    """Export a run folder, one of its checkpoints, or an imported model; see `hf_export.export`.
 
-    step: of the checkpoint, None for the newest whole one. tokenizer: a tokenizer.json instead of the run's. Returns
-    what was made and remarks, a line each. UserError for what the user can correct.
+    step: of the checkpoint, None for the newest valid one. tokenizer: a tokenizer.json instead of the run's. Returns
+    the result and remarks, a line each. Raises UserError for errors that the user can correct.
     """
     check_new(out)
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
@@ -62,7 +62,7 @@ def export_run(
 
 
 def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantizer:
-    """What makes the FP8: the run's own recipe, or the scales that an imported model came with."""
+    """Return the FP8 quantiser: the run's own recipe, or the scales that an imported model came with."""
     saved = SavedTensors(checkpoint)
     if "source" in meta:
         return KeptQuantizer(saved, checkpoint)
@@ -83,7 +83,7 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
 
 
 def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource | None:
-    """Where the tokenizer comes from; None if an imported model had none."""
+    """Return the source of the tokenizer, or None if an imported model had none."""
     folder = checkpoint.parent.parent
     if "source" in meta:
         if given is not None:
@@ -101,5 +101,5 @@ def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> To
 
 
 def _config(checkpoint: Path) -> dict[str, Any]:
-    """The tree of the config that made a checkpoint."""
+    """Return the config tree that made a checkpoint."""
     return config_at(checkpoint.parent.parent, checkpoint_step(checkpoint) or 0)

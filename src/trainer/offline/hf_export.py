@@ -3,14 +3,14 @@
     config.json   model-0000x-of-0000y.safetensors   model.safetensors.index.json
     tokenizer.json   tokenizer_config.json   special_tokens_map.json   generation_config.json
 
-What each file will hold is known before anything is read: names from `models.hf`, shapes from the config. So a file is
-made with its header at once, and the weights pass through a few rows at a time, from whichever ranks' files they lie in
-to their place: memory is that of the rows, whatever the model's size.
+The content of each file is known before anything is read: names from `models.hf`, shapes from the config. So a file is
+created with its header, and the weights pass through a few rows at a time, from any rank's file to their place: memory
+holds only those rows, whatever the model's size.
 
-Numbers: `fp32` is the masters. `bf16` is what multiplies, BF16(master). `fp8` is what multiplied in FP8 in the run
-(`hf_fp8`), the rest BF16. Router biases are FP32 always.
+Numbers: `fp32` exports the masters, `bf16` the compute weights, BF16(master). `fp8` exports in FP8 what the run
+multiplied in FP8 (`hf_fp8`), and BF16 for the rest. Router biases are always FP32.
 
-All of it is written into OUT.partial, which is renamed when it is whole.
+Everything is written into OUT.partial, which is renamed when it is complete.
 """
 
 import json
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unit:
-    """A matrix of ours, and what it becomes: weights, and their scales beside them. They share a file."""
+    """One of our matrices, and its exported form: weights, and their scales beside them. They share a file."""
 
     matrix: Matrix
     weights: list[Entry]
@@ -76,14 +76,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. left: layers that computed in FP8 and left in BF16; see `hf_fp8`."""
+    """Description of what was written. left: layers that computed in FP8 and are exported in BF16; see `hf_fp8`."""
 
     folder: Path
     files: int
     tensors: int
     bytes: int
     fp8_share: float
-    """Of all numbers."""
+    """Share of all numbers."""
     left: list[str]
 
 
@@ -100,8 +100,8 @@ def export(
 ) -> Exported:
     """Write the folder `out`, which must not exist, from a verified checkpoint of `model`.
 
-    quantizer: for Numbers.fp8, and only for it. mtp: with the blocks of multi-token prediction. UserError for a model
-    that has no such form in Hugging Face's layout; then nothing has been written.
+    quantizer: for Numbers.fp8, and only for it. mtp: include the blocks of multi-token prediction. Raises UserError for
+    a model without such a form in Hugging Face's layout; then nothing has been written.
     """
     check_new(out)
     config = model if mtp else replace(model, num_mtp_layers=0)
@@ -142,7 +142,7 @@ def export(
 
 
 def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
-    """The model's config in a checkpoint's meta. UserError if this version does not know it."""
+    """Return the model's config in a checkpoint's meta. Raises UserError if this version does not know it."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -156,7 +156,7 @@ def saved_model(meta: dict[str, Any], checkpoint: Path) -> ModelConfig:
 
 
 def plain_model(model: ModelConfig) -> dict[str, Any]:
-    """A model's config as JSON values, for a checkpoint's meta."""
+    """Return a model's config as JSON values, for a checkpoint's meta."""
     return json.loads(json.dumps(asdict(model), default=lambda choice: choice.value))
 
 
@@ -182,7 +182,7 @@ def _unit(matrix: Matrix, shape: tuple[int, ...], plain: torch.dtype, quantizer:
 
 
 def _move(unit: Unit, saved: SavedTensors, file: "_File", quantizer: Quantizer | None) -> None:
-    """Read a matrix a few rows at a time, make of them what is exported, put it into its place."""
+    """Read a matrix a few rows at a time, convert them, and write them to their place."""
     name, expert = f"model/{unit.matrix.ours}", unit.matrix.expert
     for i, weight in enumerate(unit.weights):
         height, width = weight.shape[0], prod(weight.shape[1:])
@@ -207,7 +207,7 @@ def _check_shapes(saved: SavedTensors, config: ModelConfig, checkpoint: Path) ->
 
 
 def _quantization(units: list[Unit], quantizer: Quantizer) -> dict[str, Any]:
-    """The quantization_config of config.json."""
+    """Return the quantization_config of config.json."""
     apart = {name: None for unit in units if not unit.scales for name in listed(unit.matrix)}  # in order, each once
     return {
         "quant_method": "fp8",
@@ -220,7 +220,7 @@ def _quantization(units: list[Unit], quantizer: Quantizer) -> dict[str, Any]:
 
 
 def _files(units: list[Unit], most: int) -> list[list[Unit]]:
-    """Units dealt out to files of at most so many bytes, in order; a larger unit has one of its own."""
+    """Distribute units over files of at most `most` bytes, in order; a larger unit has a file of its own."""
     files: list[list[Unit]] = []
     size = most
     for unit in units:
@@ -264,7 +264,7 @@ class _File:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def put(self, entry: Entry, first_row: int, rows: Tensor) -> None:
-        """Rows of a tensor, from `first_row` on."""
+        """Write rows of a tensor, from `first_row` on."""
         assert rows.dtype == entry.dtype
         data = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
         row_bytes = entry.bytes // entry.shape[0]

@@ -2,19 +2,19 @@
 
     w [r, c] = X.weight [r, c] * X.weight_scale_inv [r // 128, c // 128]      the grid: [ceil(R / 128), ceil(C / 128)]
 
-What a run computes with is what it exports, so its own quantiser makes it, from BF16(master) as always:
+A run exports what it computes with, so its own quantiser makes it, from BF16(master) as always:
 
     scaling       exported FP8
     block         the run's own, bit for bit
     tensor        the run's own, bit for bit: its scale (of the amax history, in delayed scaling) in every block
-    row           under power-of-two scales of blocks instead of rows: the same numbers, but for those so far below
+    row           under power-of-two scales of blocks instead of rows: the same numbers, except those so far below
                   their block's largest that they become subnormal
 
-Loaders read whole blocks only: a matrix whose sides are no multiples of 128 stays in BF16. So do the head and MTP's
-projection, which none of them reads in FP8. A layer's experts are one module to them: in FP8 all or none. Whatever they
-would take for FP8 and is not is listed, `modules_to_not_convert`.
+Loaders read only whole blocks: a matrix with a side that is not a multiple of 128 stays in BF16. So do the head and
+MTP's projection, which no loader reads in FP8. Loaders treat a layer's experts as one module: in FP8 all or none.
+`modules_to_not_convert` lists the modules that they would wrongly take for FP8.
 
-What came in FP8 (`hf_import`) goes out in the very same FP8: its scales are kept beside the weights.
+Weights that came in FP8 (`hf_import`) are exported in the very same FP8: their scales are kept beside the weights.
 """
 
 import json
@@ -41,46 +41,47 @@ from trainer.offline.row_reader import TILE, SavedTensors, row_steps
 
 SCALE_SUFFIX = "_scale_inv"
 SCALES = "fp8_scale_inv"
-"""Branch of an imported checkpoint's state: scales of what came in FP8, by Hugging Face's name of the weight."""
+"""Branch of an imported checkpoint's state: scales of weights that came in FP8, by Hugging Face's name of the
+weight."""
 
 
 def grid_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the scales of a matrix."""
+    """Return the shape of the scales of a matrix."""
     rows, columns = shape
     return -(-rows // TILE), -(-columns // TILE)
 
 
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales of blocks [r, c] -> of numbers [rows, columns]."""
+    """Expand scales of blocks [r, c] to elements [rows, columns]."""
     return scale.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
 
 
 def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """FP8 rows [R, C], from the start of a block, with their scales -> FP32. Exact with power-of-two scales."""
+    """Convert FP8 rows [R, C], from the start of a block, with their scales to FP32. Exact with power-of-two scales."""
     return data.float().mul_(spread(scale_inv.float(), *data.shape))
 
 
 class Quantizer(Protocol):
-    """Who makes the FP8 of an export."""
+    """Makes the FP8 of an export."""
 
     left: list[str]
-    """Layers that computed in FP8 and leave in BF16, because loaders could not read them otherwise."""
+    """Layers that computed in FP8 and are exported in BF16, because loaders could not read them otherwise."""
     power_of_two: bool
     """Whether all scales are powers of two."""
 
     def is_fp8(self, matrix: Matrix) -> bool:
-        """Whether this matrix leaves in FP8."""
+        """Return whether this matrix is exported in FP8."""
         ...
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
-        """FP8 and scales of FP32 rows of the matrix's part `theirs[part]`; they begin with a block."""
+        """Return FP8 and scales of FP32 rows of the matrix's part `theirs[part]`. The rows begin with a block."""
         ...
 
 
 class RunQuantizer:
-    """As a run's recipe quantises its weights. precision, backends: what config.yaml and backends.json of it say.
+    """Quantises weights by a run's recipe. precision, backends: from config.yaml and backends.json.
 
-    UserError if nothing of the run can leave in FP8.
+    Raises UserError if nothing of the run can be exported in FP8.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class RunQuantizer:
             raise UserError(f"--dtype fp8: {path}, trained as {precision.name}: {why}; use --dtype bf16")
 
     def is_fp8(self, matrix: Matrix) -> bool:
-        """Whether it computed in FP8, and loaders can read it."""
+        """Return whether it computed in FP8, and loaders can read it."""
         return _row(matrix) in self._fp8
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
-        """As the recipe does."""
+        """Quantise as the recipe does."""
         name = _row(matrix)
         scaling = self._scaling[name]
         recipe = replace(self._rows[name].recipe, scaling=scaling)
@@ -139,7 +140,7 @@ class RunQuantizer:
         return data, inverse.new_empty(grid_shape((data.shape[0], data.shape[1]))).copy_(inverse)
 
     def _scale_of_tensor(self, matrix: Matrix) -> Tensor:
-        """The one scale of a matrix: of its history, else of its own amax; 0-d."""
+        """Return the one scale of a matrix, from its history, else from its own amax; 0-d."""
         key = matrix.ours, matrix.expert
         if key not in self._scales:
             name = _row(matrix)
@@ -156,7 +157,7 @@ class RunQuantizer:
         return self._scales[key]
 
     def _fits(self, name: str) -> bool:
-        """Whether loaders read it in FP8: a kind that they do, each part made of whole blocks."""
+        """Return whether loaders read it in FP8: a supported kind, and each part consists of whole blocks."""
         row = self._rows[name]
         if row.op in ("lm_head", "mtp.proj"):
             return False
@@ -165,7 +166,7 @@ class RunQuantizer:
 
 
 class KeptQuantizer:
-    """What came in FP8, in the same FP8 again. UserError if nothing did."""
+    """Reproduces the FP8 in which weights came. Raises UserError if none did."""
 
     def __init__(self, saved: SavedTensors, path: Path) -> None:
         self._scales = {name: saved.read(f"{SCALES}/{name}") for name in saved.names(SCALES)}
@@ -175,18 +176,19 @@ class KeptQuantizer:
         self.power_of_two = all(bool((torch.frexp(scale)[0] == 0.5).all()) for scale in self._scales.values())
 
     def is_fp8(self, matrix: Matrix) -> bool:
-        """Whether it came in FP8."""
+        """Return whether it came in FP8."""
         return matrix.theirs[0] in self._scales
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
-        """Under its scales: dequantised numbers find their codes again, though FP32 has rounded their products."""
+        """Quantise with its old scales: dequantised numbers get their old codes again, although FP32 has rounded the
+        products."""
         scale_inv = self._scales[matrix.theirs[part]][rows.start // TILE : -(-rows.stop // TILE)]
         scale = torch.where(scale_inv == 0, 0.0, scale_inv.reciprocal())
         return saturating_cast(master, spread(scale, *master.shape), E4M3), scale_inv
 
 
 def listed(matrix: Matrix) -> list[str]:
-    """Modules of a matrix that is not FP8 and that a loader of FP8 would take for it; none if it would not."""
+    """Return the modules of a matrix that is not FP8 but that a loader of FP8 would take for it."""
     name = _row(matrix)
     if ".experts." in name:
         return [matrix.theirs[0].partition(".experts.")[0] + ".experts"]
@@ -195,11 +197,11 @@ def listed(matrix: Matrix) -> list[str]:
 
 
 def _experts(name: str) -> set[str]:
-    """The layers of the experts that `name` is one of."""
+    """Return the layers of the experts that `name` is one of."""
     stem = name.rpartition(".")[0]
     return {f"{stem}.gate_up", f"{stem}.down"}
 
 
 def _row(matrix: Matrix) -> str:
-    """Name of the matrix's row in the plan, if it has one."""
+    """Return the name of the matrix's row in the plan, if it has one."""
     return matrix.ours.removesuffix(".weight")

@@ -4,13 +4,13 @@
           configs/model/imported.yaml     --config-dir OUT/configs model=imported
           tokenizer.json ...              data.tokenizer=OUT/tokenizer.json
 
-FP32 masters are the numbers as they are: FP32 and BF16 exactly, FP8 times its scales in FP32 (exact with power-of-two
-scales; else rounded once, as every loader does). The scales are kept in the checkpoint, too, so that an export of it
-gives back the same FP8.
+FP32 masters keep the numbers: FP32 and BF16 exactly, FP8 times its scales in FP32 (exact with power-of-two scales; else
+rounded once, as every loader does). The scales are also kept in the checkpoint, so that an export of it returns the
+same FP8.
 
-The checkpoint is one file, written front to back. A piece of it is some rows of one of their tensors: they pass through
-memory one after the other, as in `hf_export`. Everything is checked by names, shapes and formats before anything is
-written; all of it is written into OUT.partial, which is renamed when it is whole.
+The checkpoint is one file, written front to back. A piece of it is some rows of a source tensor: they pass through
+memory one after the other, as in `hf_export`. All names, shapes and formats are checked before anything is written.
+Everything is written into OUT.partial, which is renamed when it is complete.
 """
 
 import json
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -53,6 +55,8 @@ from trainer.offline.row_reader import TILE, HfFolder, row_steps
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
 SCALE_FORMATS = ("F32", "F8_E8M0")
+COUNTS = "num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers", "n_routed_experts"
+"""Keys of config.json that cannot exceed the number of tensors: names are derived from them."""
 CONFIG_NAME = "imported"
 DERIVED = "rotary_emb.inv_freq"
 """Tensors of old files that follow from config.json."""
@@ -60,8 +64,8 @@ DERIVED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made. model: its config. tokenizer, end_of_text: its tokenizer.json and the token that ends a text, if
-    the folder had them. fp8: how many tensors came in FP8."""
+    """The result of an import. model: its config. tokenizer, end_of_text: its tokenizer.json and the token that ends a
+    text, if the folder had them. fp8: number of tensors that came in FP8."""
 
     folder: Path
     model: ModelConfig
@@ -72,7 +76,7 @@ class Imported:
 
     @property
     def overrides(self) -> list[str]:
-        """Arguments of train.py that resume from it, quoted for a shell."""
+        """Return the arguments of train.py that start from it, quoted for a shell."""
         words = [f"--config-dir {shlex.quote(str(self.folder / 'configs'))}", f"model={CONFIG_NAME}"]
         words.append(_override("run.init_from", str(self.folder)))
         if self.tokenizer is not None:
@@ -83,15 +87,16 @@ class Imported:
 
 
 def _override(key: str, value: str) -> str:
-    """KEY=VALUE, in quotes of Hydra's and of the shell's where they are needed."""
+    """Return KEY=VALUE with quotes of Hydra and of the shell if needed."""
     if re.fullmatch(r"[\w./:@+-]+", value, re.ASCII):
         return f"{key}={value}"
-    text = f"{key}='" + value.replace("'", "\\'") + "'"
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value)
+    text = f"{key}='{escaped}'"
     return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def import_hf(source: Path, out: Path) -> Imported:
-    """Make `out`, which must not exist, from the folder `source`. UserError for a folder that is no such model."""
+    """Create `out`, which must not exist, from the folder `source`. Raises UserError if that is not such a model."""
     folder = HfFolder(source)
     check_new(out)
     remarks: list[str] = []
@@ -113,19 +118,25 @@ def import_hf(source: Path, out: Path) -> Imported:
 
 
 def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
-    """The model's config; without multi-token prediction if the files have none, even if config.json has it."""
-    most = len(folder.names())
-    for key in ("num_hidden_layers", "n_routed_experts", "num_nextn_predict_layers"):
-        given = folder.config.get(key) or 0
-        if type(given) is not int or given > most:
-            what = f"{key}={given!r}, and the files have {most:,} tensors"
-            raise UserError(f"{folder.folder / 'config.json'}: {what}; the two do not belong together")
+    """Return the model's config; without multi-token prediction if the files have none, even if config.json has it."""
+    most, given = len(folder.names()), {key: folder.config.get(key) or 0 for key in COUNTS}
+    for key, count in given.items():
+        if type(count) is not int or not 0 <= count <= most:
+            raise _too_many(folder, f"{key}={count!r}")
+    layers, dense, mtp, experts = given.values()
+    if (max(layers - dense, 0) + mtp) * experts > most:
+        raise _too_many(folder, f"{experts} experts in each of {max(layers - dense, 0) + mtp} layers")
+    path = folder.folder / "config.json"
     try:
         config = from_hf_config(folder.config)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder.folder / 'config.json'}: cannot be read ({error}); is it DeepSeek's?") from None
+        read_back = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), plain_model(config)))
     except UserError as error:
         raise UserError(f"{folder.folder}: {error}") from None
+    except (TypeError, KeyError, AttributeError, OmegaConfBaseException) as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"{path}: cannot be read ({why}); is it DeepSeek's?") from None
+    if read_back != config:  # a text, say, that a run would take for a number
+        raise UserError(f"{path}: has a value of another type than DeepSeek's; correct it")
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
         remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")
@@ -133,8 +144,13 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
     return config
 
 
+def _too_many(folder: HfFolder, what: str) -> UserError:
+    where = f"{folder.folder / 'config.json'}: {what}, and the files have {len(folder.names()):,} tensors"
+    return UserError(f"{where}; the two do not belong together")
+
+
 def _check_fp8(folder: HfFolder) -> None:
-    """UserError for numbers that are scaled otherwise than in 128 x 128 blocks."""
+    """Raise UserError for numbers that are not scaled in 128 x 128 blocks."""
     given = folder.config.get("quantization_config")
     if given is None:
         return
@@ -148,7 +164,7 @@ def _check_fp8(folder: HfFolder) -> None:
 
 
 def _check(folder: HfFolder, model: ModelConfig) -> list[str]:
-    """UserError unless the folder has this model's tensors and no others, in shapes and formats that can be read.
+    """Raise UserError unless the folder has exactly this model's tensors, in shapes and formats that can be read.
     Returns the names of the weights."""
     have = {name for name in folder.names() if not name.endswith(DERIVED)}
     copies = {copy for copy, _ in mtp_copies(model)}
@@ -186,7 +202,7 @@ def _check_tensor(folder: HfFolder, name: str, shape: tuple[int, ...], have: set
 
 
 def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
-    """UserError if MTP has an embedding or a head of its own: ours shares the model's."""
+    """Raise UserError if MTP has an embedding or a head of its own: ours shares the model's."""
     for copy, original in mtp_copies(model):
         if copy in folder.names():
             for rows in row_steps(model.vocab_size, model.hidden_size):
@@ -195,13 +211,13 @@ def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
 
 
 def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of each of their tensors in a matrix of ours."""
+    """Return the shape of each source tensor in a matrix of ours."""
     whole = shape if matrix.expert is None else shape[1:]
     return whole[0] // len(matrix.theirs), *whole[1:]
 
 
 def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
-    """Some rows of a weight in FP32, from the start of a block on."""
+    """Return some rows of a weight in FP32, from the start of a block on."""
     found = folder.rows(name, rows)
     if folder.dtype(name) != FP8:
         return found.float()
@@ -209,7 +225,7 @@ def _rows(folder: HfFolder, name: str, rows: slice) -> Tensor:
 
 
 class _Pieces(DefaultSavePlanner):
-    """Hands the writer each piece when its turn comes."""
+    """Passes each piece to the writer when its turn comes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +234,7 @@ class _Pieces(DefaultSavePlanner):
         self._load: dict[MetadataIndex, partial[Tensor]] = {}
 
     def add(self, name: str, shape: tuple[int, ...], box: ChunkStorageMetadata, load: partial[Tensor]) -> None:
-        """A piece of the FP32 tensor `name`; load() gives it."""
+        """Add a piece of the FP32 tensor `name`; load() returns it."""
         index = MetadataIndex(name, box.offsets)
         properties, whole = TensorProperties(dtype=torch.float32), torch.Size(shape)
         self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, whole)))
@@ -226,7 +242,7 @@ class _Pieces(DefaultSavePlanner):
         self._load[index] = load
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The piece, read now."""
+        """Read and return the piece."""
         assert write_item.tensor_data is not None
         return self._load[write_item.index]().reshape(write_item.tensor_data.chunk.sizes)
 
@@ -269,7 +285,7 @@ def _scales(folder: HfFolder, name: str) -> Tensor:
 
 
 def _end_of_text(folder: HfFolder) -> str | None:
-    """The token that ends a text, by tokenizer_config.json; None where there is no tokenizer."""
+    """Return the token that ends a text, from tokenizer_config.json; None without a tokenizer."""
     there = [name for name in FILES if (folder.folder / name).is_file()]
     settings = {name: folder.json(name) for name in there}
     token = settings.get(FILES[1], {}).get("eos_token") if TOKENIZER in there else None

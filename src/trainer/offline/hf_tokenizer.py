@@ -5,7 +5,7 @@
     special_tokens_map.json    in training it stands between documents and before the first
     generation_config.json     the same tokens by id: where generation stops
 
-Nothing is put before a text by itself: who wants what a document's beginning has, puts the end-of-text token there.
+No token is put before a text automatically: to start a document, put the end-of-text token there.
 """
 
 import json
@@ -20,18 +20,18 @@ FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generat
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where an export takes its tokenizer from: a tokenizer.json and the token that ends a document in it, or (None) a
-    folder that has all FILES already, as an imported model does."""
+    """Source of an export's tokenizer: a tokenizer.json and its token that ends a document, or (None) a folder that
+    already has all FILES, such as an imported model."""
 
     path: Path
     end_of_text: str | None = None
 
     def check(self) -> None:
-        """UserError for what cannot be used."""
+        """Raise UserError for an unusable tokenizer."""
         self.token_id()
 
     def token_id(self) -> int | list[int] | None:
-        """Id of the token that ends a text; None if an imported folder does not say."""
+        """Return the id of the token that ends a text, or None if an imported folder does not record it."""
         if self.end_of_text is None:
             path = self.path / FILES[3]
             return json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
@@ -40,7 +40,7 @@ class TokenizerSource:
         return end_of_text_id(load_tokenizer(self.path), self.end_of_text)
 
     def write(self, out: Path, max_length: int) -> None:
-        """Write FILES into the folder `out`. max_length: tokens that the model is meant for."""
+        """Write FILES into the folder `out`. max_length: tokens that the model supports."""
         if self.end_of_text is None:
             copy_files(self.path, out)
             return
@@ -59,7 +59,7 @@ class TokenizerSource:
 
 
 def copy_files(source: Path, target: Path) -> list[str]:
-    """Copy those of FILES that are there; their names."""
+    """Copy the FILES that exist and return their names."""
     there = [name for name in FILES if (source / name).is_file()]
     for name in there:
         shutil.copyfile(source / name, target / name)
@@ -67,5 +67,5 @@ def copy_files(source: Path, target: Path) -> list[str]:
 
 
 def write_json(path: Path, content: object) -> None:
-    """JSON as people read it."""
+    """Write JSON with indentation."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

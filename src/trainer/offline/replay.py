@@ -1,14 +1,13 @@
 """Replays a step of a run: from the nearest checkpoint before it, in the run's precision and in another.
 
-    find      the checkpoint to begin with, and which course of events: after a rewind the same step number stands for
-              other data. A dropped step is looked for in the course that dropped it
-    restore   weights, moments, scales and data cursor from the checkpoint; the steps up to the one asked for are
+    find      the checkpoint to begin with, and the course of the run: after a rewind the same step number stands for
+              other data. A skipped step is looked up in the course that skipped it
+    restore   weights, moments, scales and data cursor from the checkpoint; the steps up to the requested one are
               trained again, on one process, bit for bit on a CPU if the run had one too
     compare   the step's tokens through both models, from the same weights: loss and gradient norm of the step, and
-              every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if one
-              did
+              every tensor of one microbatch (`trainer.recovery.nonfinite_probe`), the one that went bad first if any
 
-Nothing is written into the run's folder, and it need not stand still: a run may continue meanwhile.
+It writes nothing into the run's folder, and the run may continue meanwhile.
 """
 
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ DROPPED = "nonfinite", "spike", "loss_scale"
 
 @dataclass
 class Course:
-    """What to do for a step: begin with `checkpoint` (None: the start of the run), of step `first`, heeding the first
+    """How to reach a step: start with `checkpoint` (None: the start of the run), of step `first`, and apply the first
     `rewinds` rewinds of the run."""
 
     run: Path
@@ -51,15 +50,15 @@ class Course:
     first: int
     rewinds: list[dict[str, Any]]
     event: dict[str, Any] | None
-    """What the run reported of the step when it dropped it."""
+    """The run's event about the step if it was skipped."""
     logged: dict[str, Any] | None
     """The run's metrics of the step."""
 
 
 @dataclass
 class Pass:
-    """The step in one precision: loss and gradient norm of all of it, the place where it is not finite first, and what
-    was seen of one microbatch."""
+    """The step in one precision: loss and gradient norm of all of it, the place that is not finite first, and the
+    readings of one microbatch."""
 
     name: str
     loss: float
@@ -70,7 +69,7 @@ class Pass:
 
 @dataclass
 class Replay:
-    """Outcome. microbatch: of `microbatches`, which one was looked at; windows: those of its sequences."""
+    """Result. microbatch: the one examined, of `microbatches`; windows: those of its sequences."""
 
     config: Config
     course: Course
@@ -83,11 +82,12 @@ class Replay:
     microbatches: int
     windows: np.ndarray
     scales: list[float]
-    """Of the arena's rows, as the step found them; 0: scaled by its own amax."""
+    """Scales of the arena's rows at the start of the step; 0: scaled by its own amax."""
 
 
 def find(run: Path, step: int, most: int) -> Course:
-    """UserError if there is no such run or step, or nothing to begin with less than `most` steps before it."""
+    """Find the course to a step. Raises UserError if the run or step does not exist, or no checkpoint lies less than
+    `most` steps before it."""
     if not (run / CONFIG).is_file():
         what = f"no {CONFIG} in it" if run.is_dir() else "no such folder"
         raise UserError(f"{run}: {what}; give the folder of a run, as runs/NAME")
@@ -100,7 +100,7 @@ def find(run: Path, step: int, most: int) -> Course:
     dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in DROPPED]
     event = events[dropped[-1]] if dropped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
-    if dropped:  # those that came after it are of a later course
+    if dropped:  # later ones belong to a later course
         earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: dropped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
         newest = min([step - 1, *(rewind["to"] for rewind in later)])
@@ -125,7 +125,7 @@ def find(run: Path, step: int, most: int) -> Course:
 
 
 def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, Any]:
-    """The tree of the run's config as of that step, for one process; `overrides`: KEY=VALUE."""
+    """Return the run's config tree as of that step, for one process; `overrides`: KEY=VALUE."""
     tree = with_overrides(config_at(course.run, course.step), overrides)
     tree["parallel"] |= ONE_PROCESS
     tree["profile"]["steps"] = None
@@ -135,8 +135,8 @@ def config_of(course: Course, overrides: list[str], faults: bool) -> dict[str, A
 
 
 def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: int | None) -> Replay:
-    """Run the step. tree: from `config_of`; precision: YAML of the recipe to compare with; microbatch: which one to
-    look at, None: the first that is bad, or the first."""
+    """Run the step. tree: from `config_of`; precision: YAML of the recipe to compare with; microbatch: the one to
+    examine, None: the first bad one, or the first."""
     config = load(tree)
     other = load({**tree, "precision": yaml.safe_load(precision.read_text())})
     for each in (config, other):
@@ -180,7 +180,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
     results = [_train(e, course.step, loader, tokens, size) for e in (engine, twin)]
     evidence = engine.snapshot.take()
     if microbatch is None and evidence and evidence[0] is not None and evidence[0].microbatch not in (None, index):
-        index = evidence[0].microbatch  # nothing was committed: the weights are still those
+        index = evidence[0].microbatch  # nothing was committed: the weights are still the same
         for e, state in zip((engine, twin), loss_scales, strict=True):
             if e.loss_scale is not None and state is not None:
                 e.loss_scale.load_state_dict(state)
@@ -216,7 +216,7 @@ def _restore(course: Course, config: Config, engine: Engine, loader: Loader) -> 
 
 
 def _likely(course: Course, served: np.ndarray, microbatch_size: int) -> int:
-    """The microbatch that the run named when it dropped the step, as they are counted on one process."""
+    """Return the microbatch that the run named when it skipped the step, numbered as on one process."""
     windows = (course.event or {}).get("windows")
     if not windows or "microbatch" not in (course.event or {}) or windows[0] not in served:
         return 0
@@ -234,5 +234,5 @@ def _usable(path: Path, newest: int) -> bool:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Entries of a JSON-lines file that may be in the middle of being written."""
+    """Return entries of a JSON-lines file that may be growing."""
     return list(parse_lines(path)) if path.is_file() else []

@@ -1,11 +1,11 @@
-"""Tensors read a few rows at a time, from a checkpoint or a Hugging Face folder: a model larger than memory passes.
+"""Reads tensors a few rows at a time, from a checkpoint or a Hugging Face folder, so that a model may exceed memory.
 
-A file is mapped into memory, the rows are copied out, and the mapping is given up again: what a process holds of a
-model of any size is the rows at hand. (A mapping kept open would count as the process's memory, page by page, until it
-holds the file.)
+A file is mapped into memory, the rows are copied out, and the mapping is closed again: the process holds only the
+current rows. (An open mapping would count as the process's memory, page by page, until it holds the file.)
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from precision.errors import UserError
 from trainer.checkpoint.storage import INDEX
 
 STEP_BYTES = 1 << 26
-"""Bytes of FP32 rows that are worked on at a time."""
+"""Bytes of FP32 rows that are processed at a time."""
 TILE = 128
-"""Steps are multiples of so many rows: of the blocks that FP8 weights are scaled in."""
+"""Steps are multiples of this many rows, the block size of FP8 scales."""
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
+LONGEST_JSON = 1 << 28
+"""Limit in bytes; DeepSeek-V3's index has 9 MB, its tokenizer 8."""
 
 
 def row_steps(rows: int, columns: int) -> Iterator[slice]:
-    """Ranges of rows that cover a matrix [rows, columns], about STEP_BYTES of FP32 each."""
+    """Yield ranges of rows that cover a matrix [rows, columns], about STEP_BYTES of FP32 each."""
     step = max(STEP_BYTES // (4 * max(columns, 1)) // TILE, 1) * TILE
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -43,26 +45,26 @@ class SavedTensors:
         return name in self._index
 
     def names(self, branch: str) -> list[str]:
-        """Names of the tensors in a branch of the state, without the branch."""
+        """Return names of the tensors in a branch of the state, without the branch."""
         return [name.removeprefix(f"{branch}/") for name in self._index if name.startswith(f"{branch}/")]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(self._index[name]["shape"])
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self._read(name, [slice(0, size) for size in self.shape(name)])
 
     def rows(self, name: str, expert: int | None, rows: slice) -> Tensor:
-        """Some rows of a tensor, or of the matrix of one expert in a stack."""
+        """Read some rows of a tensor, or of the matrix of one expert in a stack."""
         shape = self.shape(name)
         if expert is None:
             return self._read(name, [rows, *(slice(0, size) for size in shape[1:])])
         return self._read(name, [slice(expert, expert + 1), rows, slice(0, shape[2])])[0]
 
     def _read(self, name: str, box: list[slice]) -> Tensor:
-        """Put together from the pieces that overlap the box."""
+        """Assemble the box from the pieces that overlap it."""
         target: Tensor | None = None
         filled = 0
         for piece in self._index[name]["pieces"]:
@@ -86,7 +88,7 @@ class SavedTensors:
 
 
 class HfFolder:
-    """The tensors of a folder in Hugging Face's layout. UserError, naming the file, for what cannot be read."""
+    """The tensors of a folder in Hugging Face's layout. Raises UserError, naming the file, for what cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -95,21 +97,24 @@ class HfFolder:
         self.config = self.json("config.json")
         self._file = self._files()
         self._entry: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name in sorted(set(self._file.values())):
-            self._scan(name)
+        wanted: dict[str, list[str]] = defaultdict(list)
+        for tensor, name in self._file.items():
+            wanted[name].append(tensor)
+        for name in sorted(wanted):
+            self._scan(name, wanted[name])
 
     def names(self) -> set[str]:
         return set(self._file)
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: F32, BF16, F8_E4M3."""
+        """Return the dtype as safetensors spells it: F32, BF16, F8_E4M3."""
         return self._entry[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry[name][1]
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Some rows of a tensor, in its dtype."""
+        """Read some rows of a tensor, in its dtype."""
         with safe_open(self.folder / self._file[name], framework="pt") as file:
             found = file.get_slice(name)[rows]
             copy = found.clone()
@@ -117,20 +122,20 @@ class HfFolder:
         return copy
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """A JSON file of the folder."""
+        """Read a JSON file of the folder."""
         path = self.folder / name
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text()) if path.stat().st_size <= LONGEST_JSON else None
         except FileNotFoundError:
             raise UserError(f"{self.folder}: no {name} in it; give a folder in Hugging Face's layout") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not JSON ({error}); fetch the file again") from None
         if not isinstance(content, dict):
-            raise UserError(f"{path}: not a JSON object; fetch the file again")
+            raise UserError(f"{path}: not a JSON object of up to {LONGEST_JSON >> 20} MiB; fetch the file again")
         return content
 
     def _files(self) -> dict[str, str]:
-        """Name of each tensor -> name of its file."""
+        """Return the file name of each tensor, by its name."""
         if (self.folder / HF_INDEX).is_file():
             found = self.json(HF_INDEX).get("weight_map")
             if not isinstance(found, dict):
@@ -153,9 +158,8 @@ class HfFolder:
         except Exception as error:  # the library raises no narrower class
             raise UserError(f"{self.folder / name}: cannot be read ({error}); fetch it again") from None
 
-    def _scan(self, name: str) -> None:
+    def _scan(self, name: str, wanted: list[str]) -> None:
         here = set(self._open(name))
-        wanted = [tensor for tensor, file in self._file.items() if file == name]
         if lacking := sorted(set(wanted) - here):
             raise UserError(f"{self.folder / name} lacks {lacking[0]}, which {HF_INDEX} has in it; fetch it again")
         with safe_open(self.folder / name, framework="pt") as file:

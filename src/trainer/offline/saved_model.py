@@ -1,8 +1,8 @@
-"""A model of a run, opened to be used: for text, for evaluation. The run's folder is only read, and may still grow.
+"""Opens the model of a run for use: sampling, evaluation. It only reads the run's folder, which may still grow.
 
-config      the one that was in force at the checkpoint's step, with KEY=VALUE of the user's, for one process
+config      the one in force at the checkpoint's step, with the user's KEY=VALUE, for one process
 model       weights and router biases of the checkpoint, whichever ranks wrote it; in the run's precision with the
-            scales that it had then, and the backends that were chosen when it began
+            scales of that time, and the backends chosen when the run began
 """
 
 import json
@@ -48,8 +48,8 @@ ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None}
 
 @dataclass
 class Saved:
-    """An opened model. text: hash of the validation text that the run had, None if it is not recorded. remarks:
-    for the user, a line each."""
+    """An opened model. text: hash of the run's validation text, None if it is not recorded. remarks: for the user, a
+    line each."""
 
     run: Path
     checkpoint: Path
@@ -65,23 +65,23 @@ class Saved:
         return checkpoint_step(self.checkpoint) or 0
 
     def tokenizer(self) -> tuple[Tokenizer, int]:
-        """The run's tokenizer, and its end-of-text token. UserError if the run folder has none."""
+        """Return the run's tokenizer, and its end-of-text token. Raises UserError if the run folder has none."""
         path = self.run / TOKENIZER
         if not path.is_file():
             raise UserError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
         check_tokenizer(path, read_meta(self.checkpoint))
         tokenizer = load_tokenizer(path)
-        tokenizer.encode_special_tokens = True  # as in training: a special token's spelling inside a text is text
+        tokenizer.encode_special_tokens = True  # as in training: a special token spelt in a text is text
         return tokenizer, end_of_text_id(tokenizer, self.config.data.end_of_text)
 
 
 def open_run(
     run: Path, step: int | None = None, overrides: Sequence[str] = (), precision: Mapping[str, Any] | None = None
 ) -> Saved:
-    """The model of a run folder, or of one of its checkpoints. step: of the checkpoint, None for the newest whole one.
-    overrides: KEY=VALUE of the config. precision: that section of the config, if not the run's.
+    """Open the model of a run folder, or of one of its checkpoints. step: of the checkpoint, None for the newest valid
+    one. overrides: KEY=VALUE of the config. precision: that section of the config, if not the run's.
 
-    UserError, one line, for what the user can correct.
+    Raises UserError, one line, for errors that the user can correct.
     """
     given = run if step is None else run / CHECKPOINTS / checkpoint_name(step)
     if not given.is_dir():
@@ -115,9 +115,9 @@ def open_run(
 
 
 def config_at(run: Path, step: int) -> dict[str, Any]:
-    """The tree of the config that was in force at a step: that of the first checkpoint from there on, which its
-    manifest covers. Where there is none, or an older one without its config: the run folder's, which keeps those of
-    before it was resumed with another one."""
+    """Return the config tree in force at a step: that of the first checkpoint from there on, which its manifest covers.
+    Without one, or with an older one without its config, it comes from the run folder, which keeps earlier configs of a
+    run that resumed with another one."""
     end, path = next(((end, path) for end, path in configs_before(run).items() if end >= step), (None, run / CONFIG))
     for checkpoint in list_checkpoints(run / CHECKPOINTS):
         saved = checkpoint_step(checkpoint) or 0
@@ -141,8 +141,8 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
-    """UserError unless `path` is the tokenizer that the checkpoint with this meta was trained with. An older one does
-    not say."""
+    """Raise UserError unless `path` is the tokenizer that the checkpoint with this meta was trained with. Older
+    checkpoints do not record it."""
     if meta.get("tokenizer", found := file_hash(path)) != found:
         raise UserError(
             f"{path}: was altered (its SHA-256 is {found[:12]}, the checkpoint's {meta['tokenizer'][:12]}); put the "
@@ -151,7 +151,7 @@ def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A config's tree with KEY=VALUE put in. UserError for what is none."""
+    """Return a config's tree with KEY=VALUE applied. Raises UserError for other words."""
     pairs = [override.partition("=") for override in overrides]
     quoted = [f"{key}={json.dumps(value)}" if value[:1] == "*" else key + sign + value for key, sign, value in pairs]
     try:  # *.md would be an alias in YAML

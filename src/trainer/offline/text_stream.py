@@ -1,31 +1,31 @@
-"""Tokens to text as they come. A character may be spread over several tokens, each some bytes of its UTF-8, and what a
-token reads as may depend on the one before it (the blank that some tokenizers put between words). So tokens are read
-together with the piece before them, and held back while their text ends inside a character."""
+"""Converts tokens to text as they come. A character may be spread over several tokens, each some bytes of its UTF-8,
+and a token's text may depend on the one before it (the blank that some tokenizers put between words). So tokens are
+decoded together with the piece before them, and held back while their text ends inside a character."""
 
 from tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
-"""What a decoder puts for bytes that are no character, or not yet."""
+"""The decoder's output for bytes that do not, or not yet, form a character."""
 ENOUGH = 8
-"""Tokens of the prompt that decide how the next one is decoded: more than a character has bytes."""
+"""Tokens of the prompt that decide how the next one is decoded: more than the bytes of a character."""
 
 
 class TextStream:
-    """The text that follows a prompt's. `put` token after token, `end` once; what they return, joined, is the text."""
+    """The text after a prompt. Call `put` for each token and `end` once; the joined results are the text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self._tokenizer = tokenizer
-        self._before = prompt[-ENOUGH:]  # ends with a whole character, like all that is given out
+        self._before = prompt[-ENOUGH:]  # ends with a whole character, like all returned text
         self._waiting: list[int] = []
 
     def put(self, token: int) -> str:
-        """The text that is certain now."""
+        """Return the text that is certain now."""
         self._waiting.append(token)
         text = self._text()
         return "" if text.endswith(BROKEN) else self._give(text)
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text held back."""
         return self._give(self._text()) if self._waiting else ""
 
     def _text(self) -> str:

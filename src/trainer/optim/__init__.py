@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules. A step commits or drops on the device."""
+"""Optimizers and learning-rate schedules. A step is committed or skipped on the device."""

@@ -1,16 +1,16 @@
-"""AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, all droppable.
+"""AdamW on FP32 masters, its learning-rate schedule, and clipping: all on the device, and all can be skipped.
 
-A step may turn out bad after its backward pass. So nothing here asks the host: the flag `ok` reaches the kernel, which
-leaves parameters, moments and step counts as they were when it is false, and the warm-up reads the number of
-*committed* steps, a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies: no pass of its
-own over the gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
+A step may turn out bad after its backward pass, and nothing here asks the host. The flag `ok` reaches the kernel, which
+leaves parameters, moments and step counts unchanged if it is false; the warm-up reads the number of *committed* steps,
+a tensor. Clipping is a divisor, `max(1, norm / clip)`, that the same kernel applies, without a separate pass over the
+gradients. Weight decay (decoupled, arXiv 1711.05101) spares norms, the embedding and the router.
 
 The kernel is `precision.kernels.adamw` on a GPU with Triton (it returns norms, too), else torch's fused AdamW, which
-takes flag and divisor as `found_inf` and `grad_scale` (what torch.amp.GradScaler sets); on a GPU it is slower, for it
-writes the scaled gradients back.
+takes flag and divisor as `found_inf` and `grad_scale` (the arguments of torch.amp.GradScaler). On a GPU the latter is
+slower: it writes the scaled gradients back.
 
-Where ranks share the weights, each updates its own part of them: AdamW works element by element. Norms are added up
-over the parts.
+If ranks share the weights, each updates its own part of them: AdamW works element by element. Norms are added up over
+the parts.
 """
 
 import importlib.util
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from precision.kernels.adamw import FusedAdamW
     from precision.kernels.gradient_norms import GradientNorms
 
-# What torch.nn.utils.clip_grad_norm_ begins with; the verdict on a step needs every single norm.
+# The first part of torch.nn.utils.clip_grad_norm_; the verdict on a step needs every single norm.
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 Move = tuple[int, int, float, Shape]
-"""Steps before it, its last step, the rate that it brings, and how."""
+"""Steps before it, its last step, its target rate, and its shape."""
 
 
 class LearningRate:
@@ -48,15 +48,15 @@ class LearningRate:
 
     It rises linearly over `warmup_steps`, stays at `lr`, and falls to `lr * min_lr_ratio` over the last
     `decay_fraction` of the run: on a straight line (wsd, arXiv 2404.06395) or half a cosine (arXiv 1608.03983; a
-    fraction of 1 starts it after the warm-up). `max_steps` counts dropped steps, and so does the decay: it reaches its
-    end with the run. With `schedule=phases` it is `lr` until the first of the `moves`, each of which brings it to
-    another rate: at once, or by its end on a line or half a cosine.
+    fraction of 1 starts it after the warm-up). `max_steps` and the decay count skipped steps: the decay ends with the
+    run. With `schedule=phases` it is `lr` until the first of the `moves`, each of which changes it to another rate: at
+    once, or by its end on a line or half a cosine.
     """
 
     def __init__(
         self, config: OptimConfig, max_steps: int, warmup: int | None = None, moves: Sequence[Move] = ()
     ) -> None:
-        """warmup: `warmup_steps` in steps, where the config says it otherwise. moves: of `trainer.phases`, in order."""
+        """warmup: `warmup_steps` in steps, if the config has another unit. moves: of `trainer.phases`, in order."""
         self._config, self._moves = config, moves
         self._warmup = int(config.warmup_steps) if warmup is None else warmup
         self._start = max(self._warmup, max_steps - round(config.decay_fraction * max_steps))
@@ -64,12 +64,12 @@ class LearningRate:
         self._lowered = (1.0, 0)
 
     def lower(self, factor: float, until: int) -> None:
-        """Multiply it by `factor` until so many steps are committed; replaces an earlier factor."""
+        """Multiply the rate by `factor` until this many steps are committed. Replaces an earlier factor."""
         self._lowered = factor, until
 
     def at(self, committed: Tensor, attempted: int | None = None) -> Tensor:
-        """Learning rate of the step after `committed` (0-d, any device) steps that counted, of `attempted`; None: all
-        counted. 0-d FP32 on the same device, without a synchronisation."""
+        """Return the learning rate, 0-d FP32 on the same device, of the step after `committed` (0-d, any device) of
+        `attempted` steps; None: all were committed. Does not synchronise."""
         c = self._config
         steps = committed if attempted is None else torch.full_like(committed, attempted)
         warm = ((committed.float() + 1) / max(self._warmup, 1)).clamp(max=1.0)
@@ -82,7 +82,7 @@ class LearningRate:
         return c.lr * warm * (1 - fallen * (1 - c.min_lr_ratio)) * torch.where(committed < until, factor, 1.0)
 
     def _moved(self, steps: Tensor) -> Tensor:
-        """The rate of the step after so many, 0-d FP32: the first one, and what each move has added to it."""
+        """Return the rate after `steps` steps, 0-d FP32: the first rate plus the progress of each move."""
         rate, before = torch.full_like(steps, self._config.lr, dtype=torch.float64), self._config.lr
         for begin, end, after, shape in self._moves:
             length = 1 if shape is Shape.constant else max(end - begin, 1)
@@ -94,13 +94,13 @@ class LearningRate:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Whether `precision.kernels.adamw` runs here."""
+    """Return whether `precision.kernels.adamw` runs here."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None and OPTIMIZER not in refused
 
 
 class Optimizer:
-    """Fused AdamW over a model's named parameters, with clipping by global norm. world: who shares them. elsewhere:
-    names whose update a subclass makes; they come last in `names`."""
+    """Fused AdamW over a model's named parameters, with clipping by global norm. world: the ranks that share them.
+    elsewhere: names that a subclass updates; they come last in `names`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._lr
         self._moments = moments = BY_NAME[config.moments.value].dtype
-        for name in self._elementwise:  # made here, not in the first step, so that a checkpoint can be loaded into them
+        for name in self._elementwise:  # made now, so that a checkpoint can be loaded into them
             p = self._parts[name]
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -180,18 +180,19 @@ class Optimizer:
             torch._foreach_div_(present, scale)  # pyright: ignore[reportPrivateImportUsage]
 
     def grad_norms(self) -> Tensor:
-        """L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 where there is none."""
+        """Return the L2 norm of each parameter's gradient, [P] FP32, in the order of `names`; 0 without a gradient."""
         gradients = [None if p.grad is None else local(p.grad) for p in self._named.values()]
         return self._of_all_parts(self._grad_norms(gradients))
 
     def norms(self, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """L2 norms, 0-d FP64: of all master weights; of what the last step added to them, 0 unless it was `ok` (0-d
-        bool). Before the next one. A collective where there are ranks."""
+        """Return L2 norms, 0-d FP64: of all master weights, and of the last step's updates (0 unless `ok`, 0-d bool).
+        Call it before the next step. A collective if there are several ranks."""
         updates, parameters = self._of_all_parts(self._norms_of_parts())
         return parameters.norm(), updates.norm() * ok
 
     def _norms_of_parts(self) -> Tensor:
-        """[2, P] FP64, of this rank's parts: of the last updates, of the parameters; here those AdamW updates."""
+        """Return [2, P] FP64 norms of this rank's parts: of the last updates, of the parameters; here those that AdamW
+        updates."""
         if self._kernel is not None:
             return self._among_all(self._kernel.norms(self._lr).index_select(1, self._order))
         norm_of: dict[Tensor, Tensor] = {}
@@ -205,27 +206,27 @@ class Optimizer:
         return self._among_all(torch.stack(norms))
 
     def _among_all(self, norms: Tensor) -> Tensor:
-        """[2, own parameters] -> [2, all], zero for those of other pipeline stages."""
+        """Expand [2, own parameters] to [2, all], with zeros for other pipeline stages."""
         if len(self._own) == len(self._elementwise):
             return norms
         return norms.new_zeros(2, len(self._elementwise)).index_copy_(1, self._place, norms)
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
-        """Norms of this rank's parts [..., P] -> norms of the whole."""
+        """Reduce norms of this rank's parts [..., P] to norms of the whole."""
         if not self._world.many:
             return norms
         squares = norms.double().square() / self._copies
         return all_sum([squares], self._world)[0].sqrt().to(norms.dtype)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
-        """Update everything if `ok` (0-d bool), nothing otherwise. Returns the learning rate, 0-d.
+        """Update everything if `ok` (0-d bool), nothing otherwise. Return the learning rate, 0-d.
 
-        committed, attempted: steps before this one, as for `LearningRate.at`.
-        norm: global norm of the gradients, 0-d; they count as if scaled down to a norm of `clip`. None: as they are.
+        committed, attempted: steps before this one, as for `LearningRate.at`. norm: global norm of the gradients, 0-d;
+        gradients count as if scaled down to a norm of `clip`. None: no clipping.
         """
         self._lr.copy_(self.schedule.at(committed, attempted))
         for name in self._elementwise:
-            if (p := self._parts[name]).is_meta:  # its stage counts so, too: a checkpoint takes rank 0's word
+            if (p := self._parts[name]).is_meta:  # its stage counts the same: a checkpoint saves rank 0's counts
                 self._adamw.state[p]["step"] += ok
         divisor = self._divisor(norm)
         for name in self._elementwise:
@@ -238,13 +239,13 @@ class Optimizer:
         self._adamw.found_inf = (~ok).float()  # type: ignore[attr-defined]
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._torch_step()
-        # torch's kernel does not say that it wrote; what is made from a parameter asks for its version
+        # torch's kernel does not bump the version that copies of a parameter check
         torch.autograd.graph.increment_version([p for n in self._elementwise if (p := self._parts[n]).grad is not None])
         return self._lr
 
     def _torch_step(self) -> None:
-        """torch's fused kernel wants moments in the parameters' format: BF16 ones are widened, one parameter's at a
-        time, and rounded to the nearest afterwards. Of a dropped step the same bits come back."""
+        """Run torch's fused kernel. It needs moments in the parameters' format: BF16 moments are widened, one parameter
+        at a time, and rounded to nearest afterwards. A skipped step restores the same bits."""
         if self._moments is torch.float32:
             self._adamw.step()
             return
@@ -273,7 +274,7 @@ class Optimizer:
                 second.copy_(wide[1])
 
     def _divisor(self, norm: Tensor | None) -> Tensor | None:
-        """What clipping divides gradients of this global norm by, 0-d; None: nothing."""
+        """Return the divisor that clips gradients of this global norm, 0-d; None: no clipping."""
         if norm is None or self._clip is None:
             return None
         return ((norm + 1e-6) / self._clip).clamp(min=1.0)
@@ -285,7 +286,7 @@ class Optimizer:
             p.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step counts by parameter name; shared as the parameters are."""
+        """Return moments and step counts by parameter name, sharded as the parameters are."""
         return {
             name: {
                 key: shared_like(tensor, p) if tensor.dim() else tensor
@@ -296,7 +297,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy moments and step counts back, in place, shared as they are here. (A checkpoint is read into them.)"""
+        """Copy moments and step counts back, in place, sharded as they are here. (A checkpoint is read into them.)"""
         for name, tensors in self.state_dict().items():
             for key, tensor in tensors.items():
                 if not tensor.is_meta:

@@ -24,8 +24,8 @@ def build_optimizer(
     world: World | None = None,
     degrees: Degrees = ONE_PROCESS,
 ) -> Optimizer:
-    """For the model that the plan was made for. world, degrees: who shares its weights, and how. ValueError where Muon
-    would leave out a weight that it should update: a model that has one needs a rule."""
+    """Build the optimizer of the plan's model. world, degrees: the ranks that share its weights, and their layout.
+    Raises ValueError if Muon would miss a weight that it should update: such a model needs a rule."""
     timeline, c, no_decay = Timeline(config.trainer), config.optim, model.no_decay()
     schedule = LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
     if c.name is OptimizerName.adamw:
@@ -39,8 +39,8 @@ def build_optimizer(
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
-    """The plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if configured. None with AdamW
-    alone."""
+    """Return the plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if configured; empty with
+    AdamW alone."""
     o = config.optim
     if o.muon is None or o.name is OptimizerName.adamw:
         return {}
@@ -49,7 +49,7 @@ def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
 
 
 def muon_layouts(config: Config, plan: Plan, degrees: Degrees) -> dict[str, Layout]:
-    """Where the matrices of these weights lie, by row of the plan."""
+    """Return the positions of these weights' matrices on the ranks, by row of the plan."""
     return {
         name: layout(_shape(row), division(config.model, row), degrees, CUT.get(row.op))
         for name, row in muon_rows(config, plan).items()

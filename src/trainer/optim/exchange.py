@@ -1,10 +1,10 @@
-"""Matrices on their way to their owners and back, all of a round in two messages.
+"""Messages that carry matrices to their owners and back, two per round.
 
-A rank sends of each matrix the rows that it holds, in the format of the iteration, to the owner (`owners`), which puts
-them together, orthogonalises, and sends each holder the rows of the update that it needs: those of one replica come,
-and all replicas get theirs. Rows that the owner holds itself go into no message. What one rank sends another is packed
-in the order of runs, which is the same everywhere. A round is a bounded part of all matrices: while it is
-orthogonalised, the next one's messages travel.
+A rank sends the rows of each matrix that it holds, in the format of the iteration, to the owner (`owners`). The owner
+assembles the matrix, orthogonalises it, and sends each holder the rows of the update that it needs. One replica sends
+its rows; all replicas receive theirs. Rows that the owner holds itself are not sent. A message packs its rows in the
+order of runs, which is the same on all ranks. A round is a bounded part of all matrices: while it is orthogonalised,
+the next round's messages travel.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Fragment(NamedTuple):
-    """What one part has of a run's matrices: `rows` of each, from row `top` of it, the first of them row `begin` of the
-    part; and of these `columns` from column `left`, the first of them column `column` of the part."""
+    """The elements of a run's matrices in one part: `rows` of each matrix, from its row `top`, and `columns` from its
+    column `left`; the first of them is at row `begin` and column `column` of the part."""
 
     run: Run
     top: int
@@ -36,23 +36,23 @@ class Fragment(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return self.run.count * self.rows * self.columns
 
     def of(self, part: Tensor) -> Tensor:
-        """part [rows, K], contiguous -> [matrices, rows, columns], in the same memory."""
+        """View part [rows, K], contiguous, as [matrices, rows, columns]."""
         _, width = part.shape
         start = part.storage_offset() + self.begin * width + self.column
         size, stride = (self.run.count, self.rows, self.columns), (self.period * width, width, 1)
         return part.as_strided(size, stride, start)
 
     def within(self, matrices: Tensor) -> Tensor:
-        """The same of whole matrices [matrices, A, B]."""
+        """Return the same elements of whole matrices [matrices, A, B]."""
         return matrices[:, self.top : self.top + self.rows, self.left : self.left + self.columns]
 
 
 def fragment(run: Run, layout: Layout, number: int) -> Fragment:
-    """What part `number` has of a run that lies in it."""
+    """Return the fragment of a run in part `number`, one of its parts."""
     part, box, period = layout.parts[number], run.box, layout.division.period
     top = run.begin * period + box.row
     begin, left = max(part.begin - top, 0), max(part.left - box.column, 0)
@@ -63,10 +63,10 @@ def fragment(run: Run, layout: Layout, number: int) -> Fragment:
 
 @dataclass
 class Round:
-    """What one rank does of a round, each list in the order of its messages.
+    """One rank's share of a round, each list in the order of its messages.
 
-    here: of all matrices of the round the rows that this rank holds. mine: the runs that it owns. sends, receives: by
-    rank, rows of others' matrices, and others' rows of its own; returns: the rows of its own that others need.
+    here: the rows of the round's matrices that this rank holds. mine: the runs that it owns. sends, receives: by rank,
+    rows of others' matrices, and others' rows of its own. returns: the rows of its own matrices that others need.
     """
 
     here: list[Fragment] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Round:
     awaits: dict[int, list[Fragment]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, run: Run, layout: Layout, rank: int) -> None:
-        """A run that several ranks hold, seen from `rank`."""
+        """Add a run that several ranks hold, seen from `rank`."""
         parts = layout.parts[run.first : run.last]
         replica = next(part.ranks.index(run.owner) for part in parts if run.owner in part.ranks)
         if run.owner == rank:
@@ -102,11 +102,11 @@ class Round:
 
 
 def rounds(runs: Iterable[Run], layouts: Mapping[str, Layout], rank: int, most: int) -> tuple[list[Run], list[Round]]:
-    """The runs that this rank alone holds, and the others in rounds, in which each owner has at most `most` numbers, or
-    one matrix. As many rounds on each rank."""
+    """Return the runs that this rank alone holds, and the others in rounds, in which each owner has at most `most`
+    elements, or one matrix. All ranks have the same number of rounds."""
     alone: list[Run] = []
     made: list[Round] = []
-    at: dict[int, tuple[int, int]] = {}  # by owner: its last round, the numbers in it
+    at: dict[int, tuple[int, int]] = {}  # by owner: its last round, the elements in it
     for whole in runs:
         layout = layouts[whole.name]
         if sum(len(part.ranks) for part in layout.parts[whole.first : whole.last]) == 1:
@@ -125,8 +125,7 @@ def rounds(runs: Iterable[Run], layouts: Mapping[str, Layout], rank: int, most: 
 
 
 class Parcel(NamedTuple):
-    """A message to and from every rank, under way: what leaves and arrives, in which order, and what says that it is
-    there."""
+    """A pending exchange with all ranks: outgoing and incoming data, their order, and the handles to wait for."""
 
     leaving: Tensor
     arriving: Tensor
@@ -141,7 +140,7 @@ class Parcel(NamedTuple):
 
 
 class Packing:
-    """Room for what is sent: `slots` by (rank, fragment), to be filled before `send`."""
+    """Send buffers: `slots` by (rank, fragment), to be filled before `send`."""
 
     def __init__(self, to: Mapping[int, Sequence[Fragment]], dtype: torch.dtype, device: torch.device):
         self._numbers = {rank: sum(f.numel for f in to[rank]) for rank in sorted(to)}
@@ -154,7 +153,8 @@ class Packing:
         }
 
     def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int) -> Parcel:
-        """come: what others send, by rank. A collective of all `ranks`; returns at once."""
+        """Start the exchange and return at once. come: fragments that others send, by rank. A collective of all
+        `ranks`."""
         import torch.distributed as dist
 
         order = [f for rank in sorted(come) for f in come[rank]]
@@ -162,7 +162,7 @@ class Packing:
         size = self._buffer.element_size()
         into = [size * sum(f.numel for f in come.get(rank, ())) for rank in range(ranks)]
         out = [size * self._numbers.get(rank, 0) for rank in range(ranks)]
-        # as bytes: gloo does not know every format
+        # as bytes: gloo does not support every dtype
         work = dist.all_to_all_single(
             arriving.view(torch.uint8), self._buffer.view(torch.uint8), into, out, async_op=True
         )

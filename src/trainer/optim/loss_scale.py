@@ -7,11 +7,11 @@ before norms, clipping and update see them. Activations and weights are not scal
     a good step                  the count of good steps rises; at `interval` the scale doubles, and it starts again
     a step that is not finite    the scale halves, and the count starts again
 
-The scale follows the verdict on the device, like all that a step changes. A step of which only the backward pass is not
-finite, at a scale above `minimum`, is an overflow of the scale: a lower one helps, and recovery has nothing to do. A
-NaN or Inf in the forward pass knows no scale, and at `minimum` no lower one is left: both are bad steps as in any
-recipe. (A gradient that is NaN for another reason looks like an overflow until the scale has come down to `minimum`, 16
-steps from 2^16.) A spike is finite: to the scale it is a good step.
+The scale follows the verdict on the device, like all that a step changes. If only the backward pass of a step is not
+finite, at a scale above `minimum`, the scale overflowed: a lower one helps, without recovery. A NaN or Inf in the
+forward pass does not depend on the scale, and at `minimum` there is no lower one: both are bad steps as in any recipe.
+(A gradient that is NaN for another reason looks like an overflow until the scale has reached `minimum`, 16 steps from
+2^16.) A spike is finite and counts as a good step for the scale.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _update_scale = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportU
 
 
 class LossScale:
-    """The scale of a run, `scale`, 0-d FP32 on the device, always in the same memory."""
+    """The scale of a run: `scale`, 0-d FP32 on the device, always in the same memory."""
 
     def __init__(self, config: LossScaleConfig, device: torch.device):
         self._config = config
@@ -39,15 +39,15 @@ class LossScale:
         return self.scale > self._config.minimum
 
     def update(self, finite: Tensor) -> None:
-        """After a step: whether all of it was finite, 0-d bool."""
+        """Update the scale after a step. finite: 0-d bool, whether all of the step was."""
         _update_scale(self.scale, self._good, (~finite).float(), 2.0, 0.5, self._config.interval)
         self.scale.clamp_(min=self._config.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: plain values."""
+        """Return plain values, for the checkpoint."""
         return {"scale": float(self.scale), "good": int(self._good)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a saved scale, in place."""
+        """Load a saved scale, in place."""
         self.scale.fill_(state["scale"])
         self._good.fill_(state["good"])

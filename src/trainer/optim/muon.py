@@ -6,22 +6,21 @@ Per logical matrix W [A, B] (`models.matrices`) with gradient G, clipped by the 
     O = Newton-Schulz(U)       see `orthogonalise`
     W <- W - lr (scale sqrt(max(A, B)) O + decay W)
 
-An orthogonal O has entries of RMS 1 / sqrt(max(A, B)). So all entries of the update have RMS `scale` whatever the
+An orthogonal O has entries of RMS 1 / sqrt(max(A, B)), so all entries of the update have RMS `scale` whatever the
 shape. With 0.2, the RMS of AdamW's updates in practice, AdamW's learning rate and decay carry over.
 
-Embedding, head, norms and (unless `optim.muon.router`) routers are AdamW's; both groups share schedule, rate and clip.
-The momentum has the parameter's name and shape, and is shared as the parameter is: checkpoints know nothing of matrices
-and owners. Where ranks share weights, each matrix has one owner (`owners`), which orthogonalises it. A matrix that the
-owner alone holds needs no message; the others travel in rounds (`exchange`), which are hidden: a round is on its way
-while the one before it, or matrices without messages, are computed.
+AdamW updates the embedding, head, norms and (unless `optim.muon.router`) routers; both groups share schedule, rate and
+clip. The momentum has the parameter's name, shape and sharding: checkpoints are independent of matrices and owners. If
+ranks share weights, one owner (`owners`) orthogonalises each matrix. A matrix that only the owner holds needs no
+message. The others travel in rounds (`exchange`) that overlap with the computation of the previous round and of
+matrices without messages.
 
-A step that is dropped writes nothing: new momentum and weights are *selected* by `ok`, since NaN x 0 is NaN. An expert
-without tokens moves all the same, along its old momentum.
+A skipped step writes nothing: new momentum and weights are *selected* by `ok`, since NaN x 0 is NaN. An expert without
+tokens still moves along its old momentum.
 
-Matrices of one shape (up to transposition) are computed in batches of at most `AT_ONCE` numbers, which bounds what
-a step takes in memory. U is rounded to the format of the iteration before anything else, so that it does not matter
-whether it travelled. On a GPU with Triton, what is elementwise before and after the iteration is a kernel each
-(`precision.kernels.muon`).
+Matrices of one shape (up to transposition) are computed in batches of at most `AT_ONCE` elements, which bounds the
+memory of a step. U is always rounded to the format of the iteration first, so a message does not change the result. On
+a GPU with Triton, the elementwise parts before and after the iteration are a kernel each (`precision.kernels.muon`).
 """
 
 from collections import defaultdict
@@ -40,12 +39,12 @@ from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.shard_views import local, shared_like
 
 AT_ONCE = 1 << 26
-"""Numbers in a batch: 128 MiB in BF16, of which the iteration has about four."""
+"""Elements in a batch: 128 MiB in BF16. The iteration needs about four times that."""
 
 
 @dataclass
 class Travel:
-    """A round on its way. matrices: those that this rank owns, [matrices, A, B] by run, in `batches` of one shape."""
+    """A round in transit. matrices: those that this rank owns, [matrices, A, B] by run, in `batches` of one shape."""
 
     round: Round
     batches: list[tuple[list[Run], Tensor]]
@@ -55,7 +54,7 @@ class Travel:
 
 @dataclass
 class Step:
-    """What a step works on: the flag, the rate, clipping's divisor; and this rank's rows of each weight, [rows, K]."""
+    """Inputs of a step: the flag, the rate, clipping's divisor, and this rank's rows of each weight, [rows, K]."""
 
     ok: Tensor
     lr: Tensor
@@ -66,8 +65,8 @@ class Step:
 
 
 class Muon(Optimizer):
-    """Muon for the parameters that `layouts` names, AdamW for the others of the model; see `Optimizer`. A collective
-    where there are ranks: `step`, too."""
+    """Muon for the parameters in `layouts`, AdamW for the model's others; see `Optimizer`. With several ranks `step` is
+    a collective, too."""
 
     def __init__(
         self,
@@ -88,11 +87,11 @@ class Muon(Optimizer):
         runs, _ = assign(layouts, len(self._triples), self._world.size)
         alone, self._rounds = rounds(runs, layouts, self._world.rank, AT_ONCE)
         self._alone = list(batches(alone, AT_ONCE))
-        self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in layouts}  # sums, of the last update
+        self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in layouts}  # of the last update
         self._kernels = has_kernels(device)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
-        """As `Optimizer.step`. A parameter without a gradient counts as one whose gradient is zero."""
+        """Step as `Optimizer.step` does. A parameter without a gradient counts as one with a gradient of zero."""
         lr = super().step(ok, committed, norm, attempted)
         self._orthogonal_step(ok, lr, self._divisor(norm))
         return lr
@@ -108,7 +107,7 @@ class Muon(Optimizer):
             {name: self._momentum[name].flatten(0, -2) for name in names},
             {name: self._gradient(name).contiguous().flatten(0, -2) for name in names},
         )
-        turns = len(self._rounds) + 1  # between the rounds, a share of the matrices that need no message
+        turns = len(self._rounds) + 1  # between the rounds, a share of the matrices without messages
         coming, back = self._send(step, 0), None
         for turn in range(turns):
             following = self._send(step, turn + 1)
@@ -118,11 +117,11 @@ class Muon(Optimizer):
             if back is not None:
                 self._finish(step, back)
             coming, back = following, returning
-        if self._kernels:  # they do not say that they wrote; what is made from a parameter asks for its version
+        if self._kernels:  # the kernels do not bump the version that copies of a parameter check
             torch.autograd.graph.increment_version([self._parts[name] for name in names])
 
     def _update(self, step: Step, batch: list[Run]) -> None:
-        """Matrices that this rank alone holds."""
+        """Update matrices that only this rank holds."""
         x = self._room(batch, step.lr.device)
         rows = {run: fragment(run, self._layouts[run.name], run.first) for run in batch}
         for run, slot in slots(batch, x):
@@ -131,7 +130,7 @@ class Muon(Optimizer):
             self._apply(step, rows[run], update)
 
     def _send(self, step: Step, number: int) -> Travel | None:
-        """The matrices of a round, on their way to their owners; None if there is no such round."""
+        """Start sending a round's matrices to their owners; None if there is no such round."""
         if number >= len(self._rounds):
             return None
         this, device = self._rounds[number], step.lr.device
@@ -144,7 +143,7 @@ class Muon(Optimizer):
         return Travel(this, ready, matrices, packing.send(this.receives, self._world.size))
 
     def _send_back(self, coming: Travel) -> Travel:
-        """Orthogonalise what has come; the updates, on their way to who needs them."""
+        """Orthogonalise the received matrices, and start sending the updates to the ranks that need them."""
         this = coming.round
         for rows, arrived in coming.parcel.open().items():
             rows.within(coming.matrices[rows.run]).copy_(arrived)
@@ -163,11 +162,11 @@ class Muon(Optimizer):
             self._apply(step, rows, arrived[rows] if mine is None else rows.within(mine))
 
     def _room(self, batch: list[Run], device: torch.device) -> Tensor:
-        """For its matrices, [matrices, m, n]."""
+        """Return an empty buffer for its matrices, [matrices, m, n]."""
         return torch.empty(sum(run.count for run in batch), *canonical(batch[0]), dtype=self._dtype, device=device)
 
     def _advance(self, step: Step, rows: Fragment, slot: Tensor | None) -> None:
-        """M <- mu M + G if `ok`; U into slot, in its format. None: a replica sends it."""
+        """Compute M <- mu M + G if `ok`, and U into slot, in its format. slot None: a replica sends U."""
         mu, nesterov = self._muon.momentum, self._muon.nesterov
         momentum, gradient = rows.of(step.momenta[rows.run.name]), rows.of(step.gradients[rows.run.name])
         if self._kernels:
@@ -184,7 +183,8 @@ class Muon(Optimizer):
             slot.copy_(torch.add(gradient, advanced, alpha=mu) if nesterov else advanced)
 
     def _apply(self, step: Step, rows: Fragment, update: Tensor) -> None:
-        """W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and keep the square of that for its weight's."""
+        """Apply W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and keep its square for the weight's update
+        norm."""
         weight, times = rows.of(step.weights[rows.run.name]), self._muon.scale * max(canonical(rows.run)) ** 0.5
         squares = self._squares[rows.run.name]
         if self._kernels:
@@ -212,25 +212,26 @@ class Muon(Optimizer):
         )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's moments and step counts, Muon's momentum, by parameter name; shared as the parameters are."""
+        """Return AdamW's moments and step counts and Muon's momentum by parameter name, sharded as the parameters
+        are."""
         momenta = {name: {"momentum": shared_like(m, self._named[name])} for name, m in self._momentum.items()}
         return super().state_dict() | momenta
 
 
 def canonical(run: Run) -> tuple[int, int]:
-    """Rows and columns as they are iterated on: no more rows than columns."""
+    """Return rows and columns for the iteration: no more rows than columns."""
     m, n = sorted((run.box.rows, run.box.columns))
     return m, n
 
 
 def slots(batch: list[Run], x: Tensor) -> Iterator[tuple[Run, Tensor]]:
-    """Each run with its matrices [matrices, A, B] in x [matrices of all, m, n]."""
+    """Yield each run with its matrices [matrices, A, B] in x [matrices of all, m, n]."""
     for run, mine in zip(batch, x.split([run.count for run in batch]), strict=True):
         yield run, mine.mT if run.box.rows > run.box.columns else mine
 
 
 def batches(runs: Iterable[Run], most: int) -> Iterator[list[Run]]:
-    """Runs of matrices of one shape, of at most `most` numbers or one run."""
+    """Yield runs of matrices of one shape, with at most `most` elements, or one run."""
     by_shape: dict[tuple[int, int], list[Run]] = defaultdict(list)
     for run in runs:
         by_shape[canonical(run)].append(run)

@@ -1,4 +1,4 @@
-"""Newton-Schulz: the orthogonal factor of a matrix, by products alone.
+"""Newton-Schulz: the orthogonal factor of a matrix, from products alone.
 
 For U = W S V^T (singular values S), a polynomial a x + b x^3 + c x^5 of X is W (a S + b S^3 + c S^5) V^T: it changes
 singular values and no direction. With X_0 = U / ||U||_F all of them lie in [0, 1], and
@@ -9,12 +9,12 @@ some steps with suitable coefficients bring all of them near 1, so that X comes 
 
     quintic          one triple for all steps (arXiv 2502.16982); 5 steps end in 0.7 to 1.13
     deepseek_v4      quintic, and two last steps of (2, -1.5, 0.5), which end within 0.007 of 1 (arXiv 2606.19348)
-    polar_express    a triple for each step, the best for what the one before left (arXiv 2505.16932), divided by a
-                     safety factor of 1.01 in all but the last
+    polar_express    a triple for each step, optimal after the step before it (arXiv 2505.16932), divided by a safety
+                     factor of 1.01 in all but the last
 
-The norm is computed in FP32, the steps in a format of choice, with sums in FP32. The products cost k (4 m^2 n + 2 m^3)
-FLOPs in k steps for m rows and n >= m columns; a tall matrix is transposed. On Hopper GPUs, in BF16, own kernels
-compute one triangle of A and of b A + c A^2, which are symmetric, and add and divide on the way: k (3 m^2 n + m^3)
+The norm is computed in FP32, the steps in a selectable format, with sums in FP32. The products cost k (4 m^2 n + 2 m^3)
+FLOPs in k steps for m rows and n >= m columns; a tall matrix is transposed. On Hopper GPUs, in BF16, our kernels
+compute one triangle of the symmetric A and b A + c A^2, and fuse addition and division: k (3 m^2 n + m^3)
 (`precision.kernels.newton_schulz`). A CPU multiplies in FP32 and rounds to the format, because CPUs without BF16
 instructions take ten times as long in BF16.
 """
@@ -44,13 +44,13 @@ _POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 STEPS = {Coefficients.quintic: 5, Coefficients.deepseek_v4: 10, Coefficients.polar_express: 8}
-"""Steps that each is published with."""
+"""Published number of steps of each method."""
 DTYPES = {Iteration.bf16: torch.bfloat16, Iteration.fp16: torch.float16, Iteration.fp32: torch.float32}
 FEWEST = {Coefficients.quintic: 1, Coefficients.deepseek_v4: 3, Coefficients.polar_express: 1}
 
 
 def polynomials(kind: Coefficients, steps: int | None = None) -> list[Triple]:
-    """(a, b, c) of each step; steps: None for as many as the method is published with."""
+    """Return (a, b, c) of each step. steps: None for the published number."""
     steps = STEPS[kind] if steps is None else steps
     if kind is Coefficients.quintic:
         return [_QUINTIC] * steps
@@ -61,14 +61,15 @@ def polynomials(kind: Coefficients, steps: int | None = None) -> list[Triple]:
 
 
 def flops(rows: int, columns: int, steps: int) -> float:
-    """Of the products of one matrix."""
+    """Return the FLOPs of the products of one matrix."""
     m, n = sorted((rows, columns))
     return steps * (4.0 * m * m * n + 2.0 * m**3)
 
 
 @torch.no_grad()
 def orthogonalise(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
-    """u [k, A, B], any format -> near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros. u may be overwritten."""
+    """Orthogonalise u [k, A, B], any format: near W V^T of each, [k, A, B] in `dtype`. Zeros stay zeros. May overwrite
+    u."""
     if u.shape[-2] > u.shape[-1]:
         return orthogonalise(u.mT, triples, dtype).mT
     if dtype is torch.bfloat16 and has_kernels(u.device):
@@ -82,7 +83,7 @@ def orthogonalise(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tenso
 
 
 def plain(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
-    """`orthogonalise` in PyTorch alone, of matrices that are no taller than wide."""
+    """Run `orthogonalise` in plain PyTorch, for matrices no taller than wide."""
     wide = u.float()
     x = (wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + EPS)).to(dtype)
     for a, b, c in triples:
@@ -92,12 +93,12 @@ def plain(u: Tensor, triples: list[Triple], dtype: torch.dtype) -> Tensor:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Muon's kernels run here."""
+    """Return whether Muon's kernels run here."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None and MUON not in refused
 
 
 def _sum(added: Tensor | None, x: Tensor, y: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta added + alpha x y, [k, m, n], in the format of x."""
+    """Return beta added + alpha x y, [k, m, n], in the format of x."""
     if x.is_cuda:
         return x @ y if added is None else torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
     product = x.float() @ y.float()

@@ -1,13 +1,13 @@
 """Owners: each matrix is orthogonalised by one rank, with FLOPs spread evenly over ranks.
 
-Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows, and the ranks of a tensor group rows of heads,
-columns of heads (attn.o), or the same rows (`models.tensor`). Of the logical matrices (`models.matrices`) some
-lie within one rank's rows: experts always, since a stack is cut between experts, and heads where a part's rows are a
-multiple of a head's. Their owner is who holds them. With replicas, which hold the same, it is one of these. A matrix
-that is cut belongs to one of the ranks that hold a part of it.
+Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Ranks of a tensor group hold rows of heads,
+columns of heads (attn.o), or the same rows (`models.tensor`). Some logical matrices (`models.matrices`) lie within one
+rank's rows: always experts, since a stack is cut between experts, and heads if a part's rows are a multiple of a
+head's. Their holder owns them; with replicas, one of the holders. A matrix that is cut belongs to one of the ranks that
+hold a part of it.
 
-Owners are chosen longest first: the matrix that costs most goes to the rank that has least to do. All of it follows
-from shapes and degrees, so that ranks agree without a message, and the forecast counts what a step does.
+Owners are assigned longest first: the costliest matrix goes to the least loaded rank. Everything follows from shapes
+and degrees, so ranks agree without a message, and the forecast matches the step.
 """
 
 import math
@@ -37,8 +37,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the logical matrices of a weight lie. columns: of the weight; parts: its rows, in order, those of a stack
-    [E, N, K] counted through as [E N, K]. beside: parts that have the same rows between them, one behind the other."""
+    """Positions of a weight's logical matrices. columns: of the weight. parts: its rows, in order; a stack [E, N, K]
+    counts as [E N, K]. beside: number of consecutive parts that share the columns of the same rows."""
 
     columns: int
     division: Division
@@ -53,7 +53,7 @@ class Layout:
 
 class Run(NamedTuple):
     """Matrices of one owner: number `index` of the groups [begin:end] of a weight, which lie in its parts [first:last].
-    More than one only if they lie in one part."""
+    Several matrices must lie in one part."""
 
     name: str
     index: int
@@ -71,11 +71,11 @@ class Run(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Numbers in them."""
+        """Number of elements."""
         return self.count * self.box.rows * self.box.columns
 
     def cut(self, most: int) -> Iterator["Run"]:
-        """Runs of at most `most` numbers, or of one matrix."""
+        """Yield runs of at most `most` elements, or of one matrix."""
         step = max(most * self.count // self.numel, 1)
         for begin in range(self.begin, self.end, step):
             yield self._replace(begin=begin, end=min(begin + step, self.end))
@@ -84,12 +84,12 @@ class Run(NamedTuple):
 def layout(
     shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS, cut: int | None = None
 ) -> Layout:
-    """Of a weight [R, K], cut by rows; of a stack of experts [E, N, K], spread and cut by experts. cut: the dimension
-    that a tensor group cuts first; None: its ranks have the same."""
+    """Return the layout of a weight [R, K], cut by rows, or of a stack of experts [E, N, K], spread and cut by
+    experts. cut: the dimension that a tensor group cuts first; None: its ranks hold the same."""
     d, (*outer, K) = degrees, shape
 
     def ranks(shard: int, *tensor: int) -> tuple[int, ...]:
-        """Of each replica those with these parts."""
+        """Return the ranks with these parts, of each replica."""
         return tuple((r * d.cut + shard) * d.tensor + t for r in range(d.replicate) for t in tensor)
 
     parts: list[Part] = []
@@ -114,14 +114,14 @@ def layout(
 
 
 def _cut(begin: int, end: int, rows: int, columns: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
-    """As torch.chunk does: all but the last are as long as each other, and some ranks may have none."""
+    """Yield parts as torch.chunk cuts them: all but the last have equal length, and some ranks may have none."""
     length = -(-(end - begin) // len(ranks))
     for start, holders in zip(range(begin, end, length), ranks, strict=False):
         yield Part(start * rows, min(start + length, end) * rows, holders, 0, columns)
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
-    """The runs of all ranks, those of the costliest matrices first, and FLOPs by rank [ranks] of `steps` steps of the
+    """Return the runs of all ranks, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
     iteration."""
     found = [
         (flops(box.rows, box.columns, steps), Run(name, index, *where, box, -1))
@@ -152,7 +152,7 @@ def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[
 
 @cache
 def _places(of: Layout, box: Box) -> list[tuple[int, int, int, int]]:
-    """Groups [begin:end] of which the matrix lies in the parts [first:last]."""
+    """Return groups [begin:end] whose matrix lies in the parts [first:last]."""
     period, found, n = of.division.period, [], of.beside
     rows = of.parts[::n]
     starts = [part.begin for part in rows]

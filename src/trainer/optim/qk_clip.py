@@ -1,18 +1,18 @@
-"""QK-clip (Kimi K2, arXiv 2507.20534, section 2.1): a bound on attention logits, kept by the weights.
+"""QK-clip (Kimi K2, arXiv 2507.20534, section 2.1): a bound on attention logits, enforced by the weights.
 
 After a step, with S_h the largest logit of head h in the step's forward passes (here its bound from the log-sum-exp,
 `precision.max_logits`) and gamma_h = min(1, tau / S_h):
 
     q_nope, k_nope of the head     rows times sqrt(gamma_h)
-    q_rope of the head             rows times gamma_h; k_rope is of all heads and stays
+    q_rope of the head             rows times gamma_h; k_rope is shared by all heads and stays
     v                              stays
 
-So all logits of that head are gamma_h times what they were: exactly, since the latents' norms stand before these
-projections and RoPE is linear. With `model.qk_norm` a norm stands behind them, and undoes it.
+All logits of that head become gamma_h times their value. This is exact, since the latents' norms come before these
+projections and RoPE is linear. With `model.qk_norm` a norm follows the projections and undoes it.
 
-The masters are multiplied, after the optimizer's update, which stays what it was; moments and momentum are not touched.
-A dropped step has gamma 1, and so has a head whose S is not finite. A factor of 1 changes no bit. Each rank has the
-same S and multiplies its own rows.
+The masters are multiplied after the optimizer's update, which does not change; moments and momentum stay as they are. A
+skipped step has gamma 1, and so has a head whose S is not finite. A factor of 1 changes no bit. Each rank has the same
+S and multiplies its own rows.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class _Rows(NamedTuple):
 
 
 class QKClip:
-    """Clips a model by tau. max_logits [cores, H]: the step's, of all ranks, where `apply` finds them."""
+    """Clips a model by tau. max_logits [cores, H]: the step's, over all ranks, read by `apply`."""
 
     def __init__(self, model: DeepSeek, tau: float, max_logits: Tensor):
         self._tau, self._max_logits = tau, max_logits
@@ -47,7 +47,7 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self, ok: Tensor) -> Tensor:
-        """Clip if `ok` (0-d bool), on the device. Returns how many heads were, 0-d int64."""
+        """Clip if `ok` (0-d bool), on the device. Returns the number of clipped heads, 0-d int64."""
         top_LH = self._max_logits
         clipped_LH = ok & torch.isfinite(top_LH) & (top_LH > self._tau)
         gamma_LH = torch.where(clipped_LH, self._tau / top_LH, 1.0)
@@ -62,7 +62,7 @@ class QKClip:
 
 
 def check_qk_clip(config: Config, model: DeepSeek, device: torch.device) -> None:
-    """UserError where attention on this device returns nothing that `optim.qk_clip` could go by."""
+    """Raise UserError if attention on this device returns nothing that `optim.qk_clip` could use."""
     if not model.iter_blocks()[0][1].attn.knows_logits(device, config.trainer.document_masking):
         why = "attention on this GPU, in this format, returns no log-sum-exp to bound logits with (docs/optimizers.md)"
         raise UserError(f"optim.qk_clip={config.optim.qk_clip}: {why}; set optim.qk_clip=null")
@@ -76,6 +76,6 @@ def _own(core: int, weight: Tensor) -> _Rows:
 
 
 def _by_row(factors: tuple[Tensor, Tensor], widths: tuple[int, int]) -> Tensor:
-    """factors [L, H] of the two parts of each head, of these widths -> [L, H (sum of widths)]."""
+    """Expand factors [L, H] of the two parts of each head, of these widths, to [L, H (sum of widths)]."""
     parts = [factor[..., None].expand(-1, -1, width) for factor, width in zip(factors, widths, strict=True)]
     return torch.cat(parts, -1).flatten(1)

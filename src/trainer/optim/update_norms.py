@@ -1,10 +1,10 @@
-"""How far the last step moved each parameter, computed afterwards from the present moments and weights.
+"""The distance that the last step moved each parameter, computed afterwards from the current moments and weights.
 
-AdamW adds, with t the number of steps, p the weight before and p' the one now,
+AdamW adds, with t the number of steps, p the weight before and p' the current one,
 
     -lr (u + decay p)        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-and since p' = p - lr (u + decay p), that is -lr (u + decay p') / (1 - lr decay). So nothing has to be kept for it.
+and since p' = p - lr (u + decay p), that is -lr (u + decay p') / (1 - lr decay). So nothing has to be saved for it.
 
 On a GPU with Triton `precision.kernels.update_norms` does the same in one pass.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 25  # numbers in flight: what this takes in memory, twice in FP32
+_AT_ONCE = 1 << 25  # elements at a time; they take twice that memory in FP32
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def update_norms(
     eps: float,
     decay: float,
 ) -> Tensor:
-    """[P] FP64: the norm of the last update of each parameter; 0 before the first.
+    """Return the norm of the last update of each parameter, [P] FP64; 0 before the first.
 
     states: AdamW's, with `exp_avg`, `exp_avg_sq` and `step`. lr: 0-d.
     """
@@ -35,7 +35,7 @@ def update_norms(
 
 
 def _change(p: Tensor, state: dict[str, Tensor], betas: tuple[float, float], eps: float, decay: float) -> Tensor:
-    """0-d FP64: ||u + decay p'||."""
+    """Return ||u + decay p'||, 0-d FP64."""
     step = state["step"].double()
     first, second = 1 - betas[0] ** step, (1 - betas[1] ** step).sqrt()
     factor, small = (second / first).float(), (eps * second).float()

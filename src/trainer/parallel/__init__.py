@@ -1,1 +1,1 @@
-"""How ranks share a model: the mesh, FSDP2 and HSDP, expert parallelism; how blocks are recomputed and compiled."""
+"""How ranks share a model (mesh, FSDP2 and HSDP, expert parallelism), and how blocks are recomputed and compiled."""

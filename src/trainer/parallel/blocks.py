@@ -1,15 +1,15 @@
-"""Recompute and compile each block of the model, in this order, in place.
+"""Recomputes and compiles each block of the model, in this order, in place.
 
-Recomputation (`torch.utils.checkpoint`) runs a part of the forward pass again in the backward pass instead of keeping
-what it made. Amaxes are maxima and router loads are outputs, so nothing is counted twice.
+Recomputation (`torch.utils.checkpoint`) runs a part of the forward pass again in the backward pass instead of saving
+its results. Amaxes are maxima and router loads are outputs, so nothing is counted twice.
 
     none        nothing
-    selective   the attention sublayer, except the attention core: norms, projections, RoPE and concatenation are cheap
-                beside q, k and v of all heads, which they make (DeepSeek-V3, arXiv 2412.19437, section 3.2.3); the
-                core's output and log-sum-exp stay. And rows of tokens for experts in BF16, which are gathered again
-    full        everything inside a block; its input is all that stays
+    selective   the attention sublayer without the attention core: norms, projections, RoPE and concatenation are cheap
+                compared with saving q, k and v of all heads (DeepSeek-V3, arXiv 2412.19437, section 3.2.3); the core's
+                output and log-sum-exp are saved. And rows of tokens for experts in BF16, which are gathered again
+    full        everything inside a block; only its input is saved
 
-Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it. Where
+Compilation is per block: equal blocks share one graph. `selective` happens inside that graph, `full` around it. If
 experts are spread over ranks, tokens on their way to them are between two graphs: see `models.dispatch`.
 """
 
@@ -32,14 +32,14 @@ _ATTENTION = {
     for name in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
 }
 
-_OURS = "octet.document_attention.default", "octet.fp8_attention.default"  # by name: they exist where they are used
+_OURS = "octet.document_attention.default", "octet.fp8_attention.default"  # by name: they exist once used
 
 
 def parallelize(
     model: DeepSeek, recompute: Recompute, compiled: bool, backend: str | Callable = "inductor", shapes: int = 1
 ) -> None:
-    """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's. shapes: that microbatches
-    of the run have, each of which is compiled for."""
+    """Wrap the forward of every block in `model.iter_blocks()`. backend: torch.compile's. shapes: number of microbatch
+    shapes in the run; each is compiled for."""
     if compiled:
         kinds = {type(block) for _, block in model.iter_blocks()}
         allow_graphs(4 * len(kinds) * shapes + 8)
@@ -57,14 +57,14 @@ def parallelize(
 
 
 def _recompute(block: nn.Module) -> None:
-    """Make calls of the block keep only their input while gradients are wanted."""
+    """Make the block save only its input when gradients are needed."""
     call = block.forward
-    again = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
+    again = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)  # blocks use no random numbers
     block.forward = lambda *args: again(*args) if torch.is_grad_enabled() else call(*args)
 
 
 def _recompute_all_but_core(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """function(*args), keeping its arguments and what the attention core makes."""
+    """Call function(*args), saving its arguments and the output of the attention core."""
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_core)

@@ -1,7 +1,7 @@
-"""Numbers reduced over all ranks in each step: amaxes, losses, loads. With one rank: unchanged.
+"""Reductions over all ranks in each step: amaxes, losses, loads. With one rank the values are unchanged.
 
-Each rank sees its own tokens. Scales, the verdict on a step and the router's bias follow from what all of them saw, and
-so are the same everywhere without being sent. On the device, no rank's host waits.
+Each rank has its own tokens. Scales, the verdict on a step and the router's bias follow from the reduced numbers, and
+are therefore equal on all ranks without being sent. Reductions run on the device; no host waits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_max(tensors: list[Tensor], world: World) -> None:
-    """Raise FP32 tensors of any shape to the largest of all ranks, in place, in one message. Not a number counts as
+    """Replace FP32 tensors of any shape by the maximum over all ranks, in place, in one message. NaN counts as
     infinite."""
     if not world.many:
         return
@@ -32,7 +32,7 @@ def all_max(tensors: list[Tensor], world: World) -> None:
 
 
 def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
-    """Sums over all ranks of tensors of any shape and format, FP64 inside, in one message."""
+    """Return sums over all ranks of tensors of any shape and dtype, FP64 inside, in one message."""
     if not world.many:
         return tensors
     import torch.distributed as dist
@@ -44,12 +44,12 @@ def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
 
 
 def all_mean(tensor: Tensor, world: World, stages: int = 1) -> Tensor:
-    """Mean over all ranks; with pipeline stages, of their sums."""
+    """Return the mean over all ranks; with pipeline stages, the mean of the stages' sums."""
     return all_sum([tensor], world)[0] / (world.size // stages) if world.many else tensor
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` items each, the last one perhaps shorter."""
+    """Yield lists of `size` items each; the last one may be shorter."""
     rest = iter(items)
     while group := list(islice(rest, size)):
         yield group

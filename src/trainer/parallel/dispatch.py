@@ -1,4 +1,4 @@
-"""How experts' tokens travel, as `parallel.dispatch` says: see `models.dispatch` and `models.slots`."""
+"""How experts' tokens travel, by `parallel.dispatch`: see `models.dispatch` and `models.slots`."""
 
 import torch
 
@@ -12,8 +12,8 @@ from trainer.parallel.mesh import Mesh
 
 
 def build_slots(config: ParallelConfig, mesh: Mesh, device: torch.device) -> Slots | None:
-    """What the layers of experts share; None where tokens travel without slots. A collective. UserError where symmetric
-    memory is asked for and cannot be."""
+    """Return the slots that all layers of experts share, or None if tokens travel without slots. A collective. Raises
+    UserError if symmetric memory is required and unavailable."""
     if mesh.expert is None or config.dispatch is Dispatch.all_to_all:
         return None
     group = mesh.expert.get_group()

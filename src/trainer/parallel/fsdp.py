@@ -1,28 +1,27 @@
 """Weights shared by ranks (FSDP2; with replicas of the whole: HSDP).
 
-Each rank holds a part of every master, gradient and moment, in FP32: rows of it, dimension 0 cut evenly. PyTorch's
-`fully_shard` gathers a block's weights before its forward and its backward pass, the next block's while this one
-computes, frees them afterwards, and reduces its gradients into their parts. What this module adds is what travels.
-That is not a policy of FSDP's, but decided by the precision plan for each weight:
+Each rank holds a part of every master, gradient and moment in FP32: rows, with dimension 0 cut evenly. PyTorch's
+`fully_shard` gathers a block's weights before its forward and its backward pass, while the previous block computes,
+frees them afterwards, and reduces the gradients into their parts. This module adds the format of the messages. The
+precision plan, not an FSDP policy, decides it for each weight:
 
-    weight of a GEMM      its compute weight: BF16(master), or FP32. A layer in FP8 quantises it on arrival, which gives
-                          each rank the numbers that one process computes with, and frees the BF16; or each rank
-                          quantises its part, and FP8 travels (`parallel.fp8_all_gather`)
+    weight of a GEMM      its compute weight: BF16(master), or FP32. An FP8 layer quantises it on arrival, to the same
+                          numbers as in one process, and frees the BF16; or each rank quantises its part, and FP8
+                          travels (`parallel.fp8_all_gather`)
     embedding             the same, in the plan's format
     gain of a norm        FP32
-    gradients             FP32; they are added up, for each rank's loss is divided by the number of all microbatches,
-                          so that gradients and their scales are those of a single process
+    gradients             FP32 sums. Each rank's loss is divided by the number of all microbatches, so gradients and
+                          their scales are those of a single process
 
-It uses FSDP2's extension: a shard with two functions, of which the first returns what to send, the second makes of what
-arrived the parameter that autograd sees: see `gather`. Large weights and their gradients travel without the copies that
-FSDP makes of them: see `large`.
+It uses FSDP2's extension, two functions on a shard: the first returns what to send, the second makes the parameter that
+autograd sees from what arrived (`gather`). Large weights and their gradients travel without FSDP's copies (`large`).
 
-With expert parallelism each rank keeps its share of the experts first, and shares those with fewer ranks. Experts that
-no other rank has are not FSDP's at all. They are what weights of a single process are: their compute weights stay, made
-once a step, and autograd adds up their gradients where they are, which tokens of all ranks have made.
+With expert parallelism each rank first takes its share of the experts, and shares those with fewer ranks. FSDP does not
+handle experts that no other rank has. They behave like weights of a single process: compute weights stay, made once a
+step, and autograd accumulates their gradients in place, from tokens of all ranks.
 
-The parts of the model (embedding, each block, norm, head) come into being one after the other, whole, with the weights
-that a single process draws, and are cut at once: the model never has to fit into one rank.
+The parts of the model (embedding, each block, norm, head) are created one after the other, whole, with the weights of a
+single process, and are sharded at once: the model never has to fit into one rank.
 """
 
 from collections.abc import Iterator
@@ -56,10 +55,10 @@ def materialise(
     fp8: bool = False,
     slots: Slots | None = None,
 ) -> None:
-    """Give a model on the meta device its weights, as `DeepSeek.init_weights` would, each rank its part of them.
+    """Initialise the weights of a model on the meta device as `DeepSeek.init_weights` would, each rank its own part.
 
-    keeps: blocks keep their gathered weights between forward and backward pass; else only the last one does, which is
-    needed again at once. fp8: weights that compute in FP8 travel in it, where their parts stand alone.
+    keeps: blocks keep their gathered weights between forward and backward pass; else only the last block does, which
+    needs them again at once. fp8: FP8 weights travel in FP8 if their parts can be quantised separately.
     """
     tensor = None if mesh.tensor is None else TensorSplit(mesh.tensor.get_group())
     if mesh.sequence is not None:
@@ -103,7 +102,7 @@ def materialise(
 
 
 def _mark(model: DeepSeek, tensor: TensorSplit, mesh: DeviceMesh) -> None:
-    """Note of each parameter whether ranks of the tensor group have parts of it, or the same (`shard_views`)."""
+    """Mark each parameter as split or replicated over the tensor group (`shard_views`)."""
     for layer, dim in tensor.cut:
         layer.weight.spread, layer.weight.spread_dim = mesh, dim  # type: ignore[union-attr]
     for parameter in model.parameters():
@@ -112,19 +111,20 @@ def _mark(model: DeepSeek, tensor: TensorSplit, mesh: DeviceMesh) -> None:
 
 
 def _leave_to_others(part: nn.Module) -> None:
-    """Drop the weights of what another stage computes. Names, shapes, arena rows and router biases stay: they are the
-    same on all ranks."""
+    """Drop the weights of other pipeline stages. Names, shapes, arena rows and router biases stay: they are the same on
+    all ranks."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach().to("meta")))
         if isinstance(module, Linear | GroupedLinear):
-            module.is_sharded = True  # nothing here makes its operand
+            module.is_sharded = True  # its operand is not made here
 
 
 def _prefetch(blocks: list[Block]) -> None:
-    """Have each block's weights gathered while the one before it computes, in both directions.
+    """Gather each block's weights while the previous one computes, in both directions.
 
-    FSDP does so by itself as long as the host is ahead of the device. Where tokens travel to experts, it is not.
+    FSDP prefetches without help as long as the host is ahead of the device. With tokens on their way to experts, it is
+    not.
     """
 
     def shared(block: Block) -> list[FSDPModule]:
@@ -135,13 +135,13 @@ def _prefetch(blocks: list[Block]) -> None:
         before = shared(blocks[i - 1]) if i else []
         itself, *inner = shared(block)
         itself.set_modules_to_forward_prefetch([*inner, *after])
-        # not `inner`: FSDP asks at each of the block's outputs, and may do so when its experts are through and freed
+        # not `inner`: FSDP asks at each of the block's outputs, maybe after its experts ran and were freed
         itself.set_modules_to_backward_prefetch(before)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxSync | None, sending: Sending) -> None:
-    """Cut the parameters below `module` that are whole yet, but for spread ones, which have been seen to, and those of
-    other stages."""
+    """Shard the parameters below `module` that are still whole, except spread ones, which are done, and those of other
+    stages."""
     spread = {p for p in module.parameters() if hasattr(p, "spread") or p.is_meta}
     whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
     own = [m for m in module.modules() if any(p in whole for p in m.parameters(recurse=False))]
@@ -160,11 +160,11 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxS
 
 @contextmanager
 def unquantised(model: DeepSeek) -> Iterator[None]:
-    """For `precision.plain.in_bf16`: inside, weights that travel in FP8 may travel in BF16. Nothing may be gathered at
-    its beginning and end, and everything must have been gathered once before.
+    """Let weights that travel in FP8 travel in BF16 inside, for `precision.plain.in_bf16`. At its beginning and end no
+    weight may be gathered, and all must have been gathered once before.
 
-    FSDP makes the memory that it gathers a weight into once, in the format of the first time. That is put aside, and
-    what is made meanwhile is dropped.
+    FSDP allocates the buffer of a gathered weight once, in the dtype of the first time. The buffers are put aside, and
+    those made inside are dropped.
     """
     with ExitStack() as after:
         for _, group in groups(model):

@@ -1,7 +1,7 @@
-"""All that Octet uses of FSDP2's private parts: a view of its groups and shards under public names.
+"""Octet's only uses of private parts of FSDP2: a view of its groups and shards under public names.
 
-FSDP2 has no public way to give one weight a message of its own, or to free what it gathers early. A release of torch
-may move what stands here, and nothing else.
+FSDP2 has no public way to send one weight in a message of its own, or to free gathered weights early. If a release of
+torch changes these parts, only this file changes.
 """
 
 from collections.abc import Iterator
@@ -24,27 +24,27 @@ class Shard:
 
     @property
     def size(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self._raw._orig_size
 
     @property
     def num_ranks(self) -> int:
-        """That hold a part each."""
+        """Number of ranks that hold a part each."""
         return self._raw.mesh_info.shard_mesh_size
 
     @property
     def local(self) -> Tensor:
-        """The part, a plain tensor; it carries FSDP's extension functions."""
+        """The part as a plain tensor; it carries FSDP's extension functions."""
         return self._raw._sharded_local_tensor
 
     @property
     def whole(self) -> Tensor:
-        """What autograd sees of the gathered parameter. It exists once FSDP has gathered it."""
+        """The gathered parameter that autograd sees. It exists after FSDP's first gather."""
         return self._raw._unsharded_param
 
     @property
     def gathered(self) -> list[Tensor]:
-        """The memory that FSDP gathers the parameter into; an empty list makes it allocate again."""
+        """The buffer that FSDP gathers the parameter into; an empty list makes it allocate again."""
         return self._raw.all_gather_outputs
 
     @gathered.setter
@@ -52,7 +52,7 @@ class Shard:
         self._raw.all_gather_outputs = memory
 
     def add_gradient(self, part: Tensor) -> None:
-        """Add this rank's part of a gradient, and run the hooks of the parameter that FSDP runs."""
+        """Add this rank's part of a gradient, and run the parameter's hooks as FSDP does."""
         parameter, part = self._raw.sharded_param, part.view(self._raw.sharded_size)
         if parameter.grad is None:
             parameter.grad = self._raw.to_sharded_dtensor(part)
@@ -63,7 +63,7 @@ class Shard:
 
 
 class Group:
-    """What FSDP gathers and reduces together: the parameters of one call of `fully_shard`."""
+    """Parameters that FSDP gathers and reduces together: those of one call of `fully_shard`."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -78,17 +78,17 @@ class Group:
 
     @property
     def reduces(self) -> bool:
-        """Whether the backward pass that runs reduces gradients."""
+        """Whether the current backward pass reduces gradients."""
         return self._raw.reduce_grads
 
     @property
     def all_gather(self) -> AllGather:
-        """Sends the message of gathered parts."""
+        """The operation that sends gathered parts."""
         return self._raw._all_gather_comm
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
-        """Sends the message of gradients."""
+        """The operation that sends gradients."""
         return self._raw._reduce_scatter_comm
 
     @property
@@ -98,29 +98,29 @@ class Group:
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part; None without replicas."""
+        """The ranks that hold the same part, or None without replicas."""
         return None if self._raw.mesh_info.replicate_mesh_dim is None else self._raw._all_reduce_process_group
 
     @property
     def reduce_stream(self) -> Any:
-        """The stream of gradients' messages."""
+        """The stream of gradient messages."""
         return self._raw.comm_ctx.reduce_scatter_stream
 
     @property
     def device_module(self) -> Any:
-        """torch.cuda, or what stands for it on another device."""
+        """torch.cuda, or its equivalent on another device."""
         return self._raw.device_handle
 
 
 def groups(model: nn.Module) -> Iterator[tuple[Any, Group]]:
-    """FSDP's modules, and what each gathers and reduces together."""
+    """Yield FSDP's modules, each with its group."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (raw := module._get_fsdp_state()._fsdp_param_group) is not None:
             yield module, Group(raw)
 
 
 def let_dynamo_guard(module: nn.Module) -> None:
-    """Have Dynamo guard on what modules below are: of "FSDP-managed" ones it skips the guards that distinguish a
-    block in FP8 from one in BF16."""
+    """Let Dynamo guard on the modules below: for "FSDP-managed" ones it skips the guards that distinguish a block in
+    FP8 from one in BF16."""
     for part in module.modules():
         part._is_fsdp_managed_module = False  # type: ignore[assignment]

@@ -1,20 +1,21 @@
-"""The format in which a sharded weight is gathered, and what is made of it on arrival.
+"""The format in which a sharded weight is gathered, and the operand made from it on arrival.
 
-PyTorch's FSDP2 asks a shard two things: what to send, and what parameter the gathered whole is. Ours is an edge only:
-it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. What computes is the
-layer's operand (`precision.linear`).
+PyTorch's FSDP2 asks a shard for two things: the data to send, and the parameter of the gathered whole. Ours is only an
+autograd edge: it has the master's shape and dtype, so that FP32 gradients flow into it, and owns no memory. GEMMs read
+the layer's operand (`precision.linear`).
 
-    GatherFormat         BF16 or FP32 travels; a layer in FP8 quantises what arrives, and frees it
-    SplitGatherFormat    the same of a weight whose other parts a tensor group has: under the scale of all of it
-    Fp8GatherFormat      each rank quantises BF16(its part of the master), FP8 travels, half the bytes, and is the
-    operand. Where a weight is gathered for each pass, its quantised part stays until the masters change
+    GatherFormat         BF16 or FP32 travels; an FP8 layer quantises what arrives, and frees it
+    SplitGatherFormat    the same for a weight split over a tensor group: under the scale of the whole weight
+    Fp8GatherFormat      each rank quantises BF16(its part of the master); FP8 travels, half the bytes, and is the
+                         operand. If a weight is gathered for each pass, its quantised part stays until the masters
+                         change
 
-Both end in the same numbers, bit for bit, where a part can be quantised by itself:
+Both give the same numbers, bit for bit, if a part can be quantised separately:
 
     one scale a tensor (or expert)    follows from the amax of the whole, which `WeightAmaxSync` finds for all weights
-    with one message a step; it is the one known beforehand where there is a history
-    128 x 128 blocks                  the blocks' own; the scales travel too. A part has to be made of whole blocks, as
-                                      parts of a stack of experts are; a weight that is cut otherwise travels in BF16
+                                      with one message a step; with a history it is known beforehand
+    128 x 128 blocks                  the blocks' own; the scales travel too. A part must consist of whole blocks, as
+                                      parts of a stack of experts do; a weight that is cut otherwise travels in BF16
     row scales                        never: the second copy has scales of its own, one a column of the whole
 """
 
@@ -34,7 +35,7 @@ from trainer.parallel.large import GatherBuffer
 from trainer.parallel.mesh import is_large
 from trainer.parallel.shard_views import local
 
-ALIGNED = 4  # numbers: compiled code copies operands that do not start at 16 bytes
+ALIGNED = 4  # elements: compiled code copies operands that do not start at 16 bytes
 
 _foreach_copy_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_maximum_ = torch._foreach_maximum_  # pyright: ignore[reportPrivateImportUsage]
@@ -51,18 +52,18 @@ class Receiver(Protocol):
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """What its weight travels in."""
+        """Dtype in which its weight travels."""
         ...
 
     def receive(self, weight: Tensor) -> list[Tensor]:
-        """Take over the whole weight; returns what was made of it and may be freed, nothing if it is used as it is."""
+        """Take the whole weight. Return tensors made from it that may be freed; none if it is used as it is."""
         ...
 
 
 class GatherFormat:
-    """What FSDP asks a shard: what to send, and what the gathered whole becomes.
+    """FSDP's view of a weight: what its shard sends, and what the gathered whole becomes.
 
-    whole: of a large weight. FSDP's message then has what travels beside the numbers, or unused bytes.
+    whole: of a large weight. FSDP's message then carries only what accompanies the numbers, or unused bytes.
     """
 
     def __init__(self, layer: Receiver, ranks: int):
@@ -70,7 +71,7 @@ class GatherFormat:
         self.whole = GatherBuffer(self._shape) if is_large(self._shape, ranks) else None
 
     def attach(self) -> None:
-        """Let FSDP find its two functions at the layer's shard."""
+        """Attach FSDP's two functions to the layer's shard."""
         self._layer.is_sharded = True
         shard = local(self._layer.weight)
         shard.fsdp_pre_all_gather = self._send  # type: ignore[attr-defined]
@@ -89,14 +90,14 @@ class GatherFormat:
 
     @property
     def _straight(self) -> bool:
-        """Whether the numbers are a message of their own, just now."""
+        """Whether the numbers currently travel in a message of their own."""
         return self.whole is not None
 
     def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
-        """What this rank sends: numbers of `shape`, and what travels with them."""
+        """Return what this rank sends: numbers of `shape`, and accompanying tensors."""
         shard = local(self._layer.weight)
         sent = shard.new_empty(shape, dtype=self._layer.gather_dtype)
-        sent[: shard.shape[0]].copy_(shard)  # what is left of an uneven cut is never read
+        sent[: shard.shape[0]].copy_(shard)  # the padding of an uneven cut is never read
         return (sent,)
 
     @torch.no_grad()
@@ -115,7 +116,7 @@ class GatherFormat:
         return self._layer.receive(numbers)
 
     def _numbers(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
-        """The whole weight, and what FSDP does not know yet that it has to free with its own memory."""
+        """Return the whole weight, and the tensors that FSDP must learn to free."""
         if not self._straight:
             return gathered[0][: self._shape[0]], []
         assert self.whole is not None
@@ -123,7 +124,7 @@ class GatherFormat:
 
 
 class SplitGatherFormat(GatherFormat):
-    """The same for a part of a weight (its heads, its words) with one scale."""
+    """The same for one rank's part of a weight (its heads, its vocabulary) with one scale."""
 
     def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, sync: WeightAmaxSync):
         super().__init__(layer, mesh.size(mesh.ndim - 1))
@@ -142,7 +143,8 @@ class SplitGatherFormat(GatherFormat):
 class Fp8GatherFormat(GatherFormat):
     """The same for a weight that is quantised before it is sent.
 
-    freed: between forward and backward pass. What the first one makes of it then lacks what the second one reads.
+    freed: between forward and backward pass. The operand of the forward pass then lacks what only the backward pass
+    reads.
     """
 
     def __init__(self, layer: Linear | GroupedLinear, mesh: DeviceMesh, sync: WeightAmaxSync, freed: bool):
@@ -152,7 +154,7 @@ class Fp8GatherFormat(GatherFormat):
 
     @property
     def _straight(self) -> bool:
-        return self.whole is not None and self._fp8_layer.recipe.is_fp8  # which it is not in `unquantised`
+        return self.whole is not None and self._fp8_layer.recipe.is_fp8  # which is false in `unquantised`
 
     def _part(self, shape: torch.Size) -> tuple[Tensor, ...]:
         if not self._fp8_layer.recipe.is_fp8:
@@ -166,7 +168,7 @@ class Fp8GatherFormat(GatherFormat):
         return sent
 
     def _quantised(self, shape: torch.Size) -> tuple[Tensor, ...]:
-        """Bytes of this rank's part, of `shape`, and the scales that travel with them."""
+        """Return this rank's quantised part as bytes of `shape`, and the scales that travel with them."""
         shard, own = local(self._layer.weight), self._agreed.of_part(self._row)
         if not shard.shape[0]:
             return (shard.new_empty(shape, dtype=torch.uint8),)
@@ -174,7 +176,7 @@ class Fp8GatherFormat(GatherFormat):
         if shard.shape[0] == shape[0]:
             return data.view(torch.uint8), *((inv.contiguous(),) if self._row.blocks else ())
         sent = shard.new_empty(shape, dtype=torch.uint8)
-        sent[: shard.shape[0]].copy_(data.view(torch.uint8))  # what is left of an uneven cut is never read
+        sent[: shard.shape[0]].copy_(data.view(torch.uint8))  # the padding of an uneven cut is never read
         return (sent,)
 
     @torch.no_grad()
@@ -191,12 +193,12 @@ class Fp8GatherFormat(GatherFormat):
 
 
 def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None, freed: bool) -> GatherFormat:
-    """How the weight of a layer travels, which `mesh` (its last axis) has cut. sync: None where no weight agrees with
-    others. freed: whether it is gathered again for the backward pass."""
+    """Return the format of a layer's weight, cut over the last axis of `mesh`. sync: None if no weight is synchronised.
+    freed: whether it is gathered again for the backward pass."""
     ranks = mesh.size(mesh.ndim - 1)
     if sync is not None and isinstance(layer, Linear | GroupedLinear):
         count = layer.weight.shape[0]
-        # uneven cuts: FSDP wants all that is sent to be of the padded part's shape, and scales are not
+        # uneven cuts: FSDP needs everything in the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
         if sync.fp8 and ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
             return Fp8GatherFormat(layer, mesh, sync, freed)
@@ -206,8 +208,8 @@ def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None
 
 
 class _Row(NamedTuple):
-    """A weight among those that agree. start: of its numbers in the common buffers, one or one an expert of the plan;
-    first: of its experts on this rank, the one that its part begins with; blocks: its scales are those of blocks."""
+    """A synchronised weight. start: of its numbers in the common buffers, one, or one an expert of the plan; first: the
+    expert that this rank's part begins with; blocks: it has block scales."""
 
     layer: Linear | GroupedLinear
     shared: nn.Parameter
@@ -217,21 +219,21 @@ class _Row(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Of a rank's part: the scale that it is quantised under (of a tensor), and the whole's amax."""
+    """For a rank's part: the scale to quantise it under (of a tensor), and the whole's amax."""
 
     scale: Tensor
     amax: Tensor
 
 
 class WeightAmaxSync:
-    """The amaxes of whole weights of which each rank holds a part, and the scales that follow, the same on all ranks.
+    """Amaxes of whole weights that ranks share, and the scales that follow, the same on all ranks.
 
-    They are found when a weight is first sent after the masters have changed (`forget` marks that): at one
-    place in the order of messages on all ranks. They go into the arena as the step's amaxes of weights.
+    They are computed when a weight is first sent after the masters have changed (`forget` marks that): at one place in
+    the order of messages on all ranks. The arena receives them as the step's amaxes of weights.
 
     fp8: whether weights may travel in FP8. ranks: all that have parts of these weights; None: all there are. split:
-    layers that have a part of their weight only. sent: quantised parts of weights that are gathered again before the
-    masters change, by their rows' start.
+    layers with only a part of their weight. sent: quantised parts of weights that are gathered again before the masters
+    change, by their rows' start.
     """
 
     def __init__(self, fp8: bool, ranks: dist.ProcessGroup | None = None) -> None:
@@ -245,7 +247,7 @@ class WeightAmaxSync:
         self._inverses: dict[int, Tensor] = {}
 
     def add(self, layer: Linear | GroupedLinear, mesh: DeviceMesh) -> _Row:
-        """One more weight, which `mesh` has cut; before the first is sent."""
+        """Add a weight, cut over `mesh`. All weights must be added before the first is sent."""
         slot = layer.weight_slot
         assert slot is not None and not self._bound
         ranks, axis = mesh.size(mesh.ndim - 1), mesh.ndim - 1
@@ -256,21 +258,21 @@ class WeightAmaxSync:
         return row
 
     def forget(self) -> None:
-        """The masters change, or a step begins."""
+        """Mark the amaxes as outdated: the masters change, or a step begins."""
         self._known = False
         self.sent.clear()
 
     def of_part(self, row: _Row) -> _Own:
-        """What this rank's part is quantised under."""
+        """Return the scale and amax for quantising this rank's part."""
         return self._own[row.start]
 
     def inverse(self, row: _Row) -> Tensor:
-        """Inverse scales of the weight: 0-d, or one for each expert of this rank's."""
+        """Return the inverse scales of the weight: 0-d, or one for each expert of this rank."""
         return self._inverses[row.start]
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Find out, if it is not known. A collective then. The host does not wait."""
+        """Compute the amaxes unless they are current. A collective in that case. The host does not wait."""
         if self._known:
             return
         if not self._bound:
@@ -280,7 +282,7 @@ class WeightAmaxSync:
             shard = local(row.shared)
             if shard.numel():
                 torch.linalg.vector_norm(shard, torch.inf, dim=(-2, -1), out=self._own[row.start].amax)
-        self._amax.copy_(self._amax.bfloat16())  # rounding keeps order: the amax of what is rounded
+        self._amax.copy_(self._amax.bfloat16())  # rounding preserves order: this is the amax of the rounded weight
         self._amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # the maximum of a number and NaN may be the number
         dist.all_reduce(self._amax, dist.ReduceOp.MAX, group=self._ranks)
         slots = [row.layer.weight_slot for row in self._rows]
@@ -295,7 +297,7 @@ class WeightAmaxSync:
         self._known = True
 
     def _theirs(self, numbers: Tensor) -> list[Tensor]:
-        """Views of a common buffer, a weight each, of this rank's experts; each with a version counter of its own."""
+        """Return views of a common buffer, one a weight, for this rank's experts; each has its own version counter."""
         views = []
         for row in self._rows:
             slot = row.layer.weight_slot
@@ -305,7 +307,7 @@ class WeightAmaxSync:
         return views
 
     def _bind(self) -> None:
-        """Make the buffers, and each part's views of them."""
+        """Allocate the buffers, and each part's views of them."""
         device = local(self._rows[0].shared).device
         self._amax, self._scale, self._inverse = (torch.zeros(self._size, device=device) for _ in range(3))
         views = map(self._theirs, (self._amax, self._scale, self._inverse))
@@ -318,7 +320,7 @@ class WeightAmaxSync:
 
 
 class _Edge(Tensor):
-    """Answers FSDP's `torch.as_strided` with a tensor of that shape without memory: what autograd sees of a weight."""
+    """Answers FSDP's `torch.as_strided` with a tensor of that shape without memory: the weight that autograd sees."""
 
     whole: Tensor
 

@@ -1,12 +1,12 @@
-"""Large weights travel straight: gathered into the memory that is computed with, gradients reduced from where they
-were made.
+"""Large weights travel without copies: gathered into the memory that GEMMs read, gradients reduced from where they were
+made.
 
 FSDP2 makes one message of all weights of a block, and copies each out of it; and one of all gradients, into which it
-copies them. That is each number read and written again, which is what sharing costs most beside the messages
-themselves. Of a weight whose first dimension is cut evenly (a stack [E, N, K] of experts, a head [V, D]) the parts lie
-one after the other already, as a message has them. So each large one is a message of its own. Its gradient is sent as
-soon as it is there; that of the head, which FSDP reduces together with the embedding's at the very end, is the first
-one. The small ones (3 % of a block of Moonlight) stay with FSDP.
+copies them. This reads and writes every number again, the largest cost of sharding after the messages themselves. If
+the first dimension of a weight is cut evenly (a stack [E, N, K] of experts, a head [V, D]), its parts are contiguous
+and already laid out as in a message. So each large one gets a message of its own. Its gradient is sent as soon as it
+exists; the head's is the first, while FSDP would reduce it with the embedding's at the very end. The small ones (3 % of
+a block of Moonlight) stay with FSDP.
 """
 
 from collections import deque
@@ -27,8 +27,8 @@ SENDING = 2  # groups whose parts may wait for theirs: as far as FSDP gathers ah
 
 
 class GatherBuffer:
-    """A large weight of `shape`: its memory on this rank, which FSDP frees with its own, and this rank's part while it
-    waits to be sent."""
+    """Buffer of a large weight of `shape`: its memory on this rank, which FSDP frees with its own, and this rank's part
+    while it waits to be sent."""
 
     def __init__(self, shape: torch.Size):
         self._shape = shape
@@ -36,7 +36,7 @@ class GatherBuffer:
         self.part: Tensor | None = None
 
     def allocate(self) -> None:
-        """Make room for what `part` is a part of, in its dtype, if there is none; on the current stream."""
+        """Allocate the whole of which `part` is a part, in its dtype, unless it exists; on the current stream."""
         if self.part is None:
             return
         if not self.numbers.numel():
@@ -46,12 +46,12 @@ class GatherBuffer:
             memory.resize_(size)
 
     def gather(self, comm: AllGather, ranks: dist.ProcessGroup) -> Tensor | None:
-        """Send the part, and have those of all ranks in `numbers` once the current stream has come so far. Returns the
-        part, which must live until then."""
+        """Send the part and receive all parts into `numbers`, complete when the current stream reaches this point.
+        Return the part, which must live until then."""
         if self.part is None:
             return None
         part, self.part = self.part, None
-        # `data`: what a backward pass waits for comes again, the same numbers; that is no change to it
+        # `data`: the backward pass receives the same numbers again, which is no change to it
         comm(output_tensor=self.numbers.data.view(-1), input_tensor=part.view(-1), group=ranks)
         return part
 
@@ -60,11 +60,11 @@ Sending = deque[tuple[list[Tensor | None], Any, Any]]
 
 
 class LargeWeights(AllGather):
-    """What FSDP gathers a group's weights by: one message of its own, and those of the large ones.
+    """FSDP's all-gather for a group: its own message, and those of the large weights.
 
-    Steps run on the stream that is current now. The memory of whole weights belongs to it: there they are computed
-    with, and freed. comm: sends a message; sending: parts on their way, of all groups, the stream that made them, and
-    the event of their arrival.
+    Steps run on the stream that is current at construction. The memory of whole weights belongs to that stream, which
+    reads and frees it. comm: sends a message; sending: parts in flight, of all groups, with the stream that made them
+    and the event of their arrival.
     """
 
     def __init__(self, comm: AllGather, wholes: list[GatherBuffer], sending: Sending, device: torch.device):
@@ -73,22 +73,22 @@ class LargeWeights(AllGather):
         self._steps = self._made = self._device.current_stream()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of FSDP's message, on the current stream: that on which parts were made, just now."""
+        """Allocate FSDP's message on the current stream, on which the parts were just made."""
         self._made = self._device.current_stream()
-        while len(self._sending) >= SENDING:  # the host may be far ahead, and would have parts of the whole model wait
+        while len(self._sending) >= SENDING:  # else a host far ahead would queue parts of the whole model
             _parts, made, arrival = self._sending.popleft()
-            made.wait_event(arrival)  # who gets their memory next
+            made.wait_event(arrival)  # the next owner of their memory waits
         return self.comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """On the current stream, which is that of messages."""
+        """Run on the current stream, which is that of messages."""
         work = self.comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         with self._device.stream(self._steps):
             for whole in self._wholes:
                 whole.allocate()
-        self._device.current_stream().wait_stream(self._steps)  # who had the memory before may still be at work
+        self._device.current_stream().wait_stream(self._steps)  # the memory's previous owner may still run
         parts = [whole.gather(self.comm, group) for whole in self._wholes]
         self._sending.append((parts, self._made, self._device.current_stream().record_event()))
         return work
@@ -102,7 +102,7 @@ class LargeGradients:
         for module, group in groups(model):
             large = [shard for shard in group.shards if is_large(shard.size, shard.num_ranks)]
             if large:
-                # what autograd sees of a weight exists once FSDP has gathered it
+                # the gathered parameter exists after FSDP's first gather
                 handles: list[Any] = []
                 handles.append(module.register_forward_pre_hook(partial(self._attach, handles, group, large)))
 
@@ -113,7 +113,7 @@ class LargeGradients:
 
     @torch.no_grad()
     def _reduce(self, group: Group, shard: Shard, whole: Tensor) -> None:
-        """Send the gradient of `whole` and add what arrives to that of its part."""
+        """Send the gradient of `whole` and add the received part to that of its shard."""
         if not group.reduces:
             return  # later microbatches add to it
         gradient, whole.grad = cast(Tensor, whole.grad), None
@@ -121,7 +121,7 @@ class LargeGradients:
         while len(self._pending) >= PENDING:
             here.wait_event(self._pending.popleft()[-1])
         comm, ranks = group.reduce_scatter, group.reduce_ranks
-        # memory of the steps' stream, where activations were: that of another stream would lie idle in forward passes
+        # memory of the steps' stream, reused from activations: another stream's would be idle in forward passes
         part = comm.allocate((gradient.numel() // ranks.size(),), dtype=gradient.dtype, device=gradient.device)
         stream.wait_stream(here)
         with group.device_module.stream(stream):
@@ -132,6 +132,6 @@ class LargeGradients:
             self._pending.append((gradient, part, stream.record_event()))
 
     def finish(self, device: torch.device) -> None:
-        """After a backward pass: what is launched next finds all parts there."""
+        """Wait for all parts after a backward pass: later launches find them complete."""
         while self._pending:
             torch.get_device_module(device).current_stream().wait_event(self._pending.popleft()[-1])

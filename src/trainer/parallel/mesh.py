@@ -5,14 +5,14 @@
     weights of all kinds but experts    replicate x (shard x context) x tensor
     experts' weights                    expert_replicate x expert_shard x expert
 
-Ranks are counted row by row, so that the last axis is made of neighbours: a context group, a shard group and an expert
-group lie in one node where they fit. The ranks of a context group have the same sequences and a piece of each
-(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. So do those of
-a tensor group (`models.tensor`), which have parts of heads and vocabulary, and all other weights alike. The ranks of a
-stage (`models.stage`) are neighbours, and rank i of each stage has the same sequences. `expert` subdivides all ranks of
-a stage: an expert group is some of the ranks that weights are cut over, or some whole groups of these. Each of its
-ranks owns E / expert whole experts, and shares each of them with the `expert_shard x expert_replicate` ranks that own
-the same ones, if there are others.
+Ranks are numbered row by row, so the last axis consists of neighbours: a context group, a shard group and an expert
+group lie in one node if they fit. The ranks of a context group have the same sequences and a piece of each
+(`models.context`); every rank has tokens of its own, and weights are cut over `shard x context` ranks. The ranks of a
+tensor group (`models.tensor`) also share sequences; they split heads and vocabulary and replicate all other weights.
+The ranks of a stage (`models.stage`) are neighbours, and rank i of each stage has the same sequences. `expert`
+subdivides all ranks of a stage: an expert group is some of the ranks that weights are cut over, or some whole groups of
+these. Each of its ranks owns E / expert whole experts, and shares each of them with the other `expert_shard x
+expert_replicate` ranks that own the same ones, if any.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precision.errors import UserError
+from precision.errors import refuse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.config import ParallelConfig
 
-LARGE = 2**24  # numbers of a weight: a gradient of 64 MiB, which is worth being a message of its own
+LARGE = 2**24  # elements of a weight: a gradient of 64 MiB, worth a message of its own
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the axes, none of them left open."""
+    """Sizes of the axes, all resolved."""
 
     replicate: int = 1
     shard: int = 1
@@ -50,12 +50,12 @@ class Degrees:
 
     @property
     def stage(self) -> int:
-        """Ranks of a stage, which have all tokens between them."""
+        """Ranks of a stage. Together they have all tokens."""
         return self.data * self.sequence
 
     @property
     def data(self) -> int:
-        """Number of groups that share sequences: of different ones at a time."""
+        """Number of groups that share sequences; each has different ones."""
         return self.replicate * self.shard
 
     @property
@@ -70,7 +70,7 @@ class Degrees:
 
     @property
     def expert_shard(self) -> int:
-        """Ranks that share each expert's weights."""
+        """Ranks that shard each expert's weights."""
         return self.cut if self.expert == 1 else max(self.cut * self.tensor // self.expert, 1)
 
     @property
@@ -88,13 +88,13 @@ ONE_PROCESS = Degrees()
 
 
 def is_large(shape: Sequence[int], ranks: int) -> bool:
-    """Whether a weight that so many ranks share travels by itself: it is large, and as much of it on each of them."""
+    """Return whether a weight shared by `ranks` ranks gets its own message: it is large, and cut evenly."""
     return math.prod(shape) >= LARGE and ranks > 1 and shape[0] % ranks == 0
 
 
 @dataclass(frozen=True)
 class FsdpPolicy:
-    """What FSDP does at each microbatch."""
+    """FSDP's behaviour at each microbatch."""
 
     reduce_each_microbatch: bool = True
     """Reduce gradients after each microbatch; else once a step."""
@@ -103,11 +103,11 @@ class FsdpPolicy:
 
 
 def resolve(config: ParallelConfig, world: int) -> Degrees:
-    """The degrees for `world` processes. UserError, naming key, value and fix, for what does not go together."""
+    """Return the degrees for `world` processes. Raises UserError, naming key, value and fix, for incompatible ones."""
     context, tensor, pipeline = config.context, config.tensor, config.pipeline
     for axis, size in {"context": context, "tensor": tensor, "pipeline": pipeline}.items():
         if size < 1:
-            _refuse(axis, size, "out of range", "set 1 or more")
+            refuse(f"parallel.{axis}", size, "out of range", "set 1 or more")
     stage, least = world // pipeline, 1
     axes = ("pipeline", pipeline, world), ("context", context, stage), ("tensor", tensor, stage // context)
     for axis, size, ranks in axes:
@@ -115,16 +115,16 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         if ranks % size:
             of = "" if ranks == world else " of a stage" if ranks == stage else " that parallel.context leaves"
             why = f"it does not divide the {ranks} processes{of}"
-            _refuse(axis, size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
+            refuse(f"parallel.{axis}", size, why, f"set {_divisor_near(size, ranks)}, or start a multiple of {least}")
     sizes = {"replicate": config.replicate, "shard": config.shard}
     for axis, size in {**sizes, "expert": config.expert}.items():
         if size < 1 and size != -1:
-            _refuse(axis, size, "out of range", "set 1 or more, or -1 for what is left")
+            refuse(f"parallel.{axis}", size, "out of range", "set 1 or more, or -1 for what is left")
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(left) == 2:
         why = "parallel.shard=-1 takes what is left already"
-        _refuse("replicate", -1, why, "set the number of groups, or of ranks in a group")
+        refuse("parallel.replicate", -1, why, "set the number of groups, or of ranks in a group")
     groups = stage // (context * tensor)
     others = {"context": context, "tensor": tensor, "pipeline": pipeline}
     of = " * ".join(f"parallel.{k}={v}" for k, v in others.items() if v > 1)
@@ -133,12 +133,12 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         if groups % known:
             known_axis = next(axis for axis in sizes if axis not in left)
             fix = f"set {_divisor_near(known, groups)}, or start a multiple of {known * least}"
-            _refuse(known_axis, known, f"it does not divide {these}", fix)
+            refuse(f"parallel.{known_axis}", known, f"it does not divide {these}", fix)
         sizes[left[0]] = groups // known
     elif known != groups:
         if known == least == 1:
             why = f"parallel.replicate * parallel.shard are all {world} processes"
-            _refuse("shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
+            refuse("parallel.shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
         others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
@@ -146,24 +146,20 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         there = f"there are {world} processes" if world > 1 else "this is one process"
         why = f"with {beside} it makes {start} ranks, and {there}"
         fix = f"start {start} with torchrun, or set parallel.{axis}=-1 to take what is left"
-        _refuse(axis, sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
+        refuse(f"parallel.{axis}", sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
     expert = stage if config.expert == -1 else config.expert
     cut = sizes["shard"] * context * tensor
     if not fits_expert(expert, cut, stage):
         beside = "".join(f" * parallel.{k}" for k, v in (("context", context), ("tensor", tensor)) if v > 1)
         ranks = f"parallel.shard{beside}={cut}"
         why = f"an expert group is a part of the {ranks} ranks of {stage}, or several whole ones"
-        _refuse("expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
+        refuse("parallel.expert", expert, why, f"set {_expert_near(expert, cut, stage)}")
     return Degrees(sizes["replicate"], sizes["shard"], expert, context, pipeline, tensor)
 
 
 def fits_expert(expert: int, shard: int, world: int) -> bool:
-    """Whether `world` ranks in groups of `shard` can be expert groups of so many ranks."""
+    """Return whether `world` ranks in groups of `shard` can form expert groups of `expert` ranks."""
     return world % expert == 0 and (shard % expert == 0 or expert % shard == 0)
-
-
-def _refuse(axis: str, value: int, why: str, fix: str) -> None:
-    raise UserError(f"parallel.{axis}={value}: {why}; {fix}")
 
 
 def _divisor_near(number: int, of: int) -> int:
@@ -180,10 +176,10 @@ class Mesh:
 
     weights: `shard x context` as one axis, or `replicate x` that. experts: the same of the experts' weights
     (`expert_shard`, or `expert_replicate x expert_shard`). expert: the ranks that together own all experts; None
-    without expert parallelism. context: the ranks that share sequences and exchange heads; None where they have all.
-    tensor: the ranks that heads and vocabulary are cut over; None without them. sequence: context x tensor as one axis;
-    None where sequences are whole. pipeline: a rank of each stage; None with one stage. stage: the ranks of a
-    stage, where those of a tensor group agree; None with one stage, and without them.
+    without expert parallelism. context: the ranks that share sequences and exchange heads; None without context
+    parallelism. tensor: the ranks that heads and vocabulary are cut over; None without tensor parallelism. sequence:
+    context x tensor as one axis; None if sequences are whole. pipeline: a rank of each stage; None with one stage.
+    stage: the ranks of a stage, over which tensor groups reduce; None with one stage, and without tensor parallelism.
     """
 
     degrees: Degrees
@@ -198,13 +194,13 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    """A collective: every rank of the default process group calls it. device_type: cuda or cpu."""
+    """Build the mesh. A collective: every rank of the default process group calls it. device_type: cuda or cpu."""
     from torch.distributed.device_mesh import init_device_mesh
 
     d = degrees
 
     def mesh_of(**axes: int) -> DeviceMesh:
-        """The ranks of a stage along these axes; with several stages along `pipeline` first."""
+        """Return the ranks of a stage along these axes; with several stages along `pipeline` first."""
         sizes = ({"pipeline": d.pipeline} if d.pipeline > 1 else {}) | axes
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -1,12 +1,12 @@
-"""Parts of shared tensors: a rank's own, and what it is of the whole.
+"""Parts of shared tensors: a rank's own part, and its position in the whole.
 
 A shared parameter is a DTensor (torch.distributed.tensor): it has the shape of the whole, and one part of it in memory.
-What works element by element, as the optimizer does, works on the parts.
+Elementwise code, such as the optimizer, works on the parts.
 
-With expert parallelism a stack of experts is spread first, whole experts to each rank of a group: such a tensor has an
-attribute `spread`, the group's mesh. It is a DTensor of the rank's own experts where other ranks have the same ones,
-else these experts as they are. With tensor parallelism weights of heads and vocabulary are spread so, too, along the
-dimension `spread_dim`; all others have an attribute `alike`, the mesh of the ranks that hold the same.
+With expert parallelism a stack of experts is spread first, whole experts to each rank of a group. Such a tensor has an
+attribute `spread`, the group's mesh. It is a DTensor of the rank's own experts if other ranks have the same ones, else
+a plain tensor. With tensor parallelism weights of heads and vocabulary are also spread, along the dimension
+`spread_dim`; all others have an attribute `alike`, the mesh of the ranks that hold the same.
 """
 
 import math
@@ -17,21 +17,22 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import ShardView
 
-SMALL = 2**20  # numbers of a gradient: 4 MiB, whose message takes about as long to start as to send
+SMALL = 2**20  # elements of a gradient: 4 MiB, whose message takes about as long to start as to send
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a shared tensor, the plain tensor that it is kept in; a tensor that is not shared: itself."""
+    """Return the plain tensor of this rank's part of a shared tensor; a tensor that is not shared is returned as it
+    is."""
     return getattr(tensor, "_local_tensor", tensor)  # `to_local` makes another object of a parameter
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether ranks share it, beyond being spread."""
+    """Return whether ranks share the tensor, beyond being spread."""
     return hasattr(tensor, "_local_tensor")
 
 
 def copies(tensor: Tensor) -> int:
-    """How many ranks hold the same part of a shared tensor."""
+    """Return how many ranks hold the same part of a shared tensor."""
     alike = getattr(tensor, "alike", None)
     more = 1 if alike is None else alike.size()
     if not is_shared(tensor):
@@ -41,7 +42,7 @@ def copies(tensor: Tensor) -> int:
 
 
 def shared_like(part: Tensor, like: Tensor) -> Tensor:
-    """A rank's part of something that is cut as `like` is -> the shared tensor, in the same memory."""
+    """Wrap a rank's part as a shared tensor that is cut as `like` is, in the same memory."""
     shared = part.detach()
     if is_shared(like):
         from torch.distributed.tensor import DTensor
@@ -55,10 +56,10 @@ def shared_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_views(tree: Mapping) -> dict:
-    """A nested dict with its shared tensors as this rank's `ShardView`s of the whole, in the same memory, for
+    """Return a nested dict with shared tensors replaced by this rank's `ShardView`s, in the same memory, for
     checkpoints.
 
-    Those that have copies take turns in writing: with HSDP each group of ranks writes its share.
+    Ranks with the same part take turns in writing: with HSDP each group of ranks writes its share.
     """
     count = iter(range(1 << 62))
 
@@ -71,8 +72,8 @@ def shard_views(tree: Mapping) -> dict:
 
 
 def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
-    """This rank's part of a shared or spread tensor; of another one: itself. turn: which of its copies is written,
-    modulo their number."""
+    """Return this rank's part of a shared or spread tensor; another tensor is returned as it is. turn: the copy that
+    writes, modulo their number."""
     spread = getattr(tensor, "spread", None)
     if tensor.is_meta:  # of another pipeline stage
         nothing = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
@@ -98,12 +99,12 @@ def shard_view(tensor: Tensor, turn: int = 0) -> Tensor | ShardView:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()`, the parameters as they are shared."""
+    """Return `model.state_dict()` with the parameters as they are shared."""
     return {**model.state_dict(), **dict(model.named_parameters())}
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Shape of the whole of a shared or spread tensor; of another one: its own."""
+    """Return the shape of the whole of a shared or spread tensor, or the tensor's own."""
     spread = getattr(tensor, "spread", None)
     shape = list(tensor.shape)
     if spread is not None:
@@ -112,8 +113,8 @@ def whole_shape(tensor: Tensor) -> torch.Size:
 
 
 def add_up(model: nn.Module) -> None:
-    """Sum the gradients of weights that ranks of a tensor group have alike: each has seen its own positions. Once they
-    are reduced, in FP32: the large ones where they are, the small ones in one message. A collective."""
+    """Sum the gradients of weights that a tensor group replicates: each rank has seen its own positions. Call it after
+    the reduction, in FP32: large ones are summed in place, small ones in one message. A collective."""
     alike = [p for p in model.parameters() if p.grad is not None and hasattr(p, "alike")]
     if not alike:
         return

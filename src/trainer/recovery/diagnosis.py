@@ -1,22 +1,20 @@
-"""Diagnosis: of a dropped step, which tensor went bad first, on which rank, and from which text.
+"""Diagnosis of a skipped step: the tensor that went bad first, its rank, and its text.
 
-It reads the evidence that the step left behind (`evidence`), after the fact and only if there was a bad step:
+It reads the snapshot that the step left behind (`StepSnapshot`), only after a bad step:
 
-    where      each rank finds its own first place (in the order of `StepGuard.places`) in its own first bad microbatch;
-               they compare. The earliest is where it began: what came after it was infected, on other ranks too
-    how        the tensor's amax there (NaN or inf), and the scale it was cast with: FP8 holds numbers up to limit /
-               scale. A tensor that was finite and still far above that range was clipped, which is often the cause: the
-               worst of them is named
-    from what  rank and microbatch say which windows of the run's stream these were, the loader which tokens of
-               train.bin, the tokenizer what text
+    where      each rank finds its own first place (in the order of `StepGuard.places`) in its own first bad microbatch,
+               and the ranks compare. The earliest is the origin: later places were infected, on other ranks too
+    how        the tensor's amax there (NaN or inf), and the scale of its cast: FP8 holds numbers up to limit / scale. A
+               finite tensor far above that range was clipped, which is often the cause: the worst one is named
+    from what  rank and microbatch identify the windows of the run's stream, the loader the tokens of train.bin, the
+               tokenizer the text
 
-A dropped step changes nothing: as long as no other step has been committed, the same microbatch can be run again with
-every tensor probed (`nonfinite_probe`), which counts the numbers that were not finite, by sequence. That is done at
-once on CPUs, and on a single GPU if the last step before a log was a bad one. Several GPUs are not kept waiting, and
-such a pass may need more memory than a step. Otherwise the event names the command that does it,
-scripts/replay_step.py.
+A skipped step changes nothing. Until another step is committed, the same microbatch can run again with every tensor
+probed (`nonfinite_probe`), which counts the numbers that are not finite, by sequence. This happens at once on CPUs, and
+on a single GPU if the last step before a log was bad. It does not happen on several GPUs: the others would wait, and
+the pass may need more memory than a step. Otherwise the event names the command that does it, scripts/replay_step.py.
 
-Numbers: a window is counted in the run's stream, as the data cursor counts; tokens are offsets into train.bin.
+Windows are numbered in the run's stream, as by the data cursor; tokens are offsets into train.bin.
 """
 
 from __future__ import annotations
@@ -40,29 +38,29 @@ if TYPE_CHECKING:
     from trainer.step.engine import Engine
 
 CHARACTERS = 60
-"""Of the offending text, in an event."""
+"""Characters of the offending text in an event."""
 CLIPPED = 2.0
-"""A tensor this many times above its range is worth a word; a little is usual where scales come from earlier steps."""
+"""A tensor this many times above its range is reported; a smaller excess is normal with scales of earlier steps."""
 
 
 @dataclass
 class BadStep:
-    """What is known of a dropped step. what: the fields of its event."""
+    """A skipped step as far as it is known. what: the fields of its event."""
 
     place: str
-    """Where it went bad first, one of `StepGuard.places`."""
+    """The place that went bad first, one of `StepGuard.places`."""
     details: list[str] = field(default_factory=list)
     what: dict[str, Any] = field(default_factory=dict)
 
     def line(self, step: int) -> str:
-        """In words."""
+        """Format the step in words."""
         return f"step {step} is not finite, first at {'; '.join([self.place, *self.details])}; nothing of it was kept"
 
 
 class Again(NamedTuple):
-    """The bad tensor in a second run of its microbatch: how many numbers were not finite (0: it was finite), of how
-    many; the share that was clipped, None if it was not cast; the sequences with them, none if its shape does not show
-    them."""
+    """The bad tensor in a second run of its microbatch: elements that are not finite (0: all were finite), all
+    elements, the share that was clipped (None without a cast), and the sequences affected (empty if its shape does not
+    show them)."""
 
     not_finite: int
     elements: int
@@ -71,14 +69,14 @@ class Again(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a step went bad first: microbatch `microbatch` of rank `rank`."""
+    """Origin of a bad step: microbatch `microbatch` of rank `rank`."""
 
     rank: int
     microbatch: int
 
 
 class Diagnosis:
-    """Tells of the dropped steps of a run. A collective: all ranks ask the same. run: the run's folder."""
+    """Diagnoses the skipped steps of a run. A collective: all ranks make the same calls. run: the run's folder."""
 
     def __init__(self, engine: Engine, loader: Loader, tokenizer: Path, microbatch_size: int, run: Path):
         self._engine, self._world, self._guard, self._arena = engine, engine.world, engine.guard, engine.arena
@@ -89,7 +87,7 @@ class Diagnosis:
         self._limit = self._arena.limit.cpu()
 
     def report(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
-        """dropped: all verdicts since the last call that are not ok, each with the windows that its step was given."""
+        """Diagnose `dropped`: all verdicts since the last call that are not ok, each with the windows of its step."""
         kept = self._engine.snapshot.take()
         assert len(kept) == len(dropped)
         committed, reports, looked = int(self._guard.committed), [], False
@@ -97,16 +95,16 @@ class Diagnosis:
             place, origin = self._where(verdict, evidence)
             again = None
             same_weights = evidence is not None and evidence.committed == committed
-            may_look = self._may_look and not bool(verdict.overflow)  # which a lower loss scale mends
+            may_look = self._may_look and not bool(verdict.overflow)  # a lower loss scale cures an overflow
             if origin is not None and same_weights and not looked and may_look:
                 again, looked = self._look_again(verdict.step, place, served, origin), True
             reports.append(self._report(verdict.step, place, origin, served, evidence, again))
         return reports
 
     def _where(self, verdict: Verdict, evidence: StepSnapshot | None) -> tuple[int, Origin | None]:
-        """The place where it began, and on which rank, in which of its microbatches, if one of them shows it."""
+        """Return the place of origin, and its rank and microbatch if one shows it."""
         mine = None
-        if self._engine.pipelined is not None:  # microbatches of a rank overlap: which one it was is not seen
+        if self._engine.pipelined is not None:  # microbatches of a rank overlap: the bad one is unknown
             return int(verdict.place), None
         if evidence is not None and (microbatch := evidence.microbatch) is not None:
             place = self._guard.first_place(evidence.own[microbatch], evidence.loss[microbatch, None])
@@ -143,12 +141,12 @@ class Diagnosis:
         return bad
 
     def _row(self, place: int) -> int | None:
-        """The arena row of a place; None: it has none (the loss, weight gradients)."""
+        """Return the arena row of a place, or None if it has none (the loss, weight gradients)."""
         name, _, direction = self._guard.places[place].rpartition(" (")
         return self._rows.get(name + GRAD_SUFFIX if direction == "backward)" else name)
 
     def _how(self, bad: BadStep, row: int | None, evidence: StepSnapshot) -> None:
-        """amax and scale."""
+        """Add amax and scale."""
         if row is not None:
             bad.what["amax"] = _word(float(evidence.amax[row]))
             bad.details.append(f"amax {bad.what['amax']}")
@@ -170,7 +168,7 @@ class Diagnosis:
             bad.details.append(f"{name} was {times[worst]:.3g} times above its range{more}")
 
     def _how_much(self, bad: BadStep, again: Again) -> None:
-        """What was seen when it ran again."""
+        """Add the result of the second run."""
         bad.what["elements"] = again.not_finite
         if not again.not_finite:
             bad.details.append("finite when the same microbatch ran again: not its numbers, but how they were computed")
@@ -185,7 +183,7 @@ class Diagnosis:
         bad.details.append(count)
 
     def _from_what(self, bad: BadStep, served: np.ndarray, origin: Origin | None, again: Again | None) -> None:
-        """Which data: of the sequences or the microbatch if they are known, else of the step."""
+        """Add the data: the sequences or the microbatch if they are known, else the step's."""
         if origin is not None:
             bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
             which = f"rank {origin.rank}, " if self._world.many else ""
@@ -205,13 +203,13 @@ class Diagnosis:
             try:
                 bad.what["text"] = text_of(self._loader, self._tokenizer, first)
                 text = json.dumps(bad.what["text"], ensure_ascii=False)
-            except (OSError, ValueError) as error:  # the report is not worth the run
+            except (OSError, ValueError) as error:  # the report must not end the run
                 text = f"({' '.join(str(error).split())})"
             which = "" if len(served) == 1 else "the first one "
             bad.details.append(f"{which}tokens {begin:,} to {end:,} of {self._loader.bins.path.name}: {text}")
 
     def _rows_of(self, origin: Origin, batch: int) -> slice:
-        """The sequences of a microbatch among the `batch` of a step."""
+        """Return the sequences of a microbatch among the `batch` of a step."""
         degrees = self._engine.degrees
         group = origin.rank % degrees.stage // degrees.sequence
         start = group * (batch // degrees.data) + origin.microbatch * self.microbatch_size
@@ -222,7 +220,7 @@ class Diagnosis:
         return self._engine.device.type == "cpu" or not self._world.many
 
     def _look_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> Again | None:
-        """Run the microbatch again, each rank its own of that number. None if there is no memory for it."""
+        """Run the microbatch again, each rank its own of that number. Return None if memory does not suffice."""
         own = served[self._rows_of(Origin(self._world.rank, origin.microbatch), len(served))]
         tokens = self._loader.gather(own)
         mine = None
@@ -249,18 +247,18 @@ class Diagnosis:
 
 
 def tokens_of(loader: Loader, numbers: np.ndarray) -> list[list[int]]:
-    """First and last token of windows with these numbers in the run's stream, as offsets into the bins."""
+    """Return first and last token of the windows with these numbers in the run's stream, as offsets into the bins."""
     S = loader.length_of(int(numbers[0]))
     return [[int(window) * S, int(window) * S + S] for window in loader.windows_at(numbers)]
 
 
 def text_of(loader: Loader, tokenizer: Path, number: int, characters: int = CHARACTERS) -> str:
-    """How the text of the window `number` of the run's stream begins."""
+    """Return the beginning of the text of window `number` of the run's stream."""
     tokens = loader.gather(np.array([number]))[0]
     text = load_tokenizer(tokenizer).decode(tokens[: 2 * characters].tolist(), skip_special_tokens=False)
     return text if len(text) <= characters else text[:characters] + "..."
 
 
 def _word(value: float) -> str | float:
-    """A number as JSON can hold it."""
+    """Convert a number for JSON."""
     return "NaN" if math.isnan(value) else "inf" if math.isinf(value) else value

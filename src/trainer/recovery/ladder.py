@@ -1,20 +1,19 @@
 """The ladder: reactions to bad steps, one rung after the other.
 
-    1  a step is dropped                                              `guard`, on the device
-    2  more than `max_consecutive_skips` in a row: a *rewind*, back to the newest whole checkpoint from before the row;
-       its data is read again up to the row, what the row read is left out from then on
+    1  a step is skipped                                              `guard`, on the device
+    2  more than `max_consecutive_skips` in a row: a *rewind* to the newest valid checkpoint from before the streak;
+       data before the streak is read again, data of the streak is left out from then on
     3  the same trouble again, before a checkpoint was saved beyond it: from an older checkpoint, if there is one
-    4  after `rewind.max` rewinds for the same trouble, or without a checkpoint: stop, and say what happened
+    4  after `rewind.max` rewinds for the same trouble, or without a checkpoint: stop, and report what happened
 
-SkippedStep steps change nothing, so that weights and moments at the end of a row are those from before it. But
-something led up to the row: data that pushed the weights to where these batches break them, moments that are too
-small for what comes. PaLM (arXiv 2204.02311, 5.1) went back some 100 steps before a spike and left out 200 to 500
-batches; the same data from another checkpoint did no harm.
+Skipped steps change nothing: weights and moments at the end of a streak are those from before it. But something led to
+the streak: data that moved the weights to where these batches break them, or moments that are too small for what comes.
+PaLM (arXiv 2204.02311, 5.1) restarted some 100 steps before a spike and skipped 200 to 500 batches; the same data from
+another checkpoint did no harm.
 
-`recovery.json` in the run folder holds all rewinds of a run, written before anything else changes, so that a crash
-right after a rewind forgets neither what is left out nor how often the run went back. Checkpoints hold the row, for a
-run that is stopped in the middle of one. All ranks read the same verdicts and climb together; rank 0 chooses and
-writes.
+`recovery.json` in the run folder holds all rewinds of a run. It is written before anything else changes: a crash right
+after a rewind loses neither the windows left out nor the number of rewinds. Checkpoints hold the streak, for a run that
+is stopped within one. All ranks read the same verdicts and act together; rank 0 chooses and writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ from trainer.step.guard import TrainingStopped
 
 @dataclass
 class SkippedStep:
-    """A step of a row of dropped ones: its number, the windows of the run's stream that it read, and where it went bad
+    """A skipped step of a streak: its number, the windows of the run's stream that it read, and the place that went bad
     first."""
 
     step: int
@@ -51,9 +50,9 @@ class SkippedStep:
 
 @dataclass
 class Rewind:
-    """A rewind. step: after which it was decided; first: the first step of the row; to: the checkpoint's step; attempt:
-    how often for the same trouble, from 1; windows: [begin, end) of the run's stream that are left out from now on;
-    lr_factor, lr_until: the learning rate's, and the number of committed steps up to which it holds."""
+    """A rewind. step: after which it was decided; first: the first step of the streak; to: the checkpoint's step;
+    attempt: number for the same trouble, from 1; windows: [begin, end) of the run's stream that are left out from now
+    on; lr_factor, lr_until: factor of the learning rate, and the number of committed steps up to which it holds."""
 
     step: int
     first: int
@@ -65,7 +64,7 @@ class Rewind:
 
 
 class Ladder:
-    """Decides for a run. folder: of the run; batch: windows in a batch."""
+    """The reactions of a run. folder: of the run; batch: windows in a batch."""
 
     def __init__(self, config: RecoveryConfig, folder: Path, batch: int):
         self._config, self._folder, self._batch = config, folder, batch
@@ -73,24 +72,24 @@ class Ladder:
         self.rewinds: list[Rewind] = []
 
     def note(self, dropped: SkippedStep | None) -> None:
-        """A step was reviewed, in the order of steps: dropped, or (None) committed."""
+        """Record the next reviewed step: skipped, or (None) committed. Steps come in order."""
         self.streak = [*self.streak, dropped] if dropped is not None else []
 
     @property
     def exhausted(self) -> bool:
-        """Whether too many steps in a row were dropped."""
+        """Whether too many steps in a row were skipped."""
         return len(self.streak) > self._config.max_consecutive_skips
 
     @property
     def streak_begins(self) -> int | None:
-        """First step of the current streak: a checkpoint from before it may be needed. None: no streak."""
+        """First step of the current streak, or None. A checkpoint from before it may be needed."""
         return self.streak[0].step if self.streak else None
 
     def choose(
         self, committed: int, checkpoints: Path, on_event: OnEvent, verify: Verify = verify_checkpoint
     ) -> Rewind | str:
-        """The rewind that the row calls for, or why there can be none. committed: steps up to the row; verify: of the
-        checkpoints."""
+        """Return the rewind for the streak, or the reason why there is none. committed: steps before the streak;
+        verify: of the checkpoints."""
         first, last = self.streak[0].step, self.streak[-1].step
         if not self._config.rewind.max:
             return "recovery.rewind.max=0"
@@ -98,7 +97,7 @@ class Ladder:
         if target is None:
             return f"there is no whole checkpoint from before step {first} to go back to"
         attempt, before = 1, self.rewinds[-1] if self.rewinds else None
-        if before is not None and target <= before.step:  # none was saved beyond it: the same trouble
+        if before is not None and target <= before.step:  # no checkpoint was saved beyond it: the same trouble
             attempt = before.attempt + 1
             older = _step(newest_checkpoint(checkpoints, on_event, min(before.to, first), verify))
             target = target if older is None else older
@@ -115,8 +114,8 @@ class Ladder:
         return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
-        """Accept what rank 0 chose after `step`. Returns the message; TrainingStopped, with the diagnosis, if the run
-        is to end here."""
+        """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped, with the diagnosis, if the
+        run must end."""
         row, limit = self.streak, self._config.max_consecutive_skips
         count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"
         where = f"from step {row[0].step} on, first at {row[0].place}"
@@ -157,7 +156,7 @@ class Ladder:
         return (self.rewinds[-1].lr_factor, self.rewinds[-1].lr_until) if self.rewinds else (1.0, 0)
 
     def write(self, choice: Rewind, on_event: OnEvent) -> None:
-        """Put all rewinds and `choice` into the run folder. A disk that takes nothing does not end the run."""
+        """Write all rewinds and `choice` to the run folder. A failing disk does not end the run."""
         rewinds = [asdict(rewind) for rewind in [*self.rewinds, choice]]
         path = self._folder / RECOVERY
         try:
@@ -167,7 +166,7 @@ class Ladder:
             on_event("rollback", choice.step, why, failed=True)
 
     def read(self) -> list[dict[str, Any]]:
-        """All rewinds in the run folder, for `load_state_dict`. UserError if the file is damaged."""
+        """Return all rewinds in the run folder, for `load_state_dict`. Raises UserError if the file is damaged."""
         path = self._folder / RECOVERY
         if not path.is_file():
             return []
@@ -179,11 +178,11 @@ class Ladder:
             raise UserError(f"{path}: it is damaged ({type(error).__name__}: {error}); {why}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the row."""
+        """Return the streak, for the checkpoint."""
         return {"streak": [asdict(step) for step in self.streak]}
 
     def load_state_dict(self, state: Mapping[str, Any], rewinds: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from a checkpoint. rewinds: as rank 0 has read them."""
+        """Resume from a checkpoint. rewinds: as read by rank 0."""
         self.streak = [SkippedStep(**step) for step in state.get("streak", [])]
         self.rewinds = [_rewind(entry) for entry in rewinds]
 

@@ -1,18 +1,18 @@
-"""NonfiniteProbe: every tensor of one forward and backward pass, in the order in which it came, looked at on the way.
+"""NonfiniteProbe: statistics of every tensor of one forward and backward pass, in order of computation.
 
-The arena keeps only the amax of a tensor. Here a pass runs a second time without effect on the run
-(`trainer.step.second_pass`), and reports of each tensor how many numbers are not finite, in which sequences, and what
-the cast into FP8 did to it:
+The arena keeps only the amax of a tensor. This module repeats a pass without effect on the run
+(`trainer.step.second_pass`), and reports for each tensor the numbers that are not finite, their sequences, and the
+effect of the cast into FP8:
 
-    NAME           what a GEMM, a sublayer (its `AmaxProbe`), a block, the embedding or the final norm gives
+    NAME           output of a GEMM, a sublayer (its `AmaxProbe`), a block, the embedding or the final norm
     NAME:input     what was cast for a GEMM in FP8; NAME:weight, its weight, a stack of experts as one
-    NAME:grad      the gradient of what NAME gives, and the cast of it; NAME:weight gradient, that of its weight. A loss
-                   scale is taken out again, after what it has made of them in FP16
+    NAME:grad      the gradient of NAME's output, and the cast of it; NAME:weight gradient, that of its weight. The loss
+                   scale is divided out again, after its effect on them in FP16
 
 With `keep` the tensors themselves stay in host memory, so that another pass can be compared with this one.
 
-The pass is eager, casts are made apart from the kernels that they belong to, and every tensor is waited for: this is
-for a step that went wrong, not for training.
+The pass is eager, casts are separate from their kernels, and the host waits for every tensor: this is for analysing a
+bad step, not for training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorReading:
-    """A tensor. sequences: those of the microbatch with a number that is not finite, if its shape shows them.
+    """Statistics of a tensor. sequences: those of the microbatch with a number that is not finite, if its shape shows
+    them.
 
     saturated, underflown: shares of the numbers, None if it was not cast. kept: the tensor.
     """
@@ -59,7 +60,7 @@ class TensorReading:
 
 
 class NonfiniteProbe:
-    """What was seen of a microbatch of `batch` sequences; rows by name. An `observe.Observer`, too."""
+    """Readings of a microbatch of `batch` sequences; rows by name. It is also an `observe.Observer`."""
 
     def __init__(self, engine: Engine, batch: int, keep: bool = False):
         self.rows: dict[str, TensorReading] = {}
@@ -69,12 +70,12 @@ class NonfiniteProbe:
 
     @property
     def first_bad(self) -> TensorReading | None:
-        """The first tensor with a number that is not finite. (Weights are made before all else.)"""
+        """The first tensor with a number that is not finite. (Weights come before everything else.)"""
         return next((row for row in self.rows.values() if row.not_finite), None)
 
     @property
     def bad_sequences(self) -> list[int]:
-        """Sequences of the first tensor with any."""
+        """Sequences of the first bad tensor that shows any."""
         return next((row.sequences for row in self.rows.values() if row.sequences), [])
 
     @torch.no_grad()
@@ -93,14 +94,14 @@ class NonfiniteProbe:
 
     @torch.no_grad()
     def gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Look at the gradient of a weight, and let go of it (an `second_pass.OnGradient`)."""
+        """Read the gradient of a weight and free it (a `second_pass.OnGradient`)."""
         assert parameter.grad is not None
         self._see(f"{name.removesuffix('.weight')}:weight gradient", local(parameter.grad), of_tokens=False)
         parameter.grad = None
 
     def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> TensorReading:
-        """Look at a tensor, the first time that the name comes: recomputation shows it again. of_tokens: it may have a
-        row for each token."""
+        """Read a tensor when its name first comes: recomputation repeats it. of_tokens: it may have a row for each
+        token."""
         if name in self.rows:
             return self.rows[name]
         x = x.detach()
@@ -121,7 +122,7 @@ class NonfiniteProbe:
 
     @contextmanager
     def watching(self, length: int) -> Iterator[None]:
-        """Look at all that the model makes inside; sequences of `length` positions."""
+        """Read all tensors that the model computes inside; sequences of `length` positions."""
         self._length = length
         model = self._engine.model
         hooks = []
@@ -151,11 +152,11 @@ class NonfiniteProbe:
 def probe_microbatch(
     engine: Engine, step: int, microbatch: int, tokens: Tensor, batch: int, keep: bool = False, faults: bool = True
 ) -> NonfiniteProbe:
-    """Forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], repeated off the record,
-    from the weights and scales that there are. batch: sequences of a step, of all ranks. A collective where there are
+    """Run forward and backward of microbatch `microbatch` of step `step`, tokens [b, S + 1], without effect on the run,
+    with the current weights and scales. batch: sequences of a step, of all ranks. A collective if there are several
     ranks.
 
-    keep: the tensors, too. faults: with the one of `debug.inject` if that is its step.
+    keep: keep the tensors, too. faults: inject the fault of `debug.inject` if it is for that step.
     """
     probe = NonfiniteProbe(engine, len(tokens), keep)
     injector = engine.injector
@@ -168,5 +169,5 @@ def probe_microbatch(
         finally:
             if injector is not None:
                 injector.before(0, 0)
-                refresh_weights(engine.model, force=True)  # it may have spoilt one of them
+                refresh_weights(engine.model, force=True)  # the fault may have spoilt one of them
     return probe

@@ -1,1 +1,1 @@
-"""The run folder: its lock, its environment, and what a run resumes from."""
+"""The run folder: its lock, its environment, and the source that a run resumes from."""

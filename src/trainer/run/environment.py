@@ -1,4 +1,4 @@
-"""What a run runs on and with: versions, machine, commit. It is kept in the run folder."""
+"""Records a run's environment in the run folder: versions, machine, commit."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from precision import proof
 
 
 def environment() -> dict[str, Any]:
-    """What this process runs on and with: versions, machine, and the commit of this source if it is in a repository."""
+    """Return versions, machine, and the commit of this source if it is in a repository."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -33,14 +33,15 @@ def environment() -> dict[str, Any]:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Versions by name. Of a package that is installed twice, that which an import finds; of what a broken
-    installation left without a name, nothing."""
+    """Return versions by name. Of a package installed twice, the one that an import finds; broken installations without
+    a name are skipped."""
     found = [(each["Name"], each["Version"]) for one in distributions() if (each := one.metadata) and "Name" in each]
     return dict(sorted(dict(reversed(found)).items(), key=lambda item: item[0].lower()))
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the repository this file is in, and whether tracked files differ from it; None without one or git."""
+    """Return the commit of this file's repository, and whether tracked files differ from it; None without a repository
+    or git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -1,8 +1,10 @@
-"""Which folder `run.{name,dir,resume}` mean, and whether a run may use it. Writes nothing, but for an unnamed new run.
+"""The folder that `run.{name,dir,resume}` mean, and whether a run may use it. Writes nothing, except for an unnamed new
+run.
 
 Every refusal is a UserError in one line.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,16 +14,20 @@ from typing import TYPE_CHECKING
 
 from precision.errors import UserError
 from trainer.checkpoint import checkpoint_step, list_checkpoints
+from trainer.files import refuse_link
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+OWN_FOLDERS = LOGS, "profile", "tensorboard", "wandb"
+"""Folders of a run beside its checkpoints."""
 
 
 def check_place(run: "RunConfig") -> Path | None:
-    """What `RunFolder.open` would refuse because of the folder alone, before anything takes time. Writes nothing.
+    """Raise now what `RunFolder.open` would refuse because of the folder alone. Writes nothing.
 
     Returns the folder, which need not exist; None for an unnamed new run, which gets an unused name.
     """
@@ -32,7 +38,7 @@ def check_place(run: "RunConfig") -> Path | None:
 
 
 def check_name(name: str | None) -> None:
-    """UserError for a run.name that no folder can have, or that would be several."""
+    """Raise UserError for a run.name that no folder can have, or that contains several."""
     if name is not None and not re.fullmatch(r"[^./\\\s][^/\\\s]*", name):
         raise UserError(
             f"run.name={name}: must be a plain folder name, without slashes or spaces and not starting with a dot"
@@ -40,7 +46,7 @@ def check_name(name: str | None) -> None:
 
 
 def will_resume(run: "RunConfig") -> bool:
-    """Whether `RunFolder.open` will resume from a checkpoint of the run, or refuse. Writes nothing."""
+    """Return whether `RunFolder.open` will resume from a checkpoint of the run, or refuse. Writes nothing."""
     if run.resume == "never":
         return False
     folder = check_place(run)
@@ -48,7 +54,8 @@ def will_resume(run: "RunConfig") -> bool:
 
 
 def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint if `resume` names one. Makes a folder only for a run without a name."""
+    """Return the run's folder, and the checkpoint if `resume` names one. Creates a folder only for a run without a
+    name."""
     check_name(name)
     if resume in ("never", "auto"):
         if name is None:
@@ -78,8 +85,28 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
     return path, checkpoint
 
 
+def check_links(path: Path) -> None:
+    """Raise UserError for links in the run folder `path` through which a run would write outside its own files.
+
+    Its files and folders may not be links. `checkpoints` and the checkpoints in it may, since people move them
+    elsewhere when a disk is full, with two exceptions: a link planted by another user (as Linux defines it for /tmp by
+    `fs.protected_symlinks`: its owner is neither the reader nor the folder's owner), and a link into another run's
+    checkpoints.
+    """
+    for own in (*path.glob("*.jsonl"), *path.glob(f"{LOGS}/*.log"), *(path / name for name in OWN_FOLDERS)):
+        refuse_link(own)
+    checkpoints = path / CHECKPOINTS
+    for link in (checkpoints, *list_checkpoints(checkpoints)):
+        if link.is_symlink() and (maker := link.lstat().st_uid) not in (os.geteuid(), link.parent.stat().st_uid):
+            raise UserError(f"{link}: is a link that another user (uid {maker}) made; remove it, or make it yourself")
+    run = checkpoints.resolve().parent
+    if run != path.resolve() and state_of(run) == "run":
+        raise UserError(f"{checkpoints}: is a link into the run {run}, which has its own checkpoints; remove it")
+
+
 def state_of(path: Path) -> str:
-    """`vacant`: not there, or empty but for hidden files; `run`: a run folder; `foreign`: something else."""
+    """Return `vacant` (missing, or empty except for hidden files), `run` (a run folder) or `foreign` (something
+    else)."""
     if not path.exists():
         return "vacant"
     if not path.is_dir():
@@ -97,7 +124,7 @@ def exists_already(path: Path, state: str) -> UserError:
 
 @contextmanager
 def as_user_error(parent: Path) -> Iterator[None]:
-    """A folder that cannot be made or looked into is a UserError that names run.dir."""
+    """Turn an error in creating or reading a folder into a UserError that names run.dir."""
     try:
         yield
     except OSError as error:

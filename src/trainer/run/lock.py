@@ -1,5 +1,5 @@
-"""One process in a run folder at a time: it holds a `flock` on `.lock`, which the kernel releases when it dies, however
-it dies. The file names its holder."""
+"""Lets one process at a time use a run folder: it holds a `flock` on `.lock`, which the kernel releases when it dies,
+for any reason. The file names its holder."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ from trainer.files import open_own
 
 
 def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
-    """Take the folder for this process, after `patience` seconds at most. The lock goes with the file object."""
+    """Lock the folder for this process, within `patience` seconds. Closing the file object releases the lock."""
     path.mkdir(parents=True, exist_ok=True)
     file = os.fdopen(open_own(path / ".lock", os.O_RDWR), "r+")
     deadline = time.monotonic() + patience
@@ -40,7 +40,7 @@ def take_lock(path: Path, on_event: OnEvent, patience: float) -> TextIO:
 
 
 def is_in_place(lock: TextIO, path: Path) -> bool:
-    """Whether the lock that this process holds is still the folder's."""
+    """Return whether the lock that this process holds is still the folder's."""
     try:
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(path / ".lock"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a run begins from that it has not made itself: its own checkpoint, if config and checkpoint agree on what may
+"""The source of a run that does not start from nothing: its own checkpoint, if config and checkpoint agree on what may
 not change, or the weights of another run."""
 
 import json
@@ -32,7 +32,7 @@ from trainer.run.run_folder import Note, find_checkpoint
 
 
 def identity(config: Config) -> dict:
-    """What must not change between a run and its resumption, and the recipe, which may."""
+    """Return the settings that must not change when a run resumes, and the recipe, which may."""
     t = config.trainer
     return {
         "model": json.loads(json.dumps(asdict(config.model), default=lambda choice: choice.value)),
@@ -48,7 +48,7 @@ def identity(config: Config) -> dict:
 
 
 def _optimizer(o: OptimConfig) -> dict:
-    """What makes the state of the optimizer and the direction of its updates."""
+    """Return the settings that determine the optimizer's state and the direction of its updates."""
     if o.muon is None or o.name is OptimizerName.adamw:
         return {"name": o.name.value}
     muon = asdict(o.muon) | {"steps": len(polynomials(o.muon.coefficients, o.muon.steps))}
@@ -56,13 +56,14 @@ def _optimizer(o: OptimConfig) -> dict:
 
 
 def made_by(config: Config, tokenizer_hash: str) -> dict:
-    """What made a checkpoint, for its meta, which its manifest covers: the whole config, without secrets, and the
-    SHA-256 of tokenizer.json. Evaluation, export and replay believe it, and not the run folder."""
+    """Return a checkpoint's origin for its meta, which its manifest covers: the whole config, without secrets, and the
+    SHA-256 of tokenizer.json. Evaluation, export and replay trust it instead of the run folder."""
     return {**identity(config), "config": without_secrets(kept_tree(config), None), "tokenizer": tokenizer_hash}
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
-    """UserError, naming the key, if a run with this config cannot resume from its `checkpoint`, which has this meta."""
+    """Raise UserError, naming the key, if a run with this config cannot resume from its `checkpoint`, which has this
+    meta."""
     _check_same(meta, identity(config), checkpoint)
     step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
     if step > ours.steps:
@@ -80,7 +81,7 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
 
 
 def _check_same(theirs: dict, ours: dict, path: Path) -> None:
-    """UserError, naming the first key that a resumed run may not change and does."""
+    """Raise UserError, naming the first key that a resumed run changes but must not."""
     for section in ("model", "trainer", "optim"):
         for key, value in ours[section].items():
             was = theirs.get(section, {}).get(key, value)
@@ -92,8 +93,8 @@ def _check_same(theirs: dict, ours: dict, path: Path) -> None:
 
 
 def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Note]) -> None:
-    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; remarks go to
-    `notes`. A collective. UserError if there are none, or not the same tensors."""
+    """Read weights (and router biases) of another run's checkpoint into `ours`, by name; remarks go to `notes`. A
+    collective. Raises UserError if there are none, or not the same tensors."""
 
     def note(kind: str, step: int, message: str, **what: object) -> None:
         notes.append(Note(kind, step, message, what))
@@ -107,7 +108,7 @@ def init_from(ours: Mapping[str, Any], path: Path, world: World, notes: list[Not
 
 
 def check_origin(config: Config) -> None:
-    """For a dry run: what `init_from` and a resumption would refuse once a run has started. Writes nothing."""
+    """Raise in a dry run what `init_from` and a resumption would refuse after the start. Writes nothing."""
 
     def quiet(kind: str, step: int, message: str, **what: object) -> None:
         pass
@@ -132,7 +133,8 @@ def check_origin(config: Config) -> None:
 
 
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
-    """UserError, naming the first tensor that a model and a checkpoint, which `path` meant, do not both have alike."""
+    """Raise UserError, naming the first tensor that differs between a model and a checkpoint, to which `path`
+    resolved."""
     saved = saved_shapes(checkpoint)
     for name, tensor in ours.items():
         here, there = tensor.size(), saved.get(f"model/{name}")

@@ -1,8 +1,8 @@
 """The folder of a run: its files, its lock, and the step to resume from.
 
     runs/NAME/  config.yaml  overrides.txt  environment.json     what produced this run
-                precision_plan.txt  backends.json                what computes in which format, and which backend serves
-                tokenizer.json                                   what the tokens mean
+                precision_plan.txt  backends.json                format of each tensor and backend of each GEMM
+                tokenizer.json                                   the text of the tokens
                 metrics.jsonl  tensors.jsonl  events.jsonl  logs/rank0.log           the result
                 checkpoints/
                 recovery.json                                                        rewinds, if there were any
@@ -10,15 +10,15 @@
 | `run.resume`      | the folder is new | killed before its first checkpoint | has a checkpoint             |
 | ----------------- | ----------------- | ---------------------------------- | ---------------------------- |
 | never             | start             | refused                            | refused                      |
-| auto (with name)  | start             | start again in it                  | resume from the newest whole  |
-| PATH of a run     | refused           | refused                            | resume from its newest whole  |
-| PATH of a checkpoint |                |                                    | resume from that one          |
+| auto (with name)  | start             | start again in it                  | resume from the newest valid |
+| PATH of a run     | refused           | refused                            | resume from its newest valid |
+| PATH of a checkpoint |                |                                    | resume from that one         |
 
 Resuming from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
-One process trains in a folder at a time (`lock`). Of the ranks of a run, rank 0 opens the folder and broadcasts its
-path. After a restart by torchrun the processes before may still be ending: rank 0 waits for the lock.
+One process trains in a folder at a time (`lock`). Rank 0 opens the folder and broadcasts its path. After a restart by
+torchrun the earlier processes may still be ending: rank 0 waits for the lock.
 """
 
 import json
@@ -47,9 +47,9 @@ from trainer.checkpoint import (
 from trainer.config.paths import kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
 from trainer.digests import read_signed, signed
-from trainer.files import delete_temporary, refuse_link, replace_file, trim
+from trainer.files import delete_temporary, replace_file, trim
 from trainer.run.environment import environment
-from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, exists_already, locate, state_of
+from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, check_links, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trainer.launch.world import World
 
 Check = Callable[[dict[str, Any], Path], None]
-"""Called with (meta, path) of the checkpoint to resume from; raises UserError if this config cannot resume from it."""
+"""Called with (meta, path) of the checkpoint to resume from. Raises UserError if this config cannot resume from it."""
 
 METRICS = "metrics.jsonl"
 TENSORS = "tensors.jsonl"
@@ -65,12 +65,12 @@ EVENTS = "events.jsonl"
 RECOVERY = "recovery.json"
 BACKENDS = "backends.json"
 LOCK_SECONDS = 60.0
-"""How long the processes of a run that is started again wait for those before to be gone."""
+"""Seconds that a restarted run's processes wait for the earlier ones to end."""
 
 
 @dataclass
 class Note:
-    """Something that happened while the folder was opened, for `events.jsonl`, which is opened later."""
+    """An event from opening the folder, for `events.jsonl`, which is opened later."""
 
     kind: str
     step: int
@@ -81,8 +81,8 @@ class Note:
 class RunFolder:
     """A run's folder, locked for this process until `close()`.
 
-    path: the folder. resumed_from: the checkpoint to resume from, None for a start. first_step: its step, or 0.
-    notes: events of the opening.
+    path: the folder. resumed_from: the checkpoint to resume from, None for a start. first_step: its step, or 0. notes:
+    events of the opening.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class RunFolder:
     ) -> None:
         """Open the run `name` in `parent`. resume: never, auto or a path; see the table above.
 
-        Without a name the run is named by time and `label`. `texts` are the files that record what produced the run,
-        by name, `config.yaml` among them. patience: seconds to wait for a process that holds the lock. verify: of the
+        Without a name the run is named by time and `label`. `texts` are the files that record what produced the run, by
+        name, `config.yaml` among them. patience: seconds to wait for a process that holds the lock. verify: of the
         checkpoints.
         """
         self.notes: list[Note] = []
@@ -108,15 +108,14 @@ class RunFolder:
         self.resumed_from: Path | None = None
         self.first_step = 0
         self._kept: dict[str, bytes] = {name: text.encode() for name, text in texts.items()}
-        for path in (*self.path.glob("*.jsonl"), *self.path.glob("logs/*.log")):
-            refuse_link(path)  # before anything is written
+        check_links(self.path)
         with ExitStack() as on_error:
             with as_user_error(parent):
                 self._lock: TextIO | None = take_lock(self.path, self._note, patience)
             on_error.callback(self.close)
             delete_temporary(self.path)
             state = state_of(self.path)
-            if state == "foreign" or (state == "run" and resume == "never"):  # it was made since we looked
+            if state == "foreign" or (state == "run" and resume == "never"):  # it was created since the check
                 raise exists_already(self.path, state)
             if state == "run":
                 self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
@@ -141,7 +140,7 @@ class RunFolder:
         world: "World",
         check: Check | None = None,
     ) -> "RunFolder":
-        """Open the folder that `config.run` names, and put into it what produced the run. backends: of its plan.
+        """Open the folder that `config.run` names, and write what produced the run into it. backends: of its plan.
 
         A collective: rank 0 opens it, the others get an equal `RunFolder` without the lock. All verify.
         """
@@ -188,9 +187,10 @@ class RunFolder:
             replace_file(target, content)
 
     def heal(self, step: int, on_event: OnEvent) -> None:
-        """If the folder was deleted under the run, make it again, so that the run can resume from what is saved next.
+        """Create the folder again if it was deleted during the run, so that the run can resume from its next
+        checkpoint.
 
-        Whether that works or not is an alert. UserError if another process has taken its place.
+        Raises an alert whether that works or not, and UserError if another process has taken its place.
         """
         try:
             if self._lock is None or (self.path / CONFIG).is_file():
@@ -215,7 +215,7 @@ class RunFolder:
         self.notes.append(Note(kind, step, message, what))
 
     def _newest(self, must_exist: bool, verify: Verify) -> Path | None:
-        """The newest whole checkpoint; None if none was ever made."""
+        """Return the newest valid checkpoint, or None if none was ever made."""
         folder = self.path / CHECKPOINTS
         found = newest_checkpoint(folder, self._note, check=verify)
         if found is None and list_checkpoints(folder):
@@ -262,12 +262,13 @@ class RunFolder:
             path = self.path / name
             if path.exists() and path.read_bytes() != text.encode():
                 kept = _unused(path.with_stem(f"{path.stem}.before_step_{step:08d}"))
-                replace_file(kept, path.read_bytes())  # a run without its config is none: it stays until it is replaced
+                replace_file(kept, path.read_bytes())  # a run needs its config: it stays until it is replaced
             replace_file(path, text.encode())
 
 
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
-    """Which backends were chosen when the run in this folder began; None if it is a new one, or older than that."""
+    """Return the backends chosen when the run in this folder began; None for a new run, or one that did not record
+    them."""
     path = None if folder is None else folder / BACKENDS
     if path is None or not path.is_file():
         return None
@@ -275,7 +276,7 @@ def saved_backends(folder: Path | None) -> dict[str, Any] | None:
 
 
 def find_checkpoint(path: Path, key: str, on_event: OnEvent, verify: Verify = verify_checkpoint) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of the run folder. Verified by `verify`.
+    """Return the checkpoint that `path` means: itself, or the newest valid one of the run folder. Verified by `verify`.
 
     Raises UserError, beginning with `key=path` (the config key it came from), if there is none or it is damaged.
     """

@@ -6,8 +6,8 @@ On a terminal (rich):          In a file, a pipe, CI:
     step  40/200  loss 4.9876 ...     step  40/200  loss 4.9876  lm 4.7012  ...  12,410 tok/s  0:01:02 left
     ━━━━━━━╺━━━━  41/200  loss ...    (one line each logging interval)
 
-The lines are the same; only the terminal has a progress bar below them, redrawn four times a second by rich's own
-thread.
+The lines are the same. Only the terminal has a progress bar below them, which rich's own thread redraws four times a
+second.
 """
 
 import logging
@@ -31,7 +31,7 @@ COLUMNS = (
     ("optim/grad_norm", "norm", "{:.2f}"),
     ("optim/lr", "lr", "{:.1e}"),
 )
-"""Metrics shown in a line, where they are logged: key, label, format."""
+"""Metrics shown in a line, if they are logged: key, label, format."""
 
 LABEL = 18
 """Width of the labels of a header or a summary."""
@@ -40,14 +40,14 @@ _SKIPPED = "recovery/skipped_steps"
 
 
 class Screen(Protocol):
-    """Where lines and progress go."""
+    """Displays lines and progress."""
 
     def line(self, text: Text) -> None:
         """Show a line above the progress."""
         ...
 
     def row(self, label: str, value: str) -> None:
-        """Show a label and what it is above the progress."""
+        """Show a label and its value above the progress."""
         ...
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -55,20 +55,20 @@ class Screen(Protocol):
         ...
 
     def progress(self, step: int) -> None:
-        """`step` is done. Cheap enough for every step."""
+        """Show that `step` is done. Cheap enough for every step."""
         ...
 
     def doing(self, what: str) -> None:
-        """Show what happens between two steps, until the next metrics. Cheap, too."""
+        """Show the activity between two steps until the next metrics. Cheap, too."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         ...
 
 
 def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console | None = None) -> Screen:
-    """The live screen on a terminal, plain lines elsewhere; if not `enabled`, only warnings and the summary."""
+    """Return the live screen on a terminal, plain lines elsewhere; if not `enabled`, only warnings and the summary."""
     console = console or Console(file=cast(TextIO, BestEffortStream(sys.stdout)), highlight=False)
     if enabled and console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(console, first_step, max_steps)
@@ -76,9 +76,10 @@ def open_screen(enabled: bool, first_step: int, max_steps: int, console: Console
 
 
 def metrics_line(values: Mapping[str, Any], max_steps: int, most: int | None = None) -> Text:
-    """One line for the metrics of a step: `step  20/200  loss 5.4321  ...`. Labels are dim, what is not finite red.
+    """Return one line for the metrics of a step: `step  20/200  loss 5.4321  ...`. Labels are dim, values that are not
+    finite red.
 
-    most: characters that there is room for: columns are left out, the last one first, but neither the first nor the
+    most: maximal length in characters. Columns beyond it are left out, the last one first, but never the first or the
     speed.
     """
     columns = [column for column in COLUMNS if values.get(column[0]) is not None]
@@ -104,14 +105,14 @@ def _line(values: Mapping[str, Any], max_steps: int, columns: Sequence[tuple[str
 
 
 class BestEffortStream:
-    """A stream that a run may outlive: when its reader, terminal or disk has gone, the rest goes nowhere. (rich would
+    """A stream that a run may outlive: if its reader, terminal or disk fails, further output is discarded. (rich would
     end the process, on one rank of many.)"""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, if the stream still has a reader."""
+        """Write, if the stream still works."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -119,7 +120,7 @@ class BestEffortStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, if the stream still has a reader."""
+        """Flush, if the stream still works."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -131,7 +132,7 @@ class BestEffortStream:
     def _leave(self, error: OSError) -> None:
         logging.getLogger("trainer").info("the screen cannot be written (%s): the rest is only here", error.strerror)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is buffered goes there too, and not to an error at the exit
+        os.dup2(nowhere, self._stream.fileno())  # buffered output goes there too, instead of raising at exit
         os.close(nowhere)
 
 
@@ -139,32 +140,32 @@ class SilentScreen:
     """Shows nothing: rank 0 has the terminal."""
 
     def line(self, text: Text) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def row(self, label: str, value: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def progress(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def doing(self, what: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class PlainScreen:
-    """Lines only. Long ones are not broken: what reads them is a file or another program."""
+    """Lines only. Long lines are not wrapped: a file or another program reads them."""
 
     def __init__(self, console: Console, max_steps: int, enabled: bool = True) -> None:
         self._console = console
         self._max_steps = max_steps
         self._enabled = enabled
-        self._since: tuple[int, float] | None = None  # the first line: what comes before it is mostly compilation
+        self._since: tuple[int, float] | None = None  # the first line: the time before it is mostly compilation
 
     def line(self, text: Text) -> None:
         """Show a line."""
@@ -175,7 +176,7 @@ class PlainScreen:
         self.line(Text(f"{label:<{LABEL}} ", "dim").append(value, "not dim bold") if label or value else Text())
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Show the metrics of a step, and how long the run will still take at the speed since the first line."""
+        """Show the metrics of a step, and the remaining time at the speed since the first line."""
         if not self._enabled:
             return
         line = metrics_line(values, self._max_steps)
@@ -188,13 +189,13 @@ class PlainScreen:
         self.line(line)
 
     def progress(self, step: int) -> None:
-        """Nothing: a line each step would drown the others."""
+        """Do nothing: a line each step would drown the others."""
 
     def doing(self, what: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
 
 class LiveScreen:
@@ -210,12 +211,12 @@ class LiveScreen:
             TextColumn("left", style="dim"),
             console=console,
             refresh_per_second=4,
-            transient=True,  # shorter than the terminal is wide: the ^C that it echoes must not begin a new line
+            transient=True,  # narrower than the terminal: an echoed ^C must not begin a new line
         )
         self._now = "starting"
         self._task = self._progress.add_task("", total=max_steps, completed=first_step, now=self._now)
         stderr = sys.stderr
-        self._progress.start()  # from here on rich stands in for stdout and stderr, and prints above the bar
+        self._progress.start()  # from here on rich replaces stdout and stderr, and prints above the bar
         self._streams = (stderr, sys.stderr)
         _move_log_handlers(*self._streams)
 
@@ -249,18 +250,18 @@ class LiveScreen:
         self._progress.update(self._task, completed=step)
 
     def doing(self, what: str) -> None:
-        """In the bar, in place of the metrics."""
+        """Show the activity in the bar, in place of the metrics."""
         self._progress.update(self._task, now=what)
 
     def close(self) -> None:
-        """Take the bar away; the lines stay."""
+        """Remove the bar; the lines stay."""
         stderr, redirected = self._streams
         _move_log_handlers(redirected, stderr)
         self._progress.stop()
 
 
 def _move_log_handlers(before: TextIO, after: TextIO) -> None:
-    """Logging handlers (torch has one) keep the stderr that they saw when they were made: give them the one of now."""
+    """Give logging handlers (torch has one) the current stderr: they keep the one of their creation."""
     for logger in logging.Logger.manager.loggerDict.values():
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is before:

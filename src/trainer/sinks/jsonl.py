@@ -1,8 +1,8 @@
-"""A JSON-lines file whose lines are always whole.
+"""A JSON-lines file whose lines are always complete.
 
-Each line leaves in one write to a file opened for appending: what was written survives the death of the process, and
-a reader who follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is
-taken back. A file that was deleted under the run is begun again.
+Each line is one write to a file opened for appending: written lines survive the death of the process, and a reader who
+follows the file (`tail -f`) never sees half a line. If a write fails half way (disk full), the half is removed. A file
+that was deleted during the run is created again.
 """
 
 import io
@@ -18,10 +18,10 @@ from trainer.files import open_own, trim
 
 
 class JsonLines:
-    """Appends objects to `path`, one a line. Any thread may write.
+    """Appends objects to `path`, one a line. Thread-safe.
 
-    A write that fails is not raised: training is worth more than a line about it. `warn` is called when that begins
-    and when it is over.
+    A failing write does not raise: training is worth more than a line about it. `warn` is called when writes begin to
+    fail, and when they work again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -51,13 +51,14 @@ class JsonLines:
             self._warn(news)
 
     def _append(self, line: bytes) -> bool:
-        """Write a whole line, or nothing and OSError. Returns whether the file had gone and was made again."""
+        """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and created
+        again."""
         gone = not self._is_in_place()
         if gone:
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open(self._path)
-        if self._half is not None:  # of a line before, which could not be taken back then
+        if self._half is not None:  # of an earlier line, whose removal failed
             os.ftruncate(self._file.fileno(), 0 if gone else self._half)
         self._half = os.fstat(self._file.fileno()).st_size
         try:
@@ -72,7 +73,7 @@ class JsonLines:
         return gone
 
     def _is_in_place(self) -> bool:
-        """Whether the open file is still the one of that name."""
+        """Return whether the open file still has that name."""
         if self._file.closed:
             return False
         ours = os.fstat(self._file.fileno())
@@ -82,12 +83,12 @@ class JsonLines:
             return False
 
     def trim(self, last_step: int) -> None:
-        """Drop the lines that are later than `last_step`; as `write`, not raised if it fails."""
+        """Drop the lines later than `last_step`; like `write`, it does not raise if it fails."""
         with self._lock:
             self._file.close()
             try:
                 trim(self._path, last_step)
-                self._half, reason = None, ""  # half a line is not among those that stay
+                self._half, reason = None, ""  # an incomplete line is never kept
             except OSError as error:
                 reason = error.strerror or str(error)
             self._file = _open(self._path)

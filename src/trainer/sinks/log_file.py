@@ -1,7 +1,7 @@
 """`logs/rankN.log`: everything that rank N printed, with its time.
 
-While it is open, Python's logging and warnings of every library go there as well; those from WARNING up also appear
-on the screen, in one line each, instead of tearing through the progress bar.
+While it is open, Python's logging and the warnings of every library go there as well. Those from WARNING up also appear
+on the screen, in one line each, without breaking the progress bar.
 """
 
 import logging
@@ -10,22 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from trainer.files import open_own
+from trainer.files import open_own, refuse_link
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("trainer", "models", "precision")
 
 
 class LogFile:
-    """Handlers on the root logger, and on torch's, until `close()`. `show(text)` puts a warning on the screen."""
+    """Handlers on the root logger, and on torch's, until `close()`. `show(text)` displays a warning on the screen."""
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
+        refuse_link(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _File(path, show)
         file.setFormatter(logging.Formatter(_FORMAT))
         root, torch = logging.getLogger(), logging.getLogger("torch")
         self._attached = [(root, file), (root, _ScreenHandler(show))]
-        if not torch.propagate:  # torch prints its warnings itself; they belong in the file too
+        if not torch.propagate:  # torch prints its warnings itself; copy them to the file
             self._attached.append((torch, file))
         for logger, handler in self._attached:
             logger.addHandler(handler)
@@ -34,11 +35,11 @@ class LogFile:
         logging.captureWarnings(True)
 
     def write(self, text: str, error: BaseException | None = None) -> None:
-        """A line of our own, only into the file; with the traceback of `error` if there is one."""
+        """Write a line only to the file, with the traceback of `error` if given."""
         logging.getLogger("trainer").info(text, exc_info=error)
 
     def close(self) -> None:
-        """Take the handlers away and close the file."""
+        """Remove the handlers and close the file."""
         logging.captureWarnings(False)
         for logger, handler in self._attached:
             logger.removeHandler(handler)
@@ -46,7 +47,7 @@ class LogFile:
 
 
 class _File(logging.FileHandler):
-    """A file that may fill its disk without filling the screen too."""
+    """A file handler that stays quiet when its disk is full."""
 
     def __init__(self, path: Path, show: Callable[[str], None]) -> None:
         super().__init__(path)
@@ -57,7 +58,7 @@ class _File(logging.FileHandler):
         return os.fdopen(open_own(Path(self.baseFilename)), "a", encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once that the file cannot be written, instead of a traceback for every line."""
+        """Report once that the file cannot be written, instead of a traceback for every line."""
         if not self._failed:
             self._failed = True
             self._show(f"{self.baseFilename} cannot be written; lines are being lost")

@@ -1,19 +1,19 @@
 """Notifications for an absent user: a webhook (HTTP POST) and a command of the user's.
 
-What goes out is what a person would want to be woken for: alerts, rewinds, failures (of a checkpoint, say), the end of
-a run that could not continue. A notice is one JSON object,
+It sends what deserves waking a person: alerts, rewinds, failures (of a checkpoint, say), and the end of a run that
+could not continue. A notice is one JSON object,
 
     {"run": "first", "step": 1200, "kind": "alert", "rule": "scale_drop", "message": "...", "value": 0.2,
      "threshold": 32.0, "tensor": "layers.3.attn.o:grad", "time": "...", "folder": "...", "host": "...",
      "text": "octet first, step 1200: alert: ..."}
 
-of which `rule`, `value`, `threshold` and what names it further are there if the event has them. `text` is the whole in
-a line, under the name that Slack and its like want. The command gets the object on its standard input, and each part of
-it in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
+with `rule`, `value`, `threshold` and further names only if the event has them. `text` is the whole notice in a line,
+under the name that Slack and similar services expect. The command gets the object on its standard input, and each field
+in its environment: OCTET_ALERT_MESSAGE, OCTET_ALERT_STEP, ...
 
-Nothing here holds training up. Each of the two has a queue and a thread of its own, made with the first notice, and a
-time limit for each notice; notices that do not fit in the queue are given up. A failure is reported once by `warn`,
-without the URL's path: that is often a secret.
+Notifications never delay training. Webhook and command each have a queue, a thread that the first notice starts, and a
+time limit for each notice; notices that do not fit in the queue are dropped. `warn` reports a failure once, without the
+URL's path, which is often a secret.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from urllib.parse import urlsplit
 from precision.errors import UserError
 
 SENT = frozenset({"alert", "rollback", "failure"})
-"""Kinds of events that are sent; so is any with a `rule` or with `failed`."""
+"""Kinds of events that are sent. Any event with a `rule` or with `failed` is sent, too."""
 
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
 WAITING = 50
-"""Notices that wait at most."""
+"""Length of a queue of notices."""
 
 Notice = Mapping[str, Any]
 
 
 def check_targets(webhook: str | None, command: str | None) -> None:
-    """UserError, naming key, value and fix, for a webhook or command that can never work."""
+    """Raise UserError, naming key, value and fix, for a webhook or command that can never work."""
     if webhook is not None and (urlsplit(webhook).scheme not in ("http", "https") or not urlsplit(webhook).hostname):
         raise UserError("health.alerts.webhook: not an address to post to; set http://... or https://...")
     if command is None:
@@ -64,12 +64,12 @@ def check_targets(webhook: str | None, command: str | None) -> None:
 
 
 def is_sent(kind: str, what: Mapping[str, Any]) -> bool:
-    """Whether an event goes out."""
+    """Return whether an event is sent."""
     return kind in SENT or "rule" in what or bool(what.get("failed"))
 
 
 class Notifier:
-    """Sends notices about the run in `folder`. Without webhook and command it does nothing. Any thread may call.
+    """Sends notices about the run in `folder`. Without webhook and command it does nothing. Thread-safe.
 
     warn(text): called when something cannot be delivered, once each.
     """
@@ -86,14 +86,14 @@ class Notifier:
             self._channels.append(_Channel(name, lambda notice: _run(words, notice), warn))
 
     def send(self, event: Notice) -> None:
-        """An event, as events.jsonl has it. Returns at once."""
+        """Queue an event, as in events.jsonl. Returns at once."""
         text = f"octet {self._about['run']}, step {event['step']}: {event['kind']}: {event['message']}"
         notice = {**self._about, **{key: _finite(value) for key, value in event.items()}, "text": text}
         for channel in self._channels:
             channel.put(notice)
 
     def close(self, seconds: float = 15.0) -> None:
-        """Wait for what is on its way, `seconds` at most; say so if something is left."""
+        """Wait at most `seconds` for notices in delivery; warn if some are left."""
         deadline = time.monotonic() + seconds
         for channel in self._channels:
             channel.close(deadline)
@@ -150,7 +150,7 @@ class _Channel:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -169,7 +169,7 @@ def _run(words: list[str], notice: Notice) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, **parts},
-        start_new_session=True,  # a ^C at the terminal is not for it, and what it starts can be ended with it
+        start_new_session=True,  # a ^C at the terminal must not reach it, and its children can be ended with it
     )
     try:
         _, said = process.communicate(json.dumps(notice, default=str).encode(), timeout=COMMAND_SECONDS)

@@ -7,10 +7,9 @@ event(kind, ...)                        x            x             x
 progress(step), doing(what)                          x
 summary(...)                                         x             x
 
-An event that is an alert goes to W&B as an alert; alerts and failures go to `health.notify`, too.
+An alert event also becomes a W&B alert; alerts and failures go to `health.notify`, too.
 
-Of the ranks of a run, rank 0 has them all. Rank N has logs/rankN.log, where everything goes, and prints nothing on the
-screen but that something failed on it.
+Rank 0 has all sinks. Rank N has logs/rankN.log, which receives everything, and prints only its failures on the screen.
 """
 
 import sys
@@ -38,13 +37,13 @@ from trainer.sinks.trackers import TensorboardTracker
 from trainer.sinks.wandb_tracker import WandbTracker
 
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
-_OF_ALL = frozenset({"power", "rollback"})  # all ranks come to these alike: rank 0 shows them
+_OF_ALL = frozenset({"power", "rollback"})  # all ranks reach these alike: rank 0 shows them
 _ALARM = "yellow"
 _LAST_WORD_SECONDS = 3.0  # the other ranks wait for it
 
 
 class RunSummary(Protocol):
-    """What the last lines of a run say. Losses in nats per token, memory in GiB; `folder` is the run's."""
+    """The result of a run for its last lines. Losses in nats per token, memory in GiB; `folder` is the run's."""
 
     @property
     def folder(self) -> Path: ...
@@ -53,7 +52,7 @@ class RunSummary(Protocol):
     @property
     def validation_loss(self) -> float: ...
     @property
-    def bigram_loss(self) -> float: ...
+    def bigram_loss(self) -> float | None: ...
     @property
     def tokens_per_second(self) -> float: ...
     @property
@@ -63,10 +62,10 @@ class RunSummary(Protocol):
 
 
 class Sinks:
-    """Open while the run lasts; use it in a `with`, so that the terminal is restored and the end is recorded.
+    """The sinks of a run, a context manager: on exit the terminal is restored and the end recorded.
 
-    What happened while the run folder was opened (`run.notes`) is written as the first events. `rank`: of this process.
-    webhook, command: of `health.alerts`. alone: this process is the whole job. `console` is for tests.
+    Notes from opening the run folder (`run.notes`) become the first events. `rank`: of this process. webhook, command:
+    of `health.alerts`. alone: this process is the whole job. `console` is for tests.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Sinks:
         self._events = JsonLines(run.path / EVENTS, self._alarm("disk"))
         if logging.wandb.enabled:
             config = cast(dict[str, Any], without_secrets(OmegaConf.to_container(OmegaConf.load(run.path / CONFIG))))
-            config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may have secrets in them
+            config.get("health", {}).get("alerts", {}).update(webhook=None, command=None)  # may contain secrets
             wandb = logging.wandb
             self._wandb = WandbTracker(
                 run.path, wandb.project, wandb.entity, wandb.mode.value, config, self._say, self._alarm("wandb")
@@ -126,13 +125,13 @@ class Sinks:
                 tracker.metrics(values)
 
     def tensors(self, entry: Mapping[str, Any]) -> None:
-        """Write details by tensor and block: see `trainer.health.health`. JSON; NaN and infinities inside are null
-        already."""
+        """Write details by tensor and block: see `trainer.health.health`. JSON, with NaN and infinities already
+        null."""
         if self._tensors is not None:
             self._tensors.write(entry)
 
     def event(self, kind: str, step: int, message: str, **what: Any) -> None:
-        """Record that something happened; `what` (JSON) names it further: module, value, path. Any thread may call."""
+        """Record an event; `what` (JSON) adds fields: module, value, path. Thread-safe."""
         event = _event(kind, step, message, what)
         if self._events is not None:
             self._events.write(event)
@@ -150,11 +149,11 @@ class Sinks:
             self._screen.line(Text(f"{kind}: {message}", _ALARM if alarming else _EVENT_STYLES[kind]))
 
     def ended(self, news: News) -> None:
-        """The job ends because of something on some rank: write it down, and leave the terminal as it was.
+        """Record the end of the job, caused by some rank, and restore the terminal.
 
-        Any thread calls, and the process exits right after. If rank 0 is gone, another rank calls it.
+        Any thread may call it, and the process exits right after. If rank 0 has died, another rank calls it.
         """
-        # a file of its own: the others may be closed, or be another rank's
+        # a separate file object: the others may be closed, or another rank's
         events = JsonLines(self._folder / EVENTS, self._log.write)
         what = {"rank": news.rank, "exit_code": news.code}
         event = _event("failure", news.step, news.message, what)
@@ -166,7 +165,7 @@ class Sinks:
         self._notifier.close(_LAST_WORD_SECONDS)
 
     def rewind(self, step: int) -> None:
-        """The run resumes from `step` again: metrics that are later belong to a course of events that will not be."""
+        """Drop metrics later than `step`: the run resumes from it."""
         for file in (self._metrics, self._tensors):
             if file is not None:
                 file.trim(step)
@@ -176,16 +175,16 @@ class Sinks:
         self._screen.progress(step)
 
     def progress(self, step: int) -> None:
-        """`step` is done. Costs microseconds: call it every step."""
+        """Show that `step` is done. Costs microseconds: call it every step."""
         self._step = step
         self._screen.progress(step)
 
     def doing(self, what: str) -> None:
-        """What happens between two steps, in a few words, until the next metrics."""
+        """Show the activity between two steps, in a few words, until the next metrics."""
         self._screen.doing(what)
 
     def header(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Say what the run will do: labels and values, in the log, and on the screen if it shows progress."""
+        """Show what the run will do: labels and values, in the log, and on the screen if it shows progress."""
         self._rows(rows, self._screen.row if self._show_events else lambda *row: None)
 
     def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[str, str], None]) -> None:
@@ -194,9 +193,10 @@ class Sinks:
             show(label, value)
 
     def summary(self, summary: RunSummary) -> None:
-        """Say the run's result, and where it is."""
+        """Show the run's result, and its folder."""
+        bar = "" if summary.bigram_loss is None else f" (bigrams: {summary.bigram_loss:.4f})"
         lines = {
-            "validation loss": f"{summary.validation_loss:.4f} nats per token (bigrams: {summary.bigram_loss:.4f})",
+            "validation loss": f"{summary.validation_loss:.4f} nats per token{bar}",
             "tokens per second": f"{summary.tokens_per_second:,.0f}",
             "peak memory": f"{summary.peak_memory_gib:.2f} GiB",
             "skipped steps": f"{summary.skipped_steps} of {summary.step}",
@@ -207,14 +207,14 @@ class Sinks:
         self._rows(lines.items(), self._screen.row)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the W&B run id, so that a resumed run continues in the same one, and the last step in
-        metrics.jsonl."""
+        """Return the W&B run id, so that a resumed run continues it, and the last step in metrics.jsonl, for the
+        checkpoint."""
         if self._wandb is not None and self._wandb.run_id is not None:
             self._wandb_id = self._wandb.run_id
         return {"wandb_id": self._wandb_id, "logged": self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the W&B run id, and report lines that metrics.jsonl had and has not; before the first metrics."""
+        """Take over the W&B run id, and report lines missing from metrics.jsonl. Call it before the first metrics."""
         self._wandb_id = state["wandb_id"]
         if self._wandb is not None:
             self._wandb.run_id = self._wandb_id
@@ -228,7 +228,8 @@ class Sinks:
             self.event("alert", self._step, lost, rule="disk", path=str(self._folder / METRICS))
 
     def close(self, error: BaseException | None = None) -> None:
-        """End all sinks. The `error` that ended the run, if any, goes to the log file with its traceback and to W&B."""
+        """Close all sinks. The `error` that ended the run, if any, goes to the log file with its traceback and to
+        W&B."""
         self._screen.close()
         if error is not None:
             self._log.write(f"stopped by {type(error).__name__}: {error}", error)
@@ -251,7 +252,7 @@ class Sinks:
         self.close(error)
 
     def _notify_of_end(self, error: BaseException) -> None:
-        """Notify that the run cannot continue; not if the user has stopped it. Of many ranks, `ended` does it."""
+        """Notify that the run cannot continue, unless the user stopped it. With several ranks, `ended` does it."""
         asked_for = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 1) > 128
         if self._alone and not asked_for:
             message = " ".join(str(error).split()) or type(error).__name__
@@ -263,7 +264,7 @@ class Sinks:
             self._screen.line(Text(text, "dim"))
 
     def _alarm(self, rule: str) -> Callable[[str], None]:
-        """Something beside training does not work: an alert that names the rule."""
+        """Return a function that raises an alert of this rule: a part beside training does not work."""
         return lambda text: self.event("alert", self._step, text, rule=rule)
 
     def _warn(self, text: str) -> None:

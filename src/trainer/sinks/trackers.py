@@ -1,7 +1,7 @@
-"""What experiment trackers share, and TensorBoard, which writes files. Weights & Biases: see `wandb_tracker`.
+"""Common parts of experiment trackers, and TensorBoard, which writes files. Weights & Biases: see `wandb_tracker`.
 
-Both are optional and neither may hold up training. Both take numbers only, and both are resumed: W&B under the same run
-id, TensorBoard by purging the steps that will be run again.
+Both are optional and never delay training. Both take only numbers, and both resume: W&B under the same run id,
+TensorBoard by purging the steps that will run again.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 def require(package: str, setting: str) -> None:
-    """Raise UserError if `package`, which the config key `setting` asks for, is not installed."""
+    """Raise UserError if `package`, which the config key `setting` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"{setting}=true: needs {package}, which is not installed; pip install {package}, or set it to false"
@@ -24,13 +24,13 @@ def require(package: str, setting: str) -> None:
 
 
 def check_wandb(wandb: WandbConfig, mode: str | None) -> None:
-    """UserError for a `mode`, of the variable WANDB_MODE, that wandb would refuse when the run has begun."""
+    """Raise UserError for a `mode` (variable WANDB_MODE) that wandb would refuse after the run has begun."""
     if wandb.enabled and wandb.mode is WandbMode.auto and mode and mode not in WANDB_MODES:
         raise UserError(f"WANDB_MODE={mode}: wandb knows {', '.join(WANDB_MODES)}; set one, or unset WANDB_MODE")
 
 
 class TensorboardTracker:
-    """TensorBoard event files in `folder`. Steps after `first_step` that are there from before are purged."""
+    """TensorBoard event files in `folder`. Existing steps after `first_step` are purged."""
 
     def __init__(self, folder: Path, first_step: int, warn: Callable[[str], None]) -> None:
         require("tensorboard", "logging.tensorboard.enabled")
@@ -48,7 +48,7 @@ class TensorboardTracker:
                 self._guarded(self._writer.add_scalar, key, value, values["step"])
 
     def rewind(self, step: int) -> None:
-        """The run resumes from `step`: purge what is later."""
+        """Purge steps later than `step`: the run resumes from it."""
         self._guarded(self._writer.close)
         self._guarded(self._reopen, step)
 
@@ -56,7 +56,7 @@ class TensorboardTracker:
         self._writer = self._open(self._folder, purge_step=step + 1)
 
     def close(self) -> None:
-        """Write what is buffered and close."""
+        """Write the buffer and close."""
         self._guarded(self._writer.close)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any) -> None:
@@ -70,5 +70,5 @@ class TensorboardTracker:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error, on one line."""
+    """Return the message of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__

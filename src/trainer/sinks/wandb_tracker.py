@@ -1,13 +1,13 @@
-"""Weights & Biases, on a thread of its own: training never waits for it.
+"""Weights & Biases, on its own thread: training never waits for it.
 
-    training's thread     metrics, alert  ->  a queue, which is never waited for; close waits a minute at most
-    the thread            import wandb, login, init (online: 30 s, else offline), then what is in the queue
+    training's thread     metrics, alert  ->  a queue that never blocks; close waits at most a minute
+    the thread            import wandb, login, init (online: 30 s, else offline), then the contents of the queue
 
-wandb itself waits: for a server that does not answer, `init` takes a minute and a half and `login` retries; a stalled
-connection can hold up `log` and `finish`. All of that happens on the thread. What the queue cannot take is lost, with
-an alarm; `metrics.jsonl` has everything. What the server does not get stays on the disk, for `wandb sync`.
+wandb itself blocks: if a server does not answer, `init` takes a minute and a half and `login` retries; a stalled
+connection can block `log` and `finish`. All of that happens on the thread. If the queue is full, lines are lost, with
+an alarm; `metrics.jsonl` has everything. What the server does not receive stays on the disk, for `wandb sync`.
 
-Numbers only. W&B's history only grows: steps that are run again, after a resume or a rewind, stand there twice. So
+Only numbers are sent. W&B's history only grows: steps that run again, after a resume or a rewind, appear twice. So
 `step` is a metric like others and the axis of all of them (W&B would refuse its own step going back), and
 `recovery/rewinds` distinguishes the lines before a rewind from those after it.
 """
@@ -24,22 +24,22 @@ from typing import Any
 from trainer.sinks.trackers import one_line, require
 
 INIT_SECONDS = 30.0
-"""That a server has to answer in; then the run is tracked offline."""
+"""Seconds for a server to answer; after that the run is tracked offline."""
 CLOSE_SECONDS = 60.0
-"""That the end of a run waits for what is still to be uploaded."""
+"""Seconds that the end of a run waits for pending uploads."""
 WAITING = 10_000
-"""Lines that wait for W&B at most."""
+"""Length of the queue of lines for W&B."""
 
 Order = Callable[[Any], None]
-"""Something to do with the W&B run."""
+"""An operation on the W&B run."""
 
 
 class WandbTracker:
-    """One W&B run. Starts with the first metrics, so that the id of the run it resumes can be set before.
+    """One W&B run. It starts with the first metrics, so that the id of the run to resume can be set before.
 
-    `mode`: online, offline, or auto: online with an API key (`wandb login`), offline without; WANDB_MODE, which wandb
-    itself reads, decides before auto does. Online that does not answer becomes offline; any other failure ends
-    tracking, and nothing else. Both are reported once, through `alarm`, from the thread.
+    `mode`: online, offline, or auto: online with an API key (`wandb login`), offline without. WANDB_MODE, which wandb
+    itself reads, takes precedence over auto. If online does not answer, it becomes offline; any other failure only ends
+    tracking. Both are reported once, through `alarm`, from the thread.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class WandbTracker:
         self._put(lambda run: run.log(copied))
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert, which W&B hands on as its user has asked it to: e-mail, Slack. Returns at once."""
+        """Send an alert, which W&B forwards as its user configured: e-mail, Slack. Returns at once."""
         if self._thread is not None:
             self._put(lambda run: run.alert(title=title, text=text, level="WARN"))
 
     def close(self, failed: bool) -> None:
-        """End the run there; `failed` marks it as crashed. Waits for uploads, a minute at most."""
+        """End the W&B run; `failed` marks it as crashed. Waits for uploads, a minute at most."""
         if self._thread is None:
             return
         self._exit_code = 1 if failed else 0
@@ -112,13 +112,13 @@ class WandbTracker:
             self._tell_alarm(text)
 
     def _work(self) -> None:
-        """The thread: start, then do what is ordered until there is nothing more to come."""
+        """Run the thread: start, then execute orders until the queue ends."""
         try:
             run = self._start()
             while (order := self._orders.get()) is not None:
                 order(run)
             run.finish(exit_code=self._exit_code)
-        except Exception as error:  # of whatever kind: the library has many, and none is worth a run
+        except Exception as error:  # of any kind: the library has many, and none may end a run
             self._alarm(f"W&B failed and is given up for this run: {one_line(error)}")
         self._over = True
 
@@ -133,7 +133,7 @@ class WandbTracker:
             if mode == "offline":
                 raise
             self._alarm(f"W&B does not answer ({one_line(error)}): tracking offline")
-            wandb.teardown()  # the service still has the run that failed, and would refuse its id
+            wandb.teardown()  # the service still holds the failed run, and would refuse its id
             wandb.setup(wandb.Settings(silent=True))
             mode = "offline"
             run = self._init(mode)

@@ -1,1 +1,1 @@
-"""What one training step is made of: the engine (its state), the step, microbatches, the guard, snapshots, metrics."""
+"""The parts of a training step: the engine (its state), the step, microbatches, the guard, snapshots, metrics."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine:
-    """What a training step works on."""
+    """The state of a training run: model, optimizer, arena and guard."""
 
     device: torch.device
     world: World
@@ -50,14 +50,14 @@ class Engine:
     microbatch: Microbatch
     degrees: Degrees
     pipelined: "PipelinedStep | None" = None
-    """Runs all microbatches of a step where the blocks are divided into stages."""
+    """Runs all microbatches of a step if the blocks are divided into stages."""
     loss_scale: LossScale | None = None
-    """Where the plan has FP16 in it."""
+    """Set if the plan contains FP16."""
     qk_clip: QKClip | None = None
     """Clips attention logits after the optimizer's update."""
 
     def enter(self, now: Stretch, weights: LossWeights, before: tuple[Stretch, LossWeights] | None) -> None:
-        """Before a step of another shape, or with other weights, than the one before, if there was one."""
+        """Prepare for a step with another shape, or other loss weights, than the step before, if any."""
         config = self.model.config
         self.model.mtp_loss_weight = config.mtp_loss_weight if weights.mtp is None else weights.mtp
         rate = weights.router_bias_rate
@@ -67,29 +67,29 @@ class Engine:
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """Which part of each batch this rank computes, and of how many; ranks that share sequences have the same."""
+        """(index, number) of this rank's part of each batch. Ranks that share sequences have the same part."""
         return self.world.rank % self.degrees.stage // self.degrees.sequence, self.degrees.data
 
     def share_of(self, batch: Tensor) -> Tensor:
-        """This rank's sequences of a whole batch [B, ...], for a batch that every rank has read whole."""
+        """Return this rank's sequences of a whole batch [B, ...] that every rank has read."""
         part, parts = self.data_share
         return batch.chunk(parts)[part]
 
     def state(self) -> dict:
-        """What a step changes: tensors, parts of shared ones, and JSON values, nested."""
+        """Return everything that a step changes, nested: tensors, `ShardView`s and JSON values."""
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
         return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()} | scale
 
     def restorable_tensors(self) -> dict:
-        """Weights and moments, the part of `state` that a checkpoint is read into: what is named there is the memory
-        that the step works on."""
+        """Return weights and moments, the part of `state` that a checkpoint is read into. The tensors are the step's
+        own memory."""
         weights = model_state(self.model) if self.world.many else self.model.state_dict()
         return shard_views({"model": weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state(self, state: dict) -> list[str]:
-        """Take over the rest of a saved state. Returns the arena rows that begin without a history."""
+        """Load the rest of a saved state. Return the arena rows that start without a history."""
         self.guard.load_state_dict(state["guard"])
-        if self.loss_scale is not None and "loss_scale" in state:  # saved by a recipe without FP16: as at first
+        if self.loss_scale is not None and "loss_scale" in state:  # missing if saved without FP16
             self.loss_scale.load_state_dict(state["loss_scale"])
         return self.arena.load_state_dict(state["arena"])
 
@@ -97,8 +97,8 @@ class Engine:
 def build_engine(
     config: Config, device: torch.device, saved: Mapping[str, Any] | None = None, world: World | None = None
 ) -> Engine:
-    """Model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world: who
-    else trains it; a collective then."""
+    """Build model, arena, optimizer and guard of a config on a device, at step 0. saved: as for `build_model`. world:
+    the ranks of the job; with several this is a collective."""
     if config.cuda_graph is Switch.true and device.type != "cuda":
         raise UserError("cuda_graph=true: torch sees no GPU; set cuda_graph=false")
     world = world or World(device)
@@ -107,7 +107,7 @@ def build_engine(
     torch.manual_seed(config.trainer.seed)
     total = total_memory(device)
     if world.many and total is not None:
-        total = min(world.gather(total))  # all ranks must do the same
+        total = min(world.gather(total))  # all ranks must decide alike
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
     arena = bind(model, plan, device)
@@ -164,10 +164,10 @@ def build_model(
     degrees: Degrees | None = None,
     total: float | None = None,
 ) -> tuple[Plan, DeepSeek]:
-    """The resolved plan and the model on `device`, weights drawn from the seed.
+    """Return the resolved plan and the model on `device`, with weights drawn from the seed.
 
-    saved: `Plan.backends()` of the start of a run that resumes, to choose the same backends. degrees: of the ranks that
-    share its weights. total: memory of the smallest of their GPUs, bytes.
+    saved: `Plan.backends()` from the start of a run that resumes, to choose the same backends. degrees: of the ranks
+    that share the weights. total: memory of the smallest of their GPUs, bytes.
     """
     degrees, config = degrees or Degrees(), widest(config)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence

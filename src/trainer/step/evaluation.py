@@ -16,10 +16,10 @@ from trainer.parallel.collectives import all_sum, in_groups
 def mean_loss(
     model: DeepSeek, batches: Iterable[Tensor], size: int, world: World, seen: Callable[[int], None] = lambda done: None
 ) -> float:
-    """Mean language-model loss over windows, nats per token. A collective: the ranks of `world` take turns.
+    """Return the mean language-model loss over windows, nats per token. A collective: the ranks of `world` take turns.
 
-    batches: int64 [<= size, S + 1] each. seen: called now and then with the number of windows done. The model, in any
-    mode, is left in training mode.
+    batches: int64 [<= size, S + 1] each. seen: called regularly with the number of windows done. Leaves the model in
+    training mode.
     """
     model.eval()
     done = 0
@@ -27,13 +27,13 @@ def mean_loss(
     context, pipeline = 1 if model.context is None else model.context.size, model.pipeline
     readers = world.size // context // (1 if pipeline is None else pipeline.group.size())
     rank = world.rank // context % readers
-    for group in in_groups(batches, readers):  # a batch for each rank, or group that shares sequences
+    for group in in_groups(batches, readers):  # a batch for each rank, or for each group that shares sequences
         tokens = group[min(rank, len(group) - 1)]
         count = len(tokens) if rank < len(group) else 0
-        # a last batch that is smaller repeats itself, unscored: another shape would be compiled for it
+        # a smaller last batch is padded with unscored repeats: another shape would be compiled
         tokens = tokens[torch.arange(size) % len(tokens)].to(world.device)
         targets = tokens[:, 1:].clone()
-        targets[max(count, 1) :] = IGNORED  # one sequence at least is looked at; without a batch it counts nothing
+        targets[max(count, 1) :] = IGNORED  # keep one sequence even without a batch; its weight is 0
         h = model.hidden(tokens[:, :-1]) if pipeline is None else _through(model, pipeline, tokens[:, :-1])
         if h is not None:
             loss = model.loss(h, model.scored(targets))
@@ -45,8 +45,8 @@ def mean_loss(
 
 
 def _through(model: DeepSeek, pipeline: Pipeline, tokens: Tensor) -> Tensor | None:
-    """`DeepSeek.hidden` of tokens [B, S], stage by stage; None where the last one is another rank's. With several
-    stages a rank only one rank computes at a time."""
+    """Return `DeepSeek.hidden` of tokens [B, S], stage by stage; None if another rank has the last stage. With several
+    stages a rank, only one rank computes at a time."""
     h, rank = None, pipeline.group.rank()
     for stage in pipeline.stages:
         if not stage.is_first and pipeline.owners[stage.index - 1] != rank:

@@ -1,16 +1,16 @@
-"""Commit or drop: a step whose loss, gradients or amaxes are not finite, or whose loss or gradient norm is a spike,
-changes nothing.
+"""Commit or skip: a step changes nothing if its loss, gradients or amaxes are not finite, or its loss or gradient norm
+is a spike.
 
-`ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (The amaxes have to be in it:
-a saturating cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.)
-Whatever a step changes is selected by that flag: masters, moments and step counts (`found_inf`), amax histories, router
-biases, the count of committed steps. A multiplication by 0 or 1 would not do: 0 * NaN is NaN. With
-`recovery.spikes.enabled` a finite step whose numbers jump up (`trainer.step.spikes`) is not ok either.
+`ok` = losses, gradient norm and every amax of the step are finite, a flag on the device. (Amaxes must be included: a
+saturating cast turns an Inf into the format's largest value, and an activation's Inf need not reach the loss.) The flag
+selects everything that a step changes: masters, moments and step counts (`found_inf`), amax histories, router biases,
+the count of committed steps. Multiplying by 0 or 1 would fail: 0 * NaN is NaN. With `recovery.spikes.enabled` a finite
+step whose numbers jump up (`trainer.step.spikes`) is not ok either.
 
-Where it went bad first is found on the device too, as an index into one list in the order of a step: forward rows of
-the arena, the loss, backward rows from the last to the first, gradients by parameter; spikes last. So a good step
-costs no synchronisation; the host reads flag and index when it likes. All ranks come to the same verdict: losses, norms
-and amaxes are of all of them.
+The device also finds the place that went bad first, an index into one list in the order of a step: forward rows of the
+arena, the loss, backward rows from the last to the first, gradients by parameter; spikes last. A good step therefore
+needs no synchronisation; the host reads flag and index later. All ranks reach the same verdict: losses, norms and
+amaxes are reduced over them.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ COUNTERS = ("committed", "skipped", "spiked", "overflowed")
 
 
 class TrainingStopped(RunError):
-    """Training cannot continue, or a signal stopped it; the message has the reason and what to do. exit_code: of the
+    """Training cannot continue, or a signal stopped it. The message has the reason and what to do. exit_code: of the
     process."""
 
     def __init__(self, message: str, exit_code: int = 1):
@@ -41,14 +41,13 @@ class TrainingStopped(RunError):
 
 @dataclass
 class Verdict:
-    """Outcome of one step, on the device: ok (0-d bool), and where it went bad first (0-d int64, into
+    """Outcome of one step, on the device: ok (0-d bool), and place, the one that went bad first (0-d int64, into
     `StepGuard.places`).
 
-    spike: 0-d bool, it is finite and dropped all the same; reading: the evidence, None unless spikes are watched.
-    overflow: 0-d bool, only its backward pass is not finite, and loss_scale, 0-d, with which it ran, may fall
-    (`trainer.optim.loss_scale`).
-    fill: where tokens travel in slots, the largest share of their room that was needed (`models.slots`), 0-d; crowded:
-    0-d bool, more than all of it was, and nothing else is wrong.
+    spike: 0-d bool, the step is finite but skipped. reading: its numbers, None unless spikes are detected. overflow:
+    0-d bool, only the backward pass is not finite, and loss_scale, 0-d, the scale that it ran with, may fall
+    (`trainer.optim.loss_scale`). fill: if tokens travel in slots, the largest share of their room that was needed
+    (`models.slots`), 0-d. crowded: 0-d bool, the step needed more room than there was, and nothing else is wrong.
     """
 
     step: int
@@ -63,16 +62,16 @@ class Verdict:
 
 
 class Reason(NamedTuple):
-    """Why a step was dropped. line: in words; what: the fields of its event."""
+    """The reason why a step was skipped. line: in words; what: the fields of its event."""
 
     line: str
     what: dict[str, Any]
 
 
 class StepGuard:
-    """Decides whether a step counts, and counts those that did not.
+    """Decides whether a step counts, and counts the steps that do not.
 
-    committed, skipped (dropped for any reason), spiked (dropped as spikes): 0-d int64 tensors on the device.
+    committed, skipped (for any reason), spiked (skipped as spikes): 0-d int64 tensors on the device.
     """
 
     def __init__(self, arena: ScalingArena, parameter_names: list[str], config: RecoveryConfig):
@@ -105,8 +104,8 @@ class StepGuard:
         loss_scale: LossScale | None = None,
         fill: Tensor | None = None,
     ) -> Verdict:
-        """losses [n], the total first, grad_norms [P] as `Optimizer.grad_norms`, and the arena's amaxes of the step ->
-        the verdict. loss_scale: as it was in the backward pass. fill: of slots, in this step."""
+        """Return the verdict on a step with the arena's current amaxes. losses: [n], the total first. grad_norms: [P],
+        as from `Optimizer.grad_norms`. loss_scale: of the backward pass. fill: of the slots in this step."""
         reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
         spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
         fits = spiked.new_ones(1) if fill is None else (fill <= 1)[None]
@@ -120,18 +119,18 @@ class StepGuard:
         return Verdict(step, ok, place, spike, overflow, reading, loss_scale.scale.clone(), *room)
 
     def first_place(self, amax: Tensor, losses: Tensor) -> int | None:
-        """Where these amaxes [N] or losses are not finite first, as an index into `places`; None: nowhere. On the
-        host."""
+        """Return the first place at which these amaxes [N] or losses are not finite, as an index into `places`, or
+        None. On the host."""
         bad = ~torch.cat(self._finite(amax.to(self._forward.device), losses.to(self._forward.device)))
         return int(bad.int().argmax()) if bad.any() else None
 
     def _finite(self, amax: Tensor, losses: Tensor) -> list[Tensor]:
-        """Whether they are, place by place in the order of `places`."""
+        """Return whether they are finite, place by place in the order of `places`."""
         finite = torch.isfinite(amax)
         return [finite[self._forward], torch.isfinite(losses).all()[None], finite[self._backward]]
 
     def spike(self, verdict: Verdict) -> Reason | None:
-        """What to say of a step that was dropped as a spike; None: it was dropped for something else. Synchronises."""
+        """Return the reason of a step that was skipped as a spike, or None if that was not the reason. Synchronises."""
         if verdict.reading is None or not bool(verdict.spike):
             return None
         values, limits, spiked = (tensor.tolist() for tensor in verdict.reading)
@@ -146,8 +145,8 @@ class StepGuard:
         return Reason(f"step {verdict.step} is a spike: {above_limits}; nothing of it was kept", what)
 
     def overflow(self, verdict: Verdict, place: str) -> Reason | None:
-        """What to say of a step that was dropped because its loss scale was too large, first at `place`; None: it was
-        dropped for something else. Synchronises."""
+        """Return the reason of a step that was skipped because its loss scale was too large, first at `place`, or None
+        if that was not the reason. Synchronises."""
         if verdict.loss_scale is None or not bool(verdict.overflow):
             return None
         scale = float(verdict.loss_scale)
@@ -155,8 +154,8 @@ class StepGuard:
         return Reason(f"{line}{scale / 2:,.12g}, nothing else of the step was kept", {"loss_scale": scale})
 
     def crowded(self, verdict: Verdict, capacity: float) -> Reason | None:
-        """What to say of a step that was dropped because tokens had too few slots; None: it was dropped for something
-        else. capacity: that there is from now on. Synchronises."""
+        """Return the reason of a step that was skipped because tokens had too few slots, or None if that was not the
+        reason. capacity: from now on. Synchronises."""
         if verdict.fill is None or verdict.crowded is None or not bool(verdict.crowded):
             return None
         fill, line = float(verdict.fill), f"step {verdict.step} was dropped: "
@@ -167,7 +166,7 @@ class StepGuard:
         return Reason(line + fix, {"fill": fill, "capacity": capacity})
 
     def count(self, verdict: Verdict) -> None:
-        """Add the step to the counters, and to what is usual."""
+        """Add the step to the counters and to the spike statistics."""
         self.committed += verdict.ok
         self.skipped += ~verdict.ok
         self.spiked += verdict.spike
@@ -176,12 +175,12 @@ class StepGuard:
             self._spikes.commit(verdict.reading, verdict.ok)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and what is usual, for the checkpoint."""
+        """Return counters and spike statistics, for the checkpoint."""
         counters = {key: int(getattr(self, key)) for key in COUNTERS}
         return {**counters, "spikes": None if self._spikes is None else self._spikes.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them. A run that did not watch for spikes begins to from nothing."""
+        """Restore them. A run that did not detect spikes before starts without statistics."""
         for key in COUNTERS:
             getattr(self, key).fill_(state.get(key, 0))
         if self._spikes is not None and state.get("spikes") is not None:

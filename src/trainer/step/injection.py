@@ -1,13 +1,13 @@
-"""Faults on demand: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf|1e4}`.
+"""Injected faults: `debug.inject={step: N, where: loss|gradient|activation|weight, value: nan|inf|1e4}`.
 
-For trying out recovery on a real run. In the chosen step's first microbatch the loss is multiplied by the value, or one
-number is replaced by it: in an activation or its gradient at the end of the middle block's first sublayer, or in a
-compute weight of that block (not in the master: the next step quantises it afresh). A value that is finite makes a
-spike, which is dropped with `recovery.spikes.enabled=true` only.
+They test recovery on a real run. In the first microbatch of the chosen step the loss is multiplied by the value, or one
+element is replaced by it: in an activation or its gradient at the end of the middle block's first sublayer, or in a
+compute weight of that block (not in the master: the next step quantises it afresh). A finite value makes a spike, which
+is skipped only with `recovery.spikes.enabled=true`.
 
-`steps: 5` does so in five steps from N on, `windows: [BEGIN, END]` only in those that read one of these windows of the
-run's stream (step N without rewinds reads windows (N - 1) B to N B - 1, where B is the global batch size): a fault of
-the data, not of the moment, which does not come again where the data is left out.
+`steps: 5` injects the fault in five steps from N on. `windows: [BEGIN, END]` injects it only in steps that read one of
+these windows of the run's stream (step N without rewinds reads windows (N - 1) B to N B - 1, where B is the global
+batch size): such a fault belongs to the data and disappears when the data is left out.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from trainer.parallel.shard_views import local
 
 
 class Injector:
-    """Puts a fault into steps."""
+    """Injects a fault into steps."""
 
     def __init__(self, config: InjectConfig, model: DeepSeek):
         self._config = config
@@ -35,25 +35,25 @@ class Injector:
             self._probe = FaultyProbe(block.attn_probe, config.where, config.value, device)
             block.add_module("attn_probe", self._probe)
         elif config.where is Where.weight:
-            # not in `before`: where ranks share the weights, there is none before the block has gathered it
+            # not in `before`: sharded weights exist only after the block has gathered them
             block.register_forward_pre_hook(self._spoil_weight)
         self._layer = [layer for layer in gemm_layers(block) if isinstance(layer, Linear)][-1]
 
     def before(self, step: int, microbatch: int) -> None:
-        """Call before each microbatch's forward pass, after the weights were made."""
+        """Arm or disarm the fault. Call it before each microbatch's forward pass, after the weights were made."""
         c = self._config
         self._armed = c.step <= step < c.step + c.steps and microbatch == 0 and self._reads
         if self._probe is not None:
             self._probe.armed.fill_(self._armed)
 
     def data(self, windows: np.ndarray) -> None:
-        """Numbers, in the run's stream, of the windows that the next step reads; call it before each."""
+        """Take the windows, numbered in the run's stream, of the next step; call it before each step."""
         if self._config.windows is not None:
             begin, end = self._config.windows
             self._reads = bool(((windows >= begin) & (windows < end)).any())
 
     def loss(self, loss: Tensor) -> Tensor:
-        """The loss, spoilt if it is its turn."""
+        """Return the loss, with the fault if it is armed."""
         return loss * self._value if self._armed and self._config.where is Where.loss else loss
 
     @torch.no_grad()
@@ -64,15 +64,15 @@ class Injector:
         master = local(self._layer.weight)
         if operand.data.untyped_storage().data_ptr() == master.untyped_storage().data_ptr():  # FP32 computes with it
             operand = self._layer.operand = operand._replace(data=operand.data.clone())
-        spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity: a scale
-        spoilt.view(-1)[:1].fill_(self._value)  # stands for all; filled, since an item that is set waits for the GPU
+        spoilt = operand.data if operand.scale_inv is None else operand.scale_inv  # E4M3 has no infinity: use a scale
+        spoilt.view(-1)[:1].fill_(self._value)  # one element suffices; fill_, as item assignment waits for the GPU
 
 
 class FaultyProbe(nn.Module):
-    """A probe that, while it is armed, sees a number in what passes through it, or in its gradient, spoilt.
+    """A probe that, while armed, replaces an element of its input or of the gradient.
 
-    A module of a class of its own, not a hook: compiled graphs are shared by all blocks whose modules are of the same
-    classes, whatever hooks they have. And armed by a tensor, so that the graph stays the same.
+    It is a module class of its own, not a hook: all blocks whose modules have the same classes share a compiled graph,
+    whatever their hooks. A tensor arms it, so that the graph stays the same.
     """
 
     def __init__(self, probe: AmaxProbe, where: Where, value: float, device: torch.device):
@@ -82,7 +82,7 @@ class FaultyProbe(nn.Module):
         self.armed = torch.zeros((), dtype=torch.bool, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, spoilt if it is its turn."""
+        """Return x, with the fault if armed."""
         if not torch.is_grad_enabled():
             return self.probe(x)
         if self.where is Where.activation:
@@ -102,6 +102,6 @@ class _SpoilGradient(torch.autograd.Function):
 
 
 def _spoilt(x: Tensor, armed: Tensor, value: Tensor) -> Tensor:
-    """x with `value` for its first number, if `armed`."""
+    """Return x with `value` as its first element if `armed`."""
     first = (torch.arange(x.numel(), device=x.device) == 0).view(x.shape)
     return torch.where(first & armed, value.to(x.dtype), x)

@@ -1,7 +1,7 @@
-"""Metrics of a step: gathered on the device, copied once at the logging interval.
+"""Metrics of a step: collected on the device, copied once at the logging interval.
 
-Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_second`, ...). What is computed on the
-device arrives as 0-d tensors and leaves in one copy; what the host knows (time, memory) is added here.
+Keys are grouped by slashes (`loss/lm`, `optim/grad_norm`, `perf/tokens_per_second`, ...). Device metrics are 0-d
+tensors and leave in one copy; host metrics (time, memory) are added here.
 """
 
 import resource
@@ -23,7 +23,7 @@ BF16_PEAK = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B2
 
 
 def bf16_peak(device: torch.device) -> float | None:
-    """Peak of the GPU in BF16, FLOP/s; None where it is not known."""
+    """Return the GPU's BF16 peak in FLOP/s, or None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -31,7 +31,7 @@ def bf16_peak(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far, GiB: by tensors on a GPU, by the process on a CPU."""
+    """Return the peak memory in GiB: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB elsewhere
@@ -39,7 +39,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def allocated_memory_gib(device: torch.device) -> float:
-    """Memory held now, GiB: by tensors on a GPU, by the process on a CPU (its peak, if the current value is hidden)."""
+    """Return the current memory in GiB: of tensors on a GPU, of the process on a CPU (its peak, if the current value is
+    hidden)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30
     pages = Path("/proc/self/statm")
@@ -49,8 +50,9 @@ def allocated_memory_gib(device: torch.device) -> float:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Memory in a line: see `peak_memory_gib` and `allocated_memory_gib`; on a GPU also how often so far the allocator
-    found no whole piece, though there was room, and gave back to the driver what it kept, for which the GPU waits."""
+    """Return the memory metrics of a line: `peak_memory_gib`, `allocated_memory_gib`, and on a GPU the number of
+    allocation retries so far: the allocator found no contiguous block, freed its cache, and the GPU had to be waited
+    for."""
     memory = {"memory/peak_gib": peak_memory_gib(device), "memory/allocated_gib": allocated_memory_gib(device)}
     if device.type == "cuda":
         memory["memory/allocator_retries"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
@@ -58,8 +60,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
-    """Bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after each
-    step.)"""
+    """Return the bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after
+    each step.)"""
     kept = [*(p for p in model.parameters() if not p.is_meta), *model.buffers()]
     kept += [t for layer in gemm_layers(model) if layer.operand is not None for t in layer.operand if t is not None]
     kept += [t for state in optimizer_state.values() for t in state.values() if not t.is_meta]
@@ -67,10 +69,11 @@ def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]])
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Tensors of one device, of any shape, in one copy -> numbers, and of those with dimensions nested lists."""
+    """Copy tensors of one device, of any shape, to the host at once: numbers, or nested lists for tensors with
+    dimensions."""
     if not tensors:
         return {}
-    alike: dict[torch.dtype, list[str]] = {}  # put together first: fewer launches
+    alike: dict[torch.dtype, list[str]] = {}  # concatenated by dtype first: fewer launches
     for key, tensor in tensors.items():
         alike.setdefault(tensor.dtype, []).append(key)
     order = [key for keys in alike.values() for key in keys]
@@ -81,7 +84,7 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def load_metrics(load: Tensor) -> dict[str, Tensor]:
-    """load [blocks, E], tokens each expert got -> largest over mean, averaged and at worst over blocks."""
+    """Return largest over mean load, the mean and the maximum over blocks. load: [blocks, E], tokens of each expert."""
     if load.numel() == 0:
         return {}
     ratio = load.amax(dim=1).double() / load.double().mean(dim=1)
@@ -89,7 +92,8 @@ def load_metrics(load: Tensor) -> dict[str, Tensor]:
 
 
 def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
-    """Range of the scales and the largest amax over the tensors in FP8, of the step in progress; empty without FP8."""
+    """Return the range of the scales and the largest amax over the FP8 tensors of the step in progress; empty without
+    FP8."""
     if not arena.num_scaled:
         return {}
     used = arena.scaled & (arena.scale > 0)
@@ -101,7 +105,7 @@ def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
 
 
 class Throughput:
-    """Tokens per second between readings. What happens under `paused()` (evaluation, saving) does not count.
+    """Tokens per second between readings. Time under `paused()` (evaluation, saving) does not count.
 
     flops_per_token: of the steps to come.
     """
@@ -119,19 +123,19 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside is not counted."""
+        """Exclude the time spent inside."""
         began, self.is_paused = time.perf_counter(), True
         yield
         self.is_paused = False
         self._paused += time.perf_counter() - began
 
     def step(self, tokens: int) -> None:
-        """A step with this many tokens is done."""
+        """Count a finished step with this many tokens."""
         self._tokens += tokens
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Rates since the last reading. The caller has waited for the device."""
+        """Return the rates since the last reading. The caller has waited for the device."""
         seconds = time.perf_counter() - self._began - self._paused
         self.latest = self._tokens, seconds, self._steps
         rate = self._tokens / seconds
@@ -148,5 +152,5 @@ class Throughput:
 
     @property
     def median(self) -> float:
-        """Of the readings after the first, in which kernels are compiled; of that one if there are no others."""
+        """Median over the readings after the first, which includes compilation; the first if it is the only one."""
         return statistics.median(self._rates[1:] or self._rates or [0.0])

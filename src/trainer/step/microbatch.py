@@ -2,24 +2,23 @@
 
 A step of a small model on a fast GPU waits for Python and for kernel launches. A CUDA graph is the whole sequence of
 kernels of a forward and backward pass, recorded once and launched with one call. It runs the same kernels on the same
-addresses each time, so
+addresses each time:
 
     tokens        are copied into one buffer before each launch
     gradients     stay where the recording put them. Two graphs: the first microbatch of a step *makes* the gradients
-                  (nothing has to be zeroed, and no sum is read back), later ones add to them in place
+                  (without zeroing or reading a sum), later ones add to them in place
     losses        are copied out after each launch
-    weights       the GEMMs' operands are refreshed in place, scales and amaxes are rows of one arena: all at rest
-    nothing       may wait for the host, or choose by a value that is on the device
+    weights       keep their addresses: operands are refreshed in place, scales and amaxes are rows of one arena
+    nothing       may wait for the host, or branch on a value on the device
 
-A replay runs no Python, and so shows no observer what it casts (`precision.observe`). Microbatches of a step that is
-sampled have a graph of their own, which adds to gradients, for the first one to zeros: that changes no bit of them.
+A replay runs no Python, so no observer sees its casts (`precision.observe`). Microbatches of a sampled step have a
+graph of their own, which adds to gradients. The first one adds to zeros, which changes no bit.
 
-Before a recording the same microbatch runs the plain way, on the stream that will record: kernels are compiled, tuned
-and loaded, libraries take their workspaces. Amaxes are maxima, so that this leaves no trace. The first step that is
-sampled is such a run itself; graphs that are there already are dropped before it, so that their memory is free, and
-made again after it.
+Before a recording the same microbatch runs eagerly on the recording stream: kernels are compiled, tuned and loaded,
+libraries allocate their workspaces. Amaxes are maxima, so this leaves no trace. The first sampled step is such an eager
+run itself; existing graphs are dropped before it, to free their memory, and recorded again after it.
 
-The graphs own a memory pool, the size of what a microbatch takes. Others (evaluation) cannot use it.
+The graphs own a memory pool, as large as a microbatch needs. Other passes (evaluation) cannot use it.
 """
 
 import warnings
@@ -34,32 +33,31 @@ from precision.errors import UserError
 from precision.observe import Observer, sampler, unsampled
 from trainer.optim.loss_scale import LossScale
 
-WARM_UP = 3  # passes before a recording; the second one on adds to gradients, as later microbatches do
+WARM_UP = 3  # passes before a recording; from the second on they add to gradients, as later microbatches do
 
 
 class Microbatch(Protocol):
     """Runs microbatches."""
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
-        """Forward and backward of microbatch `index` of the `count` of a step, tokens [B, S + 1] int64.
+        """Run forward and backward of microbatch `index` of the `count` of a step, tokens [B, S + 1] int64.
 
         Adds the gradients of total / count, times the loss scale if there is one, to the parameters' `grad`; index 0
-        finds them at None and makes them.
-        Returns the losses, detached.
+        finds them at None and makes them. Returns the losses, detached.
         """
         ...
 
     def release(self) -> None:
-        """Let go of what an evaluation has gathered."""
+        """Free the weights that an evaluation has gathered."""
         ...
 
     def forget(self) -> None:
-        """The next step's microbatches are of another shape or number, or the model's weights of losses are others."""
+        """Forget recordings: shape or number of microbatches, or the model's loss weights, change."""
         ...
 
 
 class EagerMicrobatch:
-    """The plain way. spoil: what happens to the loss before its backward pass (`debug.inject`)."""
+    """Runs microbatches eagerly. spoil: applied to the loss before its backward pass (`debug.inject`)."""
 
     def __init__(
         self, model: DeepSeek, spoil: Callable[[Tensor], Tensor] | None = None, loss_scale: LossScale | None = None
@@ -75,28 +73,28 @@ class EagerMicrobatch:
         return losses.detached(total)
 
     def release(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no weights are gathered."""
 
     def forget(self) -> None:
-        """Nothing was recorded."""
+        """Do nothing: nothing is recorded."""
 
 
 def loss_factor(model: DeepSeek, count: int, loss_scale: LossScale | None) -> Tensor | None:
-    """What the loss of one of `count` microbatches is multiplied by before its backward pass, 0-d, for which the model
-    is made ready; None: 1 / count."""
+    """Return the factor of the loss of one of `count` microbatches before its backward pass, 0-d, and set it on the
+    model; None: 1 / count."""
     model.loss_scale = None if loss_scale is None else loss_scale.scale / count
     return model.loss_scale
 
 
 class _Unrecordable(Exception):
-    """What stood in the way of a recording."""
+    """The recording failed."""
 
 
 class GraphedMicrobatch:
-    """As CUDA graphs; see the module docstring. All microbatches are of one shape, all steps of one count, until
-    `forget`.
+    """Runs microbatches as CUDA graphs; see the module docstring. Until `forget`, all microbatches have one shape and
+    all steps one count.
 
-    must: where recording fails, raise UserError; else warn and continue the plain way.
+    must: if recording fails, raise UserError; else warn and continue eagerly.
     """
 
     def __init__(self, model: DeepSeek, must: bool = True, loss_scale: LossScale | None = None):
@@ -105,30 +103,30 @@ class GraphedMicrobatch:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._stream = torch.cuda.Stream()
         self._warm, self._failed = False, False
-        self._observer: Observer | None = None  # who has seen a plain pass, and so may see a graph
+        self._observer: Observer | None = None  # the observer of an eager pass, which a sampled graph may serve
         self._forget()
 
     def forget(self) -> None:
-        """Drop what was recorded; the next call records again."""
+        """Drop the recordings; the next call records again."""
         torch.cuda.synchronize()
         self._warm, self._observer = False, None
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of graphs, gradients and their memory."""
+        """Free graphs, gradients and their memory."""
         self._tokens = torch.empty(0)
         self._gradients: list[Tensor | None] = []
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Losses]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
-        """See `Microbatch`. The first call records, and the first one with index > 0, and the second sampled step."""
+        """See `Microbatch`. The first call records; so do the first one with index > 0, and the second sampled step."""
         seen_by = sampler()
         if self._failed:
             return self._run(tokens, index, count)
         if seen_by is not None and seen_by is not self._observer:
             if index == 0 and self._graphs:
-                torch.cuda.synchronize()  # once a run: the last of them may still be at work
+                torch.cuda.synchronize()  # once a run: the last replay may still run
                 self._forget()
             losses = self._run(tokens, index, count)
             if index == count - 1:
@@ -150,7 +148,7 @@ class GraphedMicrobatch:
         return self._run(tokens, index, count)
 
     def release(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no weights are gathered."""
 
     def _replay(self, tokens: Tensor, index: int, count: int, sampled: bool) -> Losses:
         if not self._graphs:
@@ -160,7 +158,7 @@ class GraphedMicrobatch:
                 self._graphs["first"] = self._record(0, count)
             self._gradients = [p.grad for p in self._parameters]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient  # the optimizer lets go of them after each step
+            parameter.grad = gradient  # the optimizer drops them after each step
         if sampled and index == 0:
             for gradient in self._gradients:
                 if gradient is not None:
@@ -188,11 +186,11 @@ class GraphedMicrobatch:
     def _record(self, index: int, count: int) -> tuple[torch.cuda.CUDAGraph, Losses]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: a checkpoint that is being written by another thread may use the GPU meanwhile
+            # thread_local: another thread that writes a checkpoint may use the GPU meanwhile
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 losses = self._run(self._tokens, index, count)
         except RuntimeError as error:
-            cause = error.__context__ or error  # the end of a broken recording hides what broke it
+            cause = error.__context__ or error  # the error at the end of a failed recording hides its cause
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             raise _Unrecordable(str(cause).splitlines()[0]) from error

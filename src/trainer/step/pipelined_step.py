@@ -2,12 +2,12 @@
 
 Rank i of p computes p - i microbatches forward, then backward and forward in turn, then the rest backward, by
 `torch.distributed.pipelining`. It idles for p - 1 of m + p - 1 microbatches' times. With v stages a rank (interleaved)
-a round of p microbatches goes through its first stage, then through its second one, and so on; it idles for p - 1 of
-v m + p - 1 stages' times. FSDP's settings are those of `ShardedMicrobatch`: they are set before each backward pass, and
-the last one of a stage reduces.
+a round of p microbatches goes through its first stage, then through its second one, and so on; it idles for p - 1 of v
+m + p - 1 stages' times. FSDP's settings are those of `ShardedMicrobatch`, set before each backward pass; the last
+backward pass of a stage reduces.
 
-Nothing but messages between neighbouring stages happens meanwhile. What all ranks have to know (losses, loads, amaxes,
-norms) is one message after the last microbatch, with zeros from stages that have no part in it.
+Meanwhile only neighbouring stages exchange messages. Losses, loads, amaxes and norms are reduced over all ranks in one
+message after the last microbatch, with zeros from stages that do not have them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,8 @@ from trainer.step.stage_clock import StageClock
 
 
 class PipelinedStep:
-    """This rank's stages of all microbatches of a step. ranks: that have the same stages, and share their weights."""
+    """Runs this rank's stages for all microbatches of a step. ranks: that have the same stages, and share their
+    weights."""
 
     def __init__(
         self, model: DeepSeek, pipeline: Pipeline, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
@@ -39,11 +40,11 @@ class PipelinedStep:
         self._parts = [_Part(model, stage, loss_scale) for stage in pipeline.stages]
         self._shared = {stage: shared_modules(*model.blocks_of(stage)) for stage in pipeline.stages}
         self._device = next(p.device for p in model.parameters() if not p.is_meta)
-        self._left = 0  # backward passes of the step
+        self._left = 0  # remaining backward passes of the step
         self.clock = StageClock(self._device)
 
     def __call__(self, microbatches: Sequence[Tensor]) -> list[Losses]:
-        """Forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as ranks.
+        """Run forward and backward of microbatches [B, S + 1] int64, of one shape, at least as many as ranks.
 
         Adds the gradients of each one's total / their number over all ranks, times the loss scale if there is one, to
         the parameters' `grad`. Returns the losses of each, detached: these stages' share of them.
@@ -65,11 +66,11 @@ class PipelinedStep:
 
     @contextmanager
     def backward(self, stage: Stage, last: bool) -> Iterator[None]:
-        """Around a stage's backward pass. last: it is the one of the step's last microbatch."""
+        """Set up FSDP for a stage's backward pass inside. last: it is for the step's last microbatch."""
         self._left -= 1
         sharding, ends = self._sharding, self._left == 0
         sharding.before_backward(self._shared[stage], reduces=last, frees=last, ends=ends)
-        # embedding, final norm and head are of some stages, and FSDP gathers them for all
+        # some stages use embedding, final norm and head, but FSDP gathers them for all
         reduces = last and (stage.is_first or stage.is_last)
         sharding.before_backward(sharding.shared[:1], reduces=reduces, frees=ends, ends=ends)
         yield
@@ -78,7 +79,7 @@ class PipelinedStep:
     def _make(self, count: int, tokens: Tensor) -> Schedule1F1B | ScheduleInterleaved1F1B:
         B, S = tokens.shape[0], tokens.shape[1] - 1
         dtype = self._model.embed.residual
-        # their gradients travel; both ends are given, else torch runs the stage to see
+        # they carry gradients; both shapes are given, else torch runs the stage to infer them
         between = tuple(
             torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             for shape in self._model.carried_shapes(B, S)
@@ -107,7 +108,8 @@ class PipelinedStep:
 
 
 class _Part(nn.Module):
-    """A stage as torch's schedule calls it. The model is none of its modules: FSDP's settings are not torch's."""
+    """A stage as torch's schedule calls it. It does not register the model as a submodule: FSDP's settings are not
+    torch's."""
 
     def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None):
         super().__init__()
@@ -116,7 +118,7 @@ class _Part(nn.Module):
         self.begin(1)
 
     def begin(self, count: int) -> None:
-        """Before a step of so many microbatches, of all ranks."""
+        """Prepare for a step of `count` microbatches, over all ranks."""
         self._count = count
         self.losses: list[Losses] = []
 
@@ -146,7 +148,7 @@ class _ShardedStage(PipelineStage):
 
     @contextmanager
     def _without_buffers(self) -> Iterator[None]:
-        """Torch makes buffers for all microbatches of a step; here each is made when it is received."""
+        """Keep torch from allocating receive buffers for all microbatches of a step: each is allocated on receipt."""
         device, self.device = self.device, torch.device("meta")
         yield
         self.device = device
@@ -162,7 +164,9 @@ class _ShardedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.around.clock.computes():
             made = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _place(self.args_recv_info[fwd_chunk_id], "meta")  # kept for the backward pass, and no longer
+        _place(
+            self.args_recv_info[fwd_chunk_id], "meta"
+        )  # now only the backward pass holds it
         return made
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +177,7 @@ class _ShardedStage(PipelineStage):
 
 
 def _place(infos: Sequence[Any], device: torch.device | str) -> None:
-    """Other buffers for what torch receives there: memory, or none of it (meta). What the stage reads has none."""
+    """Replace torch's receive buffers by new ones on this device; on meta they need no memory."""
     for info in infos:
         if (buffer := getattr(info, "buffer", None)) is not None:
             info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

@@ -1,28 +1,29 @@
 """Profiles a window of steps: `profile.steps=[10, 12]`.
 
-Two files in the run's folder, for viewers that exist:
+Two files in the run's folder, for existing viewers:
 
-    profile/trace_step10-12.json.gz     what the CPU and the GPU did, when: chrome://tracing or https://ui.perfetto.dev
-    profile/memory_step10-12.pickle     every allocation on the GPU and who made it: https://pytorch.org/memory_viz
+    profile/trace_step10-12.json.gz     timeline of CPU and GPU: chrome://tracing or https://ui.perfetto.dev
+    profile/memory_step10-12.pickle     every allocation on the GPU with its origin: https://pytorch.org/memory_viz
 
-and of each rank, if there are many: trace_step10-12_rank0.json.gz, trace_step10-12_rank1.json.gz, ...
+With several ranks, one of each per rank: trace_step10-12_rank0.json.gz, trace_step10-12_rank1.json.gz, ...
 
-Recording slows the steps of the window down, and writing takes a while after it; all other steps are untouched. Look at
-steps well after the first, in which blocks are compiled. A run that is resumed within the window, or ends in it,
-records what it has of it.
+Recording slows the steps of the window down, and writing takes a while after it; other steps are unaffected. Choose
+steps well after the first, in which blocks are compiled. A run that resumes or ends within the window records the part
+that it runs.
 """
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import ProfileConfig
 
-QUIET = "6"  # of Kineto's log levels: above the lines that it prints at each start and stop
-MAX_ALLOCATIONS = 200_000  # events in a memory snapshot, the newest ones; up to a few KB each
+QUIET = "6"  # Kineto's log level: above the lines that it prints at each start and stop
+MAX_ALLOCATIONS = 200_000  # newest events in a memory snapshot; up to a few KB each
 
 
 class Profiler:
@@ -42,7 +43,7 @@ class Profiler:
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Start recording if the window begins with `step`. Call it before a step."""
         if step not in self._window:
             return
         if self._profile is None:
@@ -52,7 +53,7 @@ class Profiler:
         self._span.__enter__()
 
     def end(self, step: int) -> None:
-        """After it; writes the files if it is the last of the window, which takes seconds."""
+        """Write the files if `step` ends the window, which takes seconds. Call it after a step."""
         if self._span is not None:
             self._span.__exit__(None, None, None)
             self._span = None
@@ -60,12 +61,12 @@ class Profiler:
             self._write(self._profile)
 
     def close(self) -> None:
-        """The run ends, perhaps badly: write what there is of a window that is not over."""
+        """Write an unfinished window at the end of the run, also after an error."""
         try:
             self.end(self._last)
             if self._profile is not None:
                 self._write(self._profile)
-        except (OSError, RuntimeError) as error:  # after a fault of the GPU nothing can be had from it
+        except (OSError, RuntimeError) as error:  # after a GPU fault there is nothing to write
             message = f"steps {self._first} to {self._last} were recorded, but: {str(error).splitlines()[0]}"
             self._on_event("profile", self._last, message, failed=True)
 
@@ -73,7 +74,7 @@ class Profiler:
         self._first = step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:
-            torch.cuda.synchronize()  # what is under way belongs to the step before
+            torch.cuda.synchronize()  # pending work belongs to the step before
             if self._memory:
                 torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ALLOCATIONS)
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
@@ -87,12 +88,14 @@ class Profiler:
         recorded.stop()
         self._folder.mkdir(exist_ok=True)
         window = f"step{self._first}-{self._last}{self._whose}"
-        paths = [self._folder / f"trace_{window}.json.gz"]
-        recorded.export_chrome_trace(str(paths[0]))
-        if self._cuda and self._memory:
-            paths.append(self._folder / f"memory_{window}.pickle")
-            torch.cuda.memory._dump_snapshot(str(paths[1]))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        names = [f"trace_{window}.json.gz"]
+        with TemporaryDirectory(dir=self._folder) as new:  # torch would write through a link of that name
+            recorded.export_chrome_trace(f"{new}/{names[0]}")
+            if self._cuda and self._memory:
+                names.append(f"memory_{window}.pickle")
+                torch.cuda.memory._dump_snapshot(f"{new}/{names[1]}")
+                torch.cuda.memory._record_memory_history(enabled=None)
+            paths = [Path(new, name).rename(self._folder / name) for name in names]
         message = f"steps {self._first} to {self._last} recorded: {', '.join(path.name for path in paths)}"
         if self._memory and not self._cuda:
             message += "; no memory snapshot, which there is of a GPU only"

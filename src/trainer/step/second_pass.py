@@ -1,7 +1,7 @@
 """A forward and backward pass without effect on training, bit for bit.
 
-Between two steps nothing is on the way: gradients are gone, gathered weights are freed, the data cursor and the random
-numbers are the host's. What a pass leaves behind is known, and is put away here:
+Between two steps nothing is in flight: gradients are dropped, gathered weights are freed, and the data cursor and the
+random numbers are the host's. The effects of a pass are known and undone here:
 
     maxima in the arena       saved before, restored after; scales and histories are only read
     compute weights           made again at the start; the next step does the same from the same masters and scales
@@ -10,10 +10,10 @@ numbers are the host's. What a pass leaves behind is known, and is put away here
     load of the experts       an output of the model: not used
     debug.inject              disarmed: a fault belongs to its step
 
-The pass is eager, whatever the run is: nothing is compiled for it, and a CUDA graph of the step is left alone. (It
-finds its operands where they were, and its gradients are attached again in each step.)
+The pass is always eager: nothing is compiled for it, and a CUDA graph of the step stays valid. (Its operands keep their
+addresses, and its gradients are attached again in each step.)
 
-All ranks make the same passes: there are collectives in them.
+The passes contain collectives: all ranks must make the same ones.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from trainer.step.engine import Engine
 
 OnGradient = Callable[[str, nn.Parameter], None]
-"""Called with a parameter's name when its gradient is complete, `parameter.grad`; it may take it, or let go of it."""
+"""Called with a parameter's name when its gradient, `parameter.grad`, is complete. It may take or free the gradient."""
 
 
 @contextmanager
 def off_record(engine: Engine) -> Iterator[None]:
-    """Passes made inside leave no trace. Between two steps only. A collective where there are ranks."""
+    """Undo the effects of the passes inside. Only between two steps. A collective if there are several ranks."""
     maxima = engine.arena.amax, engine.arena.max_logits
     before = [each.clone() for each in maxima]
     if engine.injector is not None:
-        engine.injector.before(0, 0)  # there is no such step
+        engine.injector.before(0, 0)  # no such step: disarm
     engine.microbatch.release()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -55,12 +55,12 @@ def off_record(engine: Engine) -> Iterator[None]:
 
 
 def run(engine: Engine, tokens: Tensor, batch: int, on_gradient: OnGradient) -> Losses:
-    """Forward and backward of tokens [b, S + 1] (this rank's), inside `aside`. Returns the losses, detached: of these
-    tokens.
+    """Run forward and backward of this rank's tokens [b, S + 1], inside `off_record`. Return the detached losses of
+    these tokens.
 
-    batch: sequences of a step, of all ranks. Gradients are as large as in a step of so many, of which these are b: what
-    scales know from earlier steps fits them. Where ranks share weights, they are added up over the ranks. With a loss
-    scale the backward pass is the one that a step would make, and what `on_gradient` sees is divided by it.
+    batch: sequences of a step, of all ranks. Gradients are scaled as in a step of `batch` sequences, of which these are
+    b, so that they fit the scales of earlier steps. Gradients of shared weights are added up over the ranks. A loss
+    scale applies as in a step; `on_gradient` receives the gradient divided by it.
     """
     share = len(tokens) / batch / engine.degrees.sequence
     scale = None if engine.loss_scale is None else engine.loss_scale.scale

@@ -16,11 +16,11 @@ from trainer.step.microbatch import Microbatch
 
 
 class ShardedMicrobatch:
-    """Microbatches of a model that ranks share. When gradients are reduced, and gathered weights freed.
+    """Runs microbatches of a model that ranks share, and decides when gradients are reduced and gathered weights freed.
 
-    Where each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block takes backward;
-    else the step's last one does, and until then they are added up where they were made. Weights that are kept (always:
-    embedding and head) stay for the next microbatch, too: masters change between steps only.
+    If each microbatch reduces its gradients, no rank holds a whole gradient for longer than a block's backward pass.
+    Otherwise only the step's last one reduces, and gradients accumulate locally until then. Weights that are kept
+    (always: embedding and head) also stay for the next microbatch: masters change only between steps.
     """
 
     def __init__(self, model: DeepSeek, run: Microbatch, world_size: int, policy: FsdpPolicy):
@@ -31,7 +31,7 @@ class ShardedMicrobatch:
         """All modules that FSDP shards, the model first."""
 
     def __call__(self, tokens: Tensor, index: int, count: int) -> Losses:
-        """See `Microbatch`; index and count are of this rank's own."""
+        """See `Microbatch`; index and count are this rank's own."""
         if index == 0:
             self.begin()
         last = index == count - 1
@@ -42,13 +42,13 @@ class ShardedMicrobatch:
         return losses
 
     def begin(self) -> None:
-        """A step of microbatches."""
+        """Begin a step."""
         if self._agreed is not None:
             self._agreed.forget()
 
     def before_backward(self, modules: Iterable[FSDPModule], *, reduces: bool, frees: bool, ends: bool = False) -> None:
-        """Of one of several microbatches. reduces, frees: it is the last one that adds to gradients of `modules`, and
-        that gathers their weights; ends: and those of any."""
+        """Set up FSDP before the backward pass of one of several microbatches. reduces, frees: it is the last that adds
+        to gradients of `modules`, and that gathers their weights; ends: the last of all modules."""
         if not self._policy.reduce_each_microbatch:
             self.shared[0].set_is_last_backward(ends)
         for module in modules:
@@ -58,19 +58,19 @@ class ShardedMicrobatch:
                 module.set_reshard_after_backward(frees, recurse=False)
 
     def after_backward(self, ends: bool, device: torch.device) -> None:
-        """ends: it was the step's last one."""
+        """Finish a backward pass. ends: it was the step's last one."""
         self._large.finish(device)
         if ends and self._model.tensor is not None:
             add_up(self._model)
         if ends and self._agreed is not None:
-            self._agreed.forget()  # what follows, the next step or an evaluation, does so with other masters
+            self._agreed.forget()  # the next step or an evaluation has other masters
 
     def forget(self) -> None:
         """See `Microbatch`."""
         self._run.forget()
 
     def release(self) -> None:
-        """Free gathered weights: an evaluation has no backward pass that would."""
+        """Free the gathered weights: an evaluation has no backward pass that would."""
         for module in self.shared:
             module.reshard()
         if self._agreed is not None:
@@ -78,5 +78,5 @@ class ShardedMicrobatch:
 
 
 def shared_modules(*modules: nn.Module) -> list[FSDPModule]:
-    """Of them and below, what FSDP shards."""
+    """Return the modules at or below these that FSDP shards."""
     return [inner for module in modules for inner in module.modules() if isinstance(inner, FSDPModule)]

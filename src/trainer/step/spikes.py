@@ -1,21 +1,21 @@
-"""Spikes: steps whose loss or gradient norm jumps above what has been usual.
+"""Spikes: steps whose loss or gradient norm jumps above its usual value.
 
-A step is a spike if, of the total loss or of the gradient norm x,
+A step is a spike if, for x the total loss or the gradient norm,
 
     log x > c + threshold * max(s, FLOOR)        c = median, s = 1.4826 * median(|log x_i - c|)      of committed steps
 
-Median and MAD (median absolute deviation; 1.4826 makes it the standard deviation of a normal distribution) because up
-to half of the window may be outliers before they move: a mean and a standard deviation are moved by the first spike
-that gets in, and hide the next one. Logarithms because both numbers are positive and vary in proportion to their size:
-gradient norms have a long tail to the right, which ordinary deviations would take for spikes, and FLOOR is then a
-share of the value. It keeps a run whose loss has become almost constant from dropping steps for nothing: with a
-threshold of 6, no loss less than 13 % above the median is a spike, and no norm less than 82 % above it.
+Median and MAD (median absolute deviation; 1.4826 makes it the standard deviation of a normal distribution) tolerate
+outliers in up to half of the window. The first spike in the window would move a mean and a standard deviation, and hide
+the next one. Logarithms are used because both numbers are positive and vary in proportion to their size: gradient norms
+have a long tail to the right, which plain deviations would take for spikes, and FLOOR becomes a share of the value.
+FLOOR keeps a run with an almost constant loss from skipping steps for nothing: with a threshold of 6, no loss less than
+13 % above the median is a spike, and no norm less than 82 % above it.
 
-Only a rise counts. Early in training the loss falls fast: its median lags above it and its deviation is large, so that
-little is a spike; before `min_steps` nothing is. What lasts (a change of the data, say) is dropped again and again,
-since dropped steps do not enter the window, until the limit of consecutive dropped steps sends it up the ladder.
+Only a rise counts. Early in training the loss falls fast: its median lags above it and its deviation is large, so
+little is a spike; before `min_steps` nothing is. A lasting change (of the data, say) is skipped again and again, since
+skipped steps do not enter the window, until the limit of consecutive skips invokes the ladder.
 
-All of it happens on the device and without waiting for the host: two sorts of 2 x window numbers a step.
+All of it runs on the device without waiting for the host: two sorts of 2 x window numbers a step.
 """
 
 from typing import NamedTuple
@@ -32,8 +32,8 @@ TINY = 1e-30
 
 
 class Reading(NamedTuple):
-    """Of one step, on the device: value [2] of total loss and gradient norm, limit [2] of each (inf: none yet), and
-    which of them is above it, spiked [2] bool."""
+    """One step, on the device: value [2] of total loss and gradient norm, limit [2] of each (inf: none yet), and spiked
+    [2] bool, whether each exceeds its limit."""
 
     value: Tensor
     limit: Tensor
@@ -41,8 +41,8 @@ class Reading(NamedTuple):
 
 
 class SpikeWatch:
-    """Knows what is usual. values [2, W]: logarithms of total loss and gradient norm of the last W committed steps, the
-    newest first; seen: how many of them there are, 0-d int64."""
+    """Statistics of recent steps. values [2, W]: logarithms of total loss and gradient norm of the last W committed
+    steps, the newest first; seen: how many of them there are, 0-d int64."""
 
     def __init__(self, config: SpikesConfig, device: torch.device):
         self._config = config
@@ -52,8 +52,8 @@ class SpikeWatch:
         self._slots = torch.arange(config.window, device=device)
 
     def read(self, loss: Tensor, norm: Tensor) -> Reading:
-        """Total loss and gradient norm of a step, 0-d each -> where they stand. What is not finite is above any
-        limit."""
+        """Compare a step's total loss and gradient norm, 0-d each, with their limits. Values that are not finite exceed
+        any limit."""
         value = torch.stack([loss.float(), norm.float()])
         center, deviation = self._usual()
         limit = (center + self._config.threshold * deviation.maximum(self._floor)).exp()
@@ -61,13 +61,13 @@ class SpikeWatch:
         return Reading(value, limit, ~torch.isfinite(value) | (value > limit))
 
     def commit(self, reading: Reading, ok: Tensor) -> None:
-        """The step enters the window if `ok` (0-d bool)."""
+        """Add the step to the window if `ok` (0-d bool)."""
         pushed = torch.cat([reading.value.clamp(min=TINY).log()[:, None], self.values[:, :-1]], dim=1)
         self.values.copy_(torch.where(ok, pushed, self.values))
         self.seen.copy_((self.seen + ok).clamp(max=self._config.window))
 
     def _usual(self) -> tuple[Tensor, Tensor]:
-        """Median and robust standard deviation of what was seen, [2] each."""
+        """Return median and robust standard deviation of the window, [2] each."""
         there = self._slots < self.seen
         middle = ((self.seen - 1) // 2).clamp(min=0)[None]
 
@@ -79,11 +79,11 @@ class SpikeWatch:
         return center[:, 0], NORMAL * median((self.values - center).abs())[:, 0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For the checkpoint."""
+        """Return the statistics, for the checkpoint."""
         return {"values": self.values.clone(), "seen": self.seen.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what was usual; of a window of another length as much as both hold."""
+        """Load statistics; if the window has another length, as much as both hold."""
         count = min(state["values"].shape[1], self.values.shape[1])
         self.values.zero_()
         self.values[:, :count] = state["values"][:, :count].to(self.values.device)

@@ -1,7 +1,7 @@
-"""How long a rank computes in the passes of a pipelined step, and how long it waits for other stages meanwhile.
+"""How long a rank computes in the passes of a pipelined step, and how long it waits for other stages in between.
 
-Marks stand at both ends of each pass: events of the stream that computes, on a GPU, where what is received is waited
-for between two passes; times of the host on a CPU. Setting marks waits for nothing.
+Marks stand at both ends of each pass. On a GPU they are events of the computing stream, which waits for received data
+between two passes; on a CPU they are host times. Setting marks does not synchronise.
 """
 
 import time
@@ -15,7 +15,7 @@ Mark = Any  # a time in seconds, or an event
 
 
 class StageClock:
-    """Of the latest step."""
+    """The clock of the latest step."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -24,7 +24,7 @@ class StageClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all passes of a step."""
+        """Time all passes of a step inside."""
         self._passes.clear()
         begin = self._mark()
         yield
@@ -32,14 +32,14 @@ class StageClock:
 
     @contextmanager
     def computes(self) -> Iterator[None]:
-        """Around a pass."""
+        """Time a pass inside."""
         begin = self._mark()
         yield
         self._passes.append((begin, self._mark()))
 
     @property
     def idle_share(self) -> float:
-        """Of the step, in which no pass ran. The caller has waited for the device; a step has run."""
+        """Share of the step in which no pass ran. The caller has waited for the device, after at least one step."""
         return 1 - sum(_seconds(*ends) for ends in self._passes) / _seconds(*self._ends)
 
     def _mark(self) -> Mark:

@@ -1,15 +1,16 @@
-"""StepSnapshot: what is kept of a bad step on the device until the host reads it, and its evaluation.
+"""StepSnapshot: the numbers of a bad step, kept on the device until the host reads and evaluates them.
 
-A good step must not wait for the host, so the host does not ask in the step whether it was bad. Each step copies its
-numbers into a small buffer on the device, a good one into a slot that is never read, a bad one into the next free slot:
+A good step must not wait for the host, so the host does not ask during the step whether it was bad. Each step copies
+its numbers into a small buffer on the device: a good one into a slot that is never read, a bad one into the next free
+slot:
 
-    amax [M, N + 1]   this rank's amaxes after each of its M microbatches, before ranks put theirs together, and the
+    amax [M, N + 1]   this rank's amaxes after each of its M microbatches, before the reduction over ranks, and the
                       microbatch's loss beside them. Amaxes are maxima, so the first row with a number that is not
                       finite is the microbatch in which it began, and the row gives the place
     rows [2, N]       amaxes of the whole step over all ranks, and the scales that it was cast with
 
-That is a copy a microbatch and a handful of small kernels a step. The host reads at its next review, on a GPU up to one
-logging interval later: the first `KEPT` - 1 bad steps since the review before, and the last one.
+That costs a copy a microbatch and a few small kernels a step. The host reads at its next review, on a GPU up to one
+logging interval later: the first `KEPT` - 1 bad steps since the last review, and the last one.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ KEPT = 4
 
 @dataclass
 class StepSnapshot:
-    """Of one bad step, on the host. N arena rows, M microbatches of this rank.
+    """One bad step, on the host. N arena rows, M microbatches of this rank.
 
     own [M, N]: this rank's amaxes after each microbatch; loss [M]: of each; amax [N]: of the step, over all ranks;
-    scale [N]: what tensors were cast with, 0 where that was their own; committed: steps committed before it.
+    scale [N]: of the casts, 0 for tensors with current scales; committed: steps committed before it.
     """
 
     own: Tensor
@@ -38,13 +39,13 @@ class StepSnapshot:
 
     @property
     def microbatch(self) -> int | None:
-        """The first of this rank's microbatches that held a number that is not finite; None: none of them did."""
+        """The first of this rank's microbatches with a number that is not finite, or None."""
         bad = ~(torch.isfinite(self.own).all(1) & torch.isfinite(self.loss))
         return int(bad.int().argmax()) if bad.any() else None
 
 
 class SnapshotKeeper:
-    """Keeps the evidence of bad steps of an arena. See the module docstring."""
+    """Keeps the numbers of an arena's bad steps. See the module docstring."""
 
     def __init__(self, arena: ScalingArena):
         self._arena = arena
@@ -57,19 +58,19 @@ class SnapshotKeeper:
         self._nowhere = torch.tensor(KEPT, device=device)
 
     def begin(self, microbatches: int) -> None:
-        """Before the first of this many microbatches of a step."""
+        """Begin a step of this many microbatches."""
         if self._now.shape[0] != microbatches:
             size = self._now.shape[1]
             self._now = self._now.new_zeros(microbatches, size)
             self._kept = self._kept.new_zeros(KEPT + 1, microbatches, size)
 
     def note(self, microbatch: int, loss: Tensor) -> None:
-        """After each microbatch: its loss, 0-d, and the amaxes so far."""
+        """Copy a microbatch's loss, 0-d, and the amaxes so far. Call it after each microbatch."""
         torch.cat([self._arena.amax, loss.detach().float()[None]], out=self._now[microbatch])
 
     def keep(self, ok: Tensor, committed: Tensor) -> None:
-        """After the verdict, before the arena commits: keep the step unless it is ok (0-d bool). committed: 0-d int64,
-        steps committed so far."""
+        """Keep the step unless it is ok (0-d bool). Call it after the verdict, before the arena commits. committed: 0-d
+        int64, steps committed so far."""
         slot = torch.where(ok, self._nowhere, self._count.clamp(max=KEPT - 1))[None]
         self._kept.index_copy_(0, slot, self._now[None])
         self._rows.index_copy_(0, slot, torch.stack([self._arena.amax, self._arena.scale])[None])
@@ -77,7 +78,7 @@ class SnapshotKeeper:
         self._count += ~ok
 
     def take(self) -> list[StepSnapshot | None]:
-        """Of each bad step since the last call, in order; None where others stood in its place. Synchronises."""
+        """Return the bad steps since the last call, in order; None for those that were overwritten. Synchronises."""
         count = int(self._count)
         self._count.zero_()
         kept, rows, committed = self._kept.cpu(), self._rows.cpu(), self._committed.tolist()

@@ -1,4 +1,4 @@
-"""One training step: forward, backward, verdict, commit or drop."""
+"""One training step: forward, backward, verdict, commit or skip."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ LOSSES = ("total", "lm", "mtp", "balance")
 
 @dataclass
 class StepResult:
-    """Outcome of one step, all on the device: the verdict, metrics as 0-d tensors by key, and the tokens that each
-    expert got [blocks with experts, E]."""
+    """Outcome of one step, on the device: the verdict, metrics as 0-d tensors by key, and load, the tokens of each
+    expert [blocks with experts, E]."""
 
     verdict: Verdict
     metrics: dict[str, Tensor]
@@ -26,14 +26,14 @@ class StepResult:
 
 
 def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> StepResult:
-    """Step number `step` on this rank's tokens [B / data ranks, S+1], `Engine.data_share` of the batch: everything it
-    changes, or nothing. No host synchronisation."""
+    """Run step number `step` on this rank's tokens [B / data ranks, S+1] (`Engine.data_share`). It commits all its
+    changes, or none. No host synchronisation."""
     begin_step(e.model, e.arena)
     fill = None if e.model.slots is None else e.model.slots.fill.zero_()
     tokens = tokens.to(e.device)
     microbatches = tokens.split(microbatch_size)
     if (targets := e.model.mtp_targets(tokens)) is not None:
-        # ranks that count the same sequences; those of a tensor group have a loss of the same targets, too
+        # ranks that count the same sequences; a tensor group has the same targets and losses, too
         copies = e.degrees.context * e.degrees.pipeline
         everyones = all_sum([targets], e.world)[0] // copies
         e.model.expect(everyones, len(microbatches) * e.world.size // e.degrees.pipeline)

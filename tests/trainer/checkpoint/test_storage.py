@@ -46,7 +46,7 @@ def test_shards_are_read_and_written_on_another_world_size(
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from trainer.checkpoint.checkpointer import save_parts
+    from trainer.checkpoint.dcp import save_parts
     from trainer.checkpoint.shard_view import ShardView
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
@@ -70,7 +70,7 @@ def test_reading_into_another_dtype_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from trainer.checkpoint.checkpointer import save_parts
+    from trainer.checkpoint.dcp import save_parts
     from trainer.checkpoint.shard_view import ShardView
     from trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 

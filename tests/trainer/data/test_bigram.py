@@ -1,17 +1,23 @@
 """The bigram model is a distribution, agrees with a plain implementation, and is a fair bar."""
 
 import itertools
+import json
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data import Bins, Prepared, bigram_loss
+from trainer.config.data import DataConfig, MixEntry, Source
+from trainer.data import Bins, Prepared, bigram_loss, prepare
 from trainer.data.bigram import DISCOUNTS, count, cross_entropy, pair_codes, probabilities
+from trainer.data.prepared import BIGRAM, SUMMARY, accept_prepared, add_bigram, open_prepared
+from trainer.digests import write_signed
 
 tokens_of_seven = st.lists(st.integers(0, 6), min_size=3, max_size=60)
 
@@ -75,3 +81,18 @@ def test_very_little_text_has_a_loss_too(prepared: Prepared, length: int) -> Non
     sidecar = replace(prepared.train.sidecar, num_tokens=length)
     bins = Bins(prepared.train.path, sidecar, prepared.train.tokens[:length])
     assert 0 < bigram_loss(bins, prepared.validation) < 2 * log(512)
+
+
+def test_it_is_computed_when_the_data_is_prepared_or_added_later(prepared: Prepared, tmp_path: Path) -> None:
+    assert prepared.bigram_loss == bigram_loss(prepared.train, prepared.validation)
+    older = shutil.copytree(prepared.folder, tmp_path / "older")
+    content = json.loads((older / SUMMARY).read_text())
+    del content[BIGRAM]
+    write_signed(older / SUMMARY, {key: value for key, value in content.items() if key != "digest"})
+    mix = [MixEntry("a", path=str(older)), MixEntry("b", path=str(prepared.folder))]
+    both = DataConfig(source=Source.bins, mix=mix)
+    assert open_prepared(older).bigram_loss is prepare(both, 512).bigram_loss is None
+    assert add_bigram(older) == open_prepared(older).bigram_loss == prepared.bigram_loss
+    assert prepare(both, 512).bigram_loss == pytest.approx(prepared.bigram_loss)
+    accept_prepared(older)
+    assert open_prepared(older).bigram_loss is None, "of other tokens, perhaps"

@@ -66,8 +66,11 @@ def test_the_number_of_processes_and_kills_change_nothing(make_data: MakeData, t
     assert len(alone.train.shards) == 12 and alone.train.sidecar.num_documents > 900
     assert sum(each.count for each in alone.skipped) == 12
     whole = contents(alone.folder)
-    expected = {"tokenizer.json", "prepared.json", "validation.bin", "validation.json"}
-    expected |= {f"train-{n:05}.{suffix}" for n in range(12) for suffix in ("bin", "json")}
+    held_out = len(alone.validation.shards)
+    assert 1 < held_out < 12, "files of `shard_mb` each, which ranks share to verify them"
+    expected = {"tokenizer.json", "prepared.json"}
+    for side, count in (("train-", 12), ("validation.", held_out)):
+        expected |= {f"{side}{n:05}.{suffix}" for n in range(count) for suffix in ("bin", "json")}
     assert set(whole) == expected
 
     data = make_data("killed", workers=2)

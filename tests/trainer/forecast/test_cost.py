@@ -15,9 +15,9 @@ from models.flops import arriving
 from precision import Plan
 from trainer.config import Config, GpuChoice, Recompute, Switch
 from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost
+from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import parameters
-from trainer.forecast.preflight import report
 from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import idle_share, stage_models
 from trainer.parallel.mesh import Degrees

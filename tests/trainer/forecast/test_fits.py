@@ -8,10 +8,11 @@ import pytest
 from composed import config_of
 
 from trainer.config import Config, GpuChoice
+from trainer.forecast.dry_run import report
 from trainer.forecast.fits import check_memory, does_not_fit
 from trainer.forecast.gpus import KNOWN, Target, target
 from trainer.forecast.memory import GIB, forecast
-from trainer.forecast.preflight import check, report
+from trainer.forecast.preflight import check
 from trainer.launch.device import host_memory
 from trainer.parallel.mesh import resolve
 

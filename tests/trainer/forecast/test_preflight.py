@@ -12,9 +12,10 @@ from precision.hardware import Gpu
 from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
+from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy, what_grew
-from trainer.forecast.preflight import check, fitted, report, without_effect
+from trainer.forecast.preflight import check, fitted, without_effect
 from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 from trainer.step.engine import build_model
 from trainer.trainer import Trainer

@@ -11,9 +11,10 @@ from composed import config_of
 
 from trainer.config import Config
 from trainer.config.timeline import Timeline
+from trainer.forecast.dry_run import report
 from trainer.forecast.fits import does_not_fit
 from trainer.forecast.gpus import target
-from trainer.forecast.preflight import check, report
+from trainer.forecast.preflight import check
 from trainer.parallel.mesh import resolve
 from trainer.trainer import Trainer
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from models import ModelConfig, RouterScoring, YarnConfig
 from models.hf import shapes
 from trainer.checkpoint import ShardView, read
+from trainer.checkpoint.dcp import ShardSavePlanner
 from trainer.checkpoint.manifest import seal, write_file
-from trainer.checkpoint.shard_view import ShardSavePlanner
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
@@ -266,6 +266,12 @@ WRONG: dict[str, tuple[Change, str]] = {
     "another method": (lambda f, t, c: c["quantization_config"].update(quant_method="awq"), "quant_method=awq"),
     "a billion layers": (lambda f, t, c: c.update(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and the"),
     "a billion experts": (lambda f, t, c: c.update(n_routed_experts=1e9), "n_routed_experts=1000000000.0, and the"),
+    "experts times layers": (
+        lambda f, t, c: c.update(num_hidden_layers=len(t), n_routed_experts=len(t)),
+        r"(\d+) experts in each of \d+ layers, and the files have \1 tensors",
+    ),
+    "fewer than no layer": (lambda f, t, c: c.update(first_k_dense_replace=-(10**9)), "first_k_dense_replace=-1000000"),
+    "text for a flag": (lambda f, t, c: c.update(norm_topk_prob="${oc.env:HOME}"), "cannot be read|of another type"),
     "no config": (lambda f, t, c: c.clear(), "model_type=None"),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What was altered in a run folder between two starts, or under a run."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from run_folders import TEXTS, damage, logged, make_run, snapshot
 
 from precision.errors import UserError
 from trainer.checkpoint import list_checkpoints
-from trainer.run.location import CHECKPOINTS
+from trainer.run.location import CHECKPOINTS, OWN_FOLDERS
 from trainer.run.run_folder import EVENTS, METRICS, TENSORS
 from trainer.sinks.jsonl import JsonLines
 from trainer.sinks.log_file import LogFile
@@ -87,18 +88,52 @@ def test_links_planted_in_a_run_folder_are_not_written_through(runs: Path, tmp_p
     opened(runs, resume="auto", texts=changed).close()
     assert victim.read_text() == "mine" and not list(path.glob(".*.new"))
     (path / "logs").mkdir()
-    for name in (".lock", METRICS, TENSORS, EVENTS, "logs/rank0.log"):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in (".lock", METRICS, TENSORS, EVENTS, "logs/rank0.log", "logs", "profile", "tensorboard", "wandb"):
         own = path / name
+        if own.is_dir():
+            own.rmdir()
         own.unlink(missing_ok=True)
-        own.symlink_to(victim)
+        own.symlink_to(elsewhere if name in OWN_FOLDERS else victim)
         before = snapshot(path)
         with pytest.raises(UserError, match=rf"{own}: is a link"):
             opened(runs, resume="auto")
-        for write in (lambda at=own: JsonLines(at, print), lambda at=own: LogFile(at, print)):
+        at = own / "rank0.log" if name in OWN_FOLDERS else own
+        for write in (JsonLines, LogFile) if at == own else (LogFile,):
             with pytest.raises(UserError, match=rf"{own}: is a link"):
-                write()
-        assert victim.read_text() == "mine" and snapshot(path) == before
+                write(at, print)
+        assert victim.read_text() == "mine" and snapshot(path) == before and not list(elsewhere.iterdir())
         own.unlink()
+
+
+def test_checkpoints_may_be_links_of_the_users_own_to_folders_of_no_other_run(
+    runs: Path, tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(runs, checkpoints=(100, 200))
+    one, all_of_them = path / CHECKPOINTS / "step_00000200", path / CHECKPOINTS
+    for moved in (one, all_of_them):
+        place = tmp_path / f"big-{moved.name}"
+        moved.rename(place)
+        moved.symlink_to(place)
+        run = opened(runs, resume="auto")
+        assert run.first_step == 200 and run.resumed_from == one
+        run.close()
+    real = os.lstat(one), os.lstat(all_of_them)
+    for planted, status in zip((one, all_of_them), real, strict=True):
+        stranger = os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
+        lstat = Path.lstat
+        monkeypatch.setattr(Path, "lstat", lambda at, p=planted, s=stranger, of=lstat: s if at == p else of(at))
+        before = snapshot(tmp_path)
+        with pytest.raises(UserError, match=rf"{planted}: is a link that another user \(uid {stranger.st_uid}\) made"):
+            opened(runs, resume="auto")
+        assert snapshot(tmp_path) == before
+        monkeypatch.undo()
+    other = make_run(tmp_path / "others", checkpoints=(100, 300))
+    all_of_them.unlink()
+    all_of_them.symlink_to(other / CHECKPOINTS)
+    with pytest.raises(UserError, match=rf"{all_of_them}: is a link into the run {other}, which has its own"):
+        opened(runs, resume="auto")
 
 
 @pytest.mark.parametrize("damage", ['{"step": null}', '{"step": "7"}', '{"step": 1e400}', "[" * 100_000, "\0", "[1]"])

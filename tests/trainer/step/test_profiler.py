@@ -57,7 +57,9 @@ def test_a_run_that_stops_within_the_window_keeps_what_it_has_and_resumes_in_it(
     trainer._step = stop_in_the_third  # type: ignore[method-assign]
     with pytest.raises(TrainingStopped):
         trainer.train()
+    (planted := trainer.run.folder.path / "profile" / "trace_step4-4.json.gz").symlink_to("/dev/full")
     run = Trainer(config("run.name=cut", "run.resume=auto", "profile.steps=[2,4]", *ONE_BLOCK)).train().folder
+    assert planted.is_file() and not planted.is_symlink(), "replaced, not written through"
     assert {path.name for path in (run / "profile").iterdir()} == {"trace_step2-3.json.gz", "trace_step4-4.json.gz"}
     assert [event["step"] for event in events(run)] == [3, 4]
     assert "memory" not in events(run)[0]["message"]

@@ -1,7 +1,7 @@
-"""`dashboard.html` in the run folder, written when a run ends, however it ends.
+"""Writes `dashboard.html` in the run folder when a run ends, for any reason.
 
-The page is never worth the run: an error here is reported in one line, and the wait for a file system that does not
-answer is limited.
+The page must not endanger the run: an error is reported in one line, and the wait for a file system that does not
+respond is limited.
 """
 
 import logging
@@ -14,13 +14,13 @@ from trainer.health.dashboard.read import Run
 
 NAME = "dashboard.html"
 PATIENCE = 30.0
-"""Seconds that the end of a run waits for its page."""
+"""Seconds that the end of a run waits for the page."""
 SHORT_PATIENCE = 2.5
-"""Seconds if other ranks wait for the news why the job ends."""
+"""Seconds if other ranks wait for the reason of the job's end."""
 
 
 def write_at_end(folder: Path, ended: BaseException | str | None, patience: float = PATIENCE) -> None:
-    """Write the page of the run in `folder`, within `patience` seconds, or warn. ended: what ended the run."""
+    """Write the page of the run in `folder` within `patience` seconds, or warn. ended: what ended the run."""
     what = "" if ended is None else str(ended) or type(ended).__name__
     trouble: list[str] = []
 

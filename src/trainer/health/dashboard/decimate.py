@@ -1,12 +1,12 @@
-"""Thousands of steps in a page of a few megabytes: buckets of steps that keep their extremes, numbers in few bytes.
+"""Thousands of steps in a page of a few megabytes: buckets of steps that keep their extremes, in compact numbers.
 
-A curve of N values becomes at most `buckets` of equal width in steps. Each keeps its mean (the line), its least and its
-greatest value (the band around it) and its first and last step, so that a spike of one step in ten thousand is seen and
-its place is known to a bucket. Up to that many values nothing is changed.
+A curve of N values becomes at most `buckets` of equal width in steps. A bucket has its mean (the line), its minimum and
+maximum (the band around it) and its first and last step: a spike of one step in ten thousand stays visible and its
+place is known to a bucket. A curve with fewer values stays as it is.
 
-A grid (rows x steps) is cut likewise along the steps. Of a bucket each row keeps its most telling value: the greatest
-of an error, the least of a cosine, of a scale the one farthest from the row's median, up or down. Cells are coded in 16
-bits, 0 where there is nothing, and leave as base64:
+A grid (rows x steps) is decimated likewise along the steps. For each row, a bucket keeps the most significant value:
+the maximum of an error, the minimum of a cosine, the scale farthest from the row's median, up or down. Cells are coded
+in 16 bits, 0 where there is nothing, as base64:
 
     log       code 1: zero; else 32768 + 256 * log2(value), that is 0.3 % apart over the range of FP32
     linear    2 + 65533 * (value - low) / (high - low)
@@ -22,11 +22,11 @@ from trainer.health.dashboard.read import Grid, Run, Series
 LEAST = "entropy", "cosine"
 FARTHEST = ("scale",)
 MIDDLE_OF = 200
-"""Columns from which a row's median is taken."""
+"""Columns from which a row's median is estimated."""
 
 
 def buckets_of(steps: np.ndarray, buckets: int) -> np.ndarray:
-    """steps [N], ascending -> index [buckets] of the first of each that is not empty."""
+    """Return the index [buckets] of the first of steps [N], ascending, in each non-empty bucket."""
     if len(steps) <= buckets:
         return np.arange(len(steps))
     span = int(steps[-1] - steps[0]) + 1
@@ -35,7 +35,7 @@ def buckets_of(steps: np.ndarray, buckets: int) -> np.ndarray:
 
 
 def curves(series: dict[str, tuple[np.ndarray, np.ndarray]], buckets: int) -> list[dict[str, Any]]:
-    """Curves by key as (steps [N], values [N]) -> groups of those that share their steps:
+    """Group curves, by key (steps [N], values [N]), by their steps:
 
     {"x": first steps, each as the difference to the one before, "w": last minus first step, absent if all 0,
     "k": {key: [means]} or, in buckets, {key: [means, least, greatest]}}.
@@ -61,7 +61,7 @@ def curves(series: dict[str, tuple[np.ndarray, np.ndarray]], buckets: int) -> li
 
 
 def short(values: np.ndarray) -> list[float | int]:
-    """Numbers with 6 significant digits; whole ones without a point."""
+    """Round to 6 significant digits; whole numbers become int."""
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in map(_six, values.tolist())]
 
 
@@ -70,7 +70,8 @@ def _six(value: float) -> float:
 
 
 def grid(key: str, source: Grid, num_rows: int, buckets: int, since: int = 0) -> dict[str, Any]:
-    """A grid from column `since` on -> {"x", "w" as of `curves`, "code": "log" | "linear", "low", "high", "cells"}.
+    """Encode a grid from column `since` on as {"x", "w" as in `curves`, "code": "log" | "linear", "low", "high",
+    "cells"}.
 
     cells: columns x rows, one column after the other.
     """
@@ -87,7 +88,7 @@ def grid(key: str, source: Grid, num_rows: int, buckets: int, since: int = 0) ->
 
 
 def _kept(quantity: str, matrix: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """matrix [columns, rows] -> [buckets, rows]: see above. fmin and fmax pass over NaN."""
+    """Reduce matrix [columns, rows] to [buckets, rows]: see the module docstring. fmin and fmax skip NaN."""
     if quantity in LEAST:
         return np.fmin.reduceat(matrix, starts, axis=0)
     greatest = np.fmax.reduceat(matrix, starts, axis=0)
@@ -101,7 +102,7 @@ def _kept(quantity: str, matrix: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _coded(matrix: np.ndarray) -> dict[str, Any]:
-    """Cells in 16 bits; linear where a value is negative or a share of one, as a cosine is."""
+    """Encode cells in 16 bits; linear where a value is negative or a share of one, as a cosine is."""
     there = np.isfinite(matrix)
     known = matrix[there]
     codes = np.zeros(matrix.shape, dtype="<u2")
@@ -118,9 +119,9 @@ def _coded(matrix: np.ndarray) -> dict[str, Any]:
 
 
 def gap(run: Run, first: Run, train: str, validation: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """How far a run's losses lie above the first run's, in percent, at the steps that both have.
+    """Return the excess of a run's losses over the first run's, in percent, at the steps that both have.
 
-    Training losses as means over a 30th of the run, each over the last steps before it; validation losses as they are.
+    Training losses are means over a 30th of the run, each over the last steps before it; validation losses are exact.
     """
     out = {}
     for name, key in (("gap/training", train), ("gap/validation", validation)):
@@ -136,7 +137,7 @@ def gap(run: Run, first: Run, train: str, validation: str) -> dict[str, tuple[np
 
 
 def common(a: Series | None, b: Series | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The steps that two series share, and the values of each there."""
+    """Return the steps that two series share, and the values of each there."""
     if a is None or b is None:
         nothing = np.zeros(0)
         return nothing.astype(np.int64), nothing, nothing
@@ -146,7 +147,7 @@ def common(a: Series | None, b: Series | None) -> tuple[np.ndarray, np.ndarray, 
 
 
 def moving_mean(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """At each step the mean over the last `window` steps. steps [N] -> [N]."""
+    """Return the mean over the last `window` steps at each step. steps [N] -> [N]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     begins = np.searchsorted(steps, steps - window, side="right")
     ends = np.arange(1, len(steps) + 1)

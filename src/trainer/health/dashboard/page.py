@@ -1,11 +1,11 @@
-"""Runs -> one HTML file with all that it needs: style, script and data inside, nothing from a network.
+"""Runs -> one HTML file that contains its style, script and data and loads nothing from a network.
 
-`payload` is what the script draws, and what `serve` sends: small enough for a phone, whatever the length of the runs.
-The numbers of all curves together, and the cells of all grids, have a budget; what is over is decimated.
+`payload` is what the script draws and what `serve` sends. A budget for the numbers of all curves and one for the cells
+of all grids keep it small enough for a phone, whatever the length of the runs; excess data is decimated.
 
-Names, messages and paths come from files that others may have written. They are data: in the page they are JSON inside
-a script element that cannot end it, and the script shows them as text, never as HTML. The page's own policy forbids to
-load anything from anywhere.
+Names, messages and paths come from files that others may have written. They are data: the page holds them as JSON
+inside a script element that they cannot end, and the script shows them as text, never as HTML. The page's content
+security policy forbids loading anything.
 """
 
 import html
@@ -25,15 +25,15 @@ from trainer.health.dashboard.read import Run
 from trainer.health.dashboard.summary import TRAIN, VALIDATION, summary
 
 NUMBERS = 150_000
-"""Of all curves together: about 1.2 MB."""
+"""Numbers of all curves together: about 1.2 MB."""
 CELLS = 240_000
-"""Of all grids together: 0.65 MB."""
+"""Cells of all grids together: 0.65 MB."""
 EVENTS = 1_500
-"""Of all runs together; of more, those of a kind that there are most of are left out, save the first and the last."""
+"""Events of all runs together. Beyond that, the most frequent kinds are thinned out, except their first and last."""
 NEVER = 2**31
-"""Buckets, where nothing is to be put together."""
+"""A number of buckets that never merges anything."""
 DIFFERENCES = 200
-"""Of the configs of several runs, at most."""
+"""Limit of config keys in which several runs differ."""
 MESSAGE = 400
 """Characters of an event's message."""
 ORDER_OF_DATA = ("trainer", "seed"), ("trainer", "global_batch_size"), ("trainer", "sequence_length"), ("data", "path")
@@ -41,7 +41,7 @@ SCRIPTS = "plot.js", "line.js", "map.js", "tables.js", "page.js"
 
 
 class Cursor:
-    """What of a run has been sent already."""
+    """How much of a run has been sent."""
 
     def __init__(self, run: Run) -> None:
         self.generation = run.generation
@@ -51,9 +51,10 @@ class Cursor:
 
 
 def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor | None] = ()) -> dict[str, Any]:
-    """All runs as JSON values. ended: of the first run, as for `summary`. sent: of each run what the reader has.
+    """Return all runs as JSON values. ended: of the first run, as for `summary`. sent: the reader's cursor for each
+    run.
 
-    A run of which something was sent in this generation gives what is new, undecimated, and `more: true`.
+    A run with a cursor of this generation yields only its new data, undecimated, with `more: true`.
     """
     sent = list(sent) or [None] * len(runs)
     num_series = sum(len(run.series) for run in runs) or 1
@@ -88,7 +89,7 @@ def payload(runs: Sequence[Run], ended: str | None = None, sent: Sequence[Cursor
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """Each run's folder, with as many parent folders as make the names distinct."""
+    """Return each run's folder, with as many parent folders as make the names distinct."""
     parts = [run.path.absolute().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1)):
         found = ["/".join(part[-depth:]) for part in parts]
@@ -98,7 +99,7 @@ def names(runs: Sequence[Run]) -> list[str]:
 
 
 def remark(runs: Sequence[Run]) -> str:
-    """What makes a training loss no measure against the first run's: another order of the data."""
+    """Return the reason why training losses do not compare with the first run's: another order of the data."""
     first = runs[0]
     for run in (run for run in runs[1:] if first.config and run.config):
         for section, key in ORDER_OF_DATA:
@@ -112,8 +113,8 @@ def remark(runs: Sequence[Run]) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Config keys in which the runs differ, with the value of each run as text ("" where it has no such key). Not those
-    that say where a run is; of secrets that they differ."""
+    """Return the config keys in which the runs differ, with each run's value as text ("" if absent). Keys about a run's
+    location are left out; of secrets only the fact that they differ is shown."""
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []
@@ -125,7 +126,8 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def latest(run: Run) -> dict[str, Any]:
-    """Of each quantity of the tensors its last column, for the table: {"saturated": {"step": 900, "values": [...]}}."""
+    """Return the last column of each quantity of the tensors, for the table: {"saturated": {"step": 900, "values":
+    [...]}}."""
     out = {}
     rows = len(run.rows.get("fp8", ()))
     for key, source in run.grids.items():
@@ -138,7 +140,7 @@ def latest(run: Run) -> dict[str, Any]:
 
 
 def events(run: Run, most: int, since: int = 0) -> list[dict[str, Any]]:
-    """The run's events from number `since` on: step, kind, time, text, and the rule of an alert."""
+    """Return the run's events from number `since` on: step, kind, time, text, and the rule of an alert."""
     found = run.events[since:]
     while len(found) > most:
         kinds = [event["kind"] for event in found]
@@ -166,7 +168,7 @@ def _event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(data: dict[str, Any], live: bool = False) -> str:
-    """The HTML of a payload. live: it asks the server for what is new."""
+    """Return the HTML of a payload. live: the page polls the server for updates."""
     title = ", ".join(run["name"] for run in data["runs"])
     here = files("trainer.health.dashboard")
     parts = {
@@ -182,6 +184,6 @@ def page(data: dict[str, Any], live: bool = False) -> str:
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """Return JSON that cannot end its script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,4 +1,4 @@
-"""A run folder -> series, grids and events, read as far as they have been written, and read on later.
+"""Reads a run folder into series, grids and events, and continues as the files grow.
 
     metrics.jsonl   {"step": 20, "loss/lm": 5.1, ...}                            -> Run.series["loss/lm"]: steps, values
     tensors.jsonl   {"names": {"fp8": [...], "blocks": [...], "moe": [...]}}     -> the rows of what follows
@@ -7,12 +7,12 @@
     events.jsonl    {"time": ..., "step": 20, "kind": "alert", "message": ...}   -> Run.events
 
 A file may grow while it is read (half a line waits until it is whole), be replaced by a shorter one (a resumed run
-drops lines) or be gone. `Run.poll` takes what is new. When what was read before is no longer true, it begins again and
-counts `generation` up, so that who has seen the old knows. A run that goes back some steps writes lines of steps that
-it has written before: the new ones count.
+drops lines) or disappear. `Run.poll` reads what is new. If earlier data is no longer valid, it starts over and
+increments `generation`, so that readers of the old data notice. A run that rewinds writes lines of earlier steps again:
+the new ones count.
 
-tensors.jsonl of a long run of a big model has gigabytes. Past `BUDGET` bytes lines are left out evenly when the file is
-first read: by `Run.stride` every n-th counts.
+tensors.jsonl of a long run of a big model has gigabytes. Beyond `BUDGET` bytes the first read skips lines evenly: it
+keeps every n-th (`Run.stride`).
 """
 
 import json
@@ -35,17 +35,17 @@ CONFIG, METRICS, TENSORS, EVENTS = (
     "events.jsonl",
 )  # as in trainer.run.run_folder
 BUDGET = 48 * 2**20
-"""Bytes of tensors.jsonl that are read of it at most when a run is opened: about two seconds."""
+"""Bytes of tensors.jsonl that are read when a run is opened, at most: about two seconds."""
 OVERLAP = 64
-"""Bytes before the end of what was read, by which a file is known again."""
+"""Bytes before the end of the part already read, which identify the file."""
 LOOK = b'"saturated"', b'"kurtosis_qkv"', b'"cosine"'
-"""Only lines of a look inside or of a shadow have them."""
+"""Keys that only lines of sampled steps and shadows have."""
 RARE = 8
-"""Where so many plain lines come for one of these, fewer of these are left out, by this factor."""
+"""If more plain lines than this come for one of these, these are thinned out less, by this factor."""
 
 
 class Lines:
-    """Follows a file of JSON lines. thin: whether lines may be left out of a file that is too long."""
+    """Follows a file of JSON lines. thin: whether lines of a file that is too long may be skipped."""
 
     def __init__(self, path: Path, thin: bool = False) -> None:
         self.path, self._thin = path, thin
@@ -53,14 +53,13 @@ class Lines:
         self.reset()
 
     def reset(self) -> None:
-        """Begin at the beginning."""
+        """Start over at the beginning of the file."""
         self._offset, self._tail, self._numbers = 0, b"", [0, 0]
 
     def read(self, replaced: Callable[[], None]) -> list[dict[str, Any]]:
-        """The whole lines that have come since the last call.
+        """Return the complete lines that have arrived since the last call; none without a file.
 
-        Calls `replaced` first if those before are not true any more. A line that is no JSON object is passed over.
-        Nothing where there is no file.
+        Calls `replaced` first if the earlier lines are no longer valid. A line that is not a JSON object is skipped.
         """
         try:
             with self.path.open("rb") as file:
@@ -90,7 +89,8 @@ class Lines:
         return entries
 
     def _left_out(self, line: bytes) -> bool:
-        """Every n-th line counts. Where looks are rare (`health.every`), they are counted apart."""
+        """Return whether to skip a line. If sampled steps are rare (`health.every`), their lines are counted
+        separately."""
         look = any(word in line for word in LOOK)
         self._numbers[look] += 1
         rare = look and RARE * self._numbers[True] <= self._numbers[False]
@@ -99,13 +99,13 @@ class Lines:
 
 
 class Series:
-    """One metric: steps, ascending, and values. None and what is not finite are not in it."""
+    """One metric: ascending steps, and values. None and values that are not finite are left out."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        """A value; in place of one of the same step."""
+        """Add a value. It replaces one of the same step."""
         if self.steps and self.steps[-1] == step:
             self.values[-1] = value
         else:
@@ -113,37 +113,37 @@ class Series:
             self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Drop what is of `step` or later."""
+        """Drop the values at `step` and later."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
 
     def arrays(self, since: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """steps [N], values [N], from index `since` on."""
+        """Return steps [N] and values [N] from index `since` on."""
         return np.array(self.steps[since:], dtype=np.int64), np.array(self.values[since:], dtype=np.float64)
 
 
 class Grid:
-    """One quantity of many rows (tensors, blocks, modules): a column of float32 a step, NaN where there is none."""
+    """One quantity of many rows (tensors, blocks, modules): a float32 column per step, NaN where there is no value."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.columns: list[np.ndarray] = []
 
     def add(self, step: int, column: np.ndarray) -> None:
-        """A column; in place of one of the same step."""
+        """Add a column. It replaces one of the same step."""
         self.cut(step)
         self.steps.append(step)
         self.columns.append(column)
 
     def cut(self, step: int) -> None:
-        """Drop what is of `step` or later."""
+        """Drop the columns at `step` and later."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.columns.pop()
 
     def matrix(self, num_rows: int, since: int = 0) -> np.ndarray:
-        """[columns from `since` on, rows], columns of before a row was known filled up with NaN."""
+        """Return [columns from `since` on, rows]. Columns from before a row was known are padded with NaN."""
         out = np.full((len(self.columns) - since, num_rows), np.nan, dtype=np.float32)
         for i, column in enumerate(self.columns[since:]):
             out[i, : len(column)] = column
@@ -151,11 +151,11 @@ class Grid:
 
 
 class Run:
-    """A run folder as read so far. `poll` reads on.
+    """A run folder as read so far. `poll` reads more.
 
-    series, grids, events: what is in the files. rows: names of the rows of a group of grids ("fp8", "blocks", "moe",
-    "shadow"; a grid's group is what stands before its slash). load: step and tokens per expert [blocks][E] of the last
-    look. config, environment, overrides: what produced the run; empty where it cannot be read.
+    series, grids, events: the contents of the files. rows: names of the rows of each group of grids ("fp8", "blocks",
+    "moe", "shadow"; a grid's group is the part before its slash). load: step and tokens per expert [blocks][E] of the
+    last sampled step. config, environment, overrides: what produced the run; empty if unreadable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,21 +171,21 @@ class Run:
 
     @property
     def stride(self) -> int:
-        """Every how many lines of tensors.jsonl count."""
+        """n if every n-th line of tensors.jsonl is read."""
         return self._files[TENSORS].stride
 
     @property
     def last_step(self) -> int:
-        """Of the last line of metrics; 0 before the first."""
+        """Step of the last line of metrics; 0 before the first."""
         return self._last["metrics"]
 
     def poll(self) -> None:
-        """Read what has come since the last call."""
+        """Read what is new since the last call."""
         self.there = (self.path / METRICS).is_file()
         self._read_about()
         for name, take in ((METRICS, self._metric), (TENSORS, self._tensor), (EVENTS, self._event)):
             entries = self._files[name].read(self._restart)
-            if self._again:  # one file has been replaced: the others are read from their beginning, too
+            if self._again:  # one file was replaced: read the others from their beginning, too
                 break
             for entry in entries:
                 try:
@@ -199,7 +199,7 @@ class Run:
             self.poll()
 
     def last(self, key: str) -> float | None:
-        """Last value of a metric."""
+        """Return the last value of a metric."""
         series = self.series.get(key)
         return series.values[-1] if series and series.values else None
 
@@ -209,7 +209,7 @@ class Run:
         self.rows: dict[str, list[str]] = {}
         self.events: list[dict[str, Any]] = []
         self.load: tuple[int, list[list[float]]] | None = None
-        self._places: dict[str, list[int] | None] = {}  # where the values of a line belong; None: in order
+        self._places: dict[str, list[int] | None] = {}  # row of each value of a line; None: in order
         self._last = {"metrics": 0, "tensors": 0}
         self._again = False
 
@@ -218,7 +218,7 @@ class Run:
         self._again = True
 
     def _read_about(self) -> None:
-        """config.yaml and its neighbours, when they have changed."""
+        """Read config.yaml and its neighbours again if they have changed."""
         try:
             changed = (self.path / CONFIG).stat().st_mtime
             if changed == self._read_config:
@@ -235,9 +235,7 @@ class Run:
 
     def _metric(self, entry: dict[str, Any]) -> None:
         step = entry["step"]
-        if (
-            step < self._last["metrics"]
-        ):  # the run went back: what it had written of later steps is no longer its course
+        if step < self._last["metrics"]:  # the run rewound: lines of later steps are no longer valid
             self.generation += 1
             for series in self.series.values():
                 series.cut(step)
@@ -272,7 +270,7 @@ class Run:
                 self.load = step, quantities
 
     def _place(self, group: str, names: list[str]) -> list[int] | None:
-        """Where in the rows of a group these names are; new ones come last."""
+        """Return the rows of these names in a group; new names are appended."""
         rows = self.rows.setdefault(group, [])
         known = {name: i for i, name in enumerate(rows)}
         new = [name for name in names if name not in known]

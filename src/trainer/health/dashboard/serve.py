@@ -1,11 +1,11 @@
-"""The dashboard live: a server on the loopback address that reads what the runs write.
+"""The live dashboard: a server on the loopback address that reads what the runs write.
 
-    GET /               the page, with all that there is so far
-    GET /data?since=T   JSON: what is new since the answer that named the token T, and a new token
+    GET /               the page with all data so far
+    GET /data?since=T   JSON: what is new since the response with token T, and a new token
 
-The page asks every few seconds. A token stands for how far each run had been sent; one that is not known (the server
-was started again) or no longer true (a run went back) brings everything. Only this machine is served, and no page
-of another site whose name resolves to this machine: the request's Host has to be the loopback's.
+The page polls every few seconds. A token records how much of each run has been sent. An unknown token (the server was
+restarted) or an outdated one (a run rewound) yields everything. The server answers only this machine, and no page of
+another site whose name resolves to this machine: the request's Host must be the loopback's.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from trainer.health.dashboard.read import Run
 
 LOOPBACK = "127.0.0.1"
 READERS = 100
-"""Tokens that are remembered: so many open pages."""
+"""Number of remembered tokens, thus of open pages."""
 MOST_NEW = 2000
-"""Steps that a page was away for: of more it gets everything, decimated."""
+"""If a page misses more steps than this, it gets everything again, decimated."""
 
 
 class Live:
-    """The runs, and what each open page has of them. Any thread may ask."""
+    """The runs, and what each open page has received. Thread-safe."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._runs = [Run(path) for path in paths]
@@ -38,11 +38,11 @@ class Live:
         self._origin = id(self)
 
     def page(self) -> str:
-        """The page with everything."""
+        """Return the page with all data."""
         return page(self.data(""), live=True)
 
     def data(self, token: str) -> dict[str, Any]:
-        """What is new since the answer with this token; without `runs` if nothing is."""
+        """Return what is new since the response with this token; without `runs` if nothing is."""
         with self._lock:
             for run in self._runs:
                 run.poll()
@@ -57,13 +57,13 @@ class Live:
 
 
 def _few(sent: Cursor, now: Cursor) -> Cursor | None:
-    """The cursor, or None where a run has gone on so far that it is better sent again."""
+    """Return the cursor, or None if the run has advanced so far that sending all of it again is better."""
     most = max((count - sent.series.get(key, 0) for key, count in now.series.items()), default=0)
     return sent if most <= MOST_NEW else None
 
 
 class Server(ThreadingHTTPServer):
-    """Serves runs on the loopback address; port 0 takes a free one."""
+    """Serves runs on the loopback address; port 0 picks a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """The page or its data."""
+        """Send the page or its data."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         path, _, query = self.path.partition("?")
         if host not in (LOOPBACK, "localhost"):
@@ -108,11 +108,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def handle(self) -> None:
-        """As in the base class, but silent about a page that was closed while it was answered."""
+        """Handle the request as the base class does, but ignore a page that was closed meanwhile."""
         try:
             super().handle()
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line every few seconds would drown the others."""
+        """Log nothing: a line every few seconds would drown the others."""

@@ -1,7 +1,7 @@
-"""The head of the page, a summary of a run: its settings, progress and state.
+"""The head of the page: a run's settings, progress and state.
 
-How a run ended is read from what it left: the last event, and the last line of its log (`stopped by ...`). A run that
-has neither and is short of its goal is running while its files still change.
+The end of a run is read from its files: the last event, and the last line of its log (`stopped by ...`). A run with
+neither and short of its goal counts as running while its files still change.
 """
 
 import statistics
@@ -13,12 +13,12 @@ from trainer.health.dashboard.read import EVENTS, METRICS, Run
 
 TRAIN, VALIDATION = "loss/lm", "loss/validation"
 QUIET_SECONDS = 120.0
-"""A run whose files have not changed for so long, and for 20 logging intervals, counts as silent."""
+"""A run counts as silent if its files have not changed for this long and for 20 logging intervals."""
 LOG = "logs/rank0.log"
 
 
 def summary(run: Run, ended: str | None = None) -> dict[str, Any]:
-    """The row of a run. ended: what ended it, where the caller knows ("" for nothing unusual)."""
+    """Return the row of a run. ended: what ended it, if known ("" for nothing unusual)."""
     config = run.config
     trainer, model = _section(config, "trainer"), _section(config, "model")
     rates = run.series["perf/tokens_per_second"].values[1:] if "perf/tokens_per_second" in run.series else ()
@@ -67,7 +67,7 @@ def recent(run: Run) -> float | None:
 
 
 def model_line(run: Run, model: dict[str, Any]) -> str:
-    """The model in a few words: the name it was chosen by, if it was, and its size."""
+    """Return the model in a few words: the name that selected it, if any, and its size."""
     chosen = [
         line.strip().partition("model=")[2] for line in run.overrides if line.strip().lstrip("- ").startswith("model=")
     ]
@@ -80,7 +80,7 @@ def model_line(run: Run, model: dict[str, Any]) -> str:
 
 
 def machine(run: Run) -> str:
-    """What it ran on: the GPUs of rank 0's node, or the number of its CPU cores."""
+    """Return the GPUs of rank 0's node, or the number of its CPU cores."""
     gpus = run.environment.get("gpus")
     if isinstance(gpus, list) and gpus:
         return f"{len(gpus)} x {gpus[0]}"
@@ -89,7 +89,7 @@ def machine(run: Run) -> str:
 
 
 def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
-    """(waiting | gone | running | finished | stopped | failed | silent, what there is to say about it)."""
+    """Return (waiting | gone | running | finished | stopped | failed | silent, a remark)."""
     if not run.there:
         return (
             ("gone", "its folder is gone; this is what was read before") if run.series else ("waiting", "not there yet")
@@ -112,7 +112,7 @@ def state(run: Run, goal: int | None, ended: str | None) -> tuple[str, str]:
 
 
 def ending(run: Run) -> str:
-    """What ended the run, if it ended before its goal and an event records it."""
+    """Return what ended the run, if it ended before its goal and an event records it."""
     for event in reversed(run.events):
         if event["kind"] == "resume":
             return ""
@@ -141,7 +141,7 @@ def _changed(run: Run, name: str) -> float:
 
 
 def ago(seconds: float) -> str:
-    """A time span in one unit."""
+    """Format a time span in one unit."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,29 +1,29 @@
-"""The rules about training: what each holds against what. Windows are in logged lines, thresholds in `health.alerts`.
+"""The training rules and what each compares. Windows are in logged lines, thresholds in `health.alerts`.
 
     grad_norm_spike   the gradient norm, against the median of its own last lines
-    loss_rise         the loss, against the lowest that it has been
+    loss_rise         the loss, against its lowest value so far
     loss_plateau      no progress of the loss in so many steps, while the gradient norm does not fall either
     scale_drop        a tensor's scale falls within a few lines: its amax explodes, NaN is ahead
-    scale_rise        ... rises: its amax collapses, and what is left of it underflows when it comes back
+    scale_rise        ... rises: its amax collapses, and values underflow when it comes back
     saturated         share of a tensor's elements that a cast clips
-    underflown        share of its elements, zeros apart, that a cast makes zero
-    max_logit         the largest attention logit of a block, in two lines on end
+    underflown        share of its non-zero elements that a cast makes zero
+    max_logit         the largest attention logit of a block, in two consecutive lines
     kurtosis_power    p in kurtosis ~ step^p, where it grows: above 1 is faster than linear (`Kurtosis`)
     shadow_loss_gap   loss in the run's precision against BF16, as a share of the loss
     shadow_cosine     the gradient's angle to BF16's
-    expert_load       the fullest expert against the mean, for lines on end
-    expert_entropy    entropy of the load over ln E, for lines on end
+    expert_load       the fullest expert against the mean, in consecutive lines
+    expert_entropy    entropy of the load over ln E, in consecutive lines
     throughput_drop   tokens per second, against the median of this process's own lines
     straggler         a rank for which all others wait: its GPU, or its data
     memory_growth     memory held between steps creeps up
-    memory_full       the peak comes near the card's size
-    allocator_retries    the card's memory is in pieces
+    memory_full       the peak approaches the card's size
+    allocator_retries    the card's memory is fragmented
     throttled         heat or hardware slows a GPU for this share of the time
     gpu_celsius       temperature of the hottest core
     gpu_memory_celsius   ... of the hottest memory
     gpu_memory_errors    errors in GPU memory that ECC could not correct
 
-Medians and median absolute deviations stand where a mean and a deviation could: one spike does not move them.
+Rules use medians and median absolute deviations, not means and standard deviations: one spike does not move them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rules about curves: gradient norm, loss, and their differences from the BF16 shadow's."""
+"""Rules about curves: gradient norm, loss, and their difference from the BF16 shadow."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trainer.health.alerts import Alert, Entry, History, Rule, number
 
 
 class GradNormSpike(Rule):
-    """Above `times` the median of the last lines, and far outside their spread."""
+    """The gradient norm is above `times` the median of the last lines, and far outside their spread."""
 
     name = "grad_norm_spike"
     LINES, FEWEST, DEVIATIONS = 100, 20, 6.0
@@ -38,11 +38,12 @@ class GradNormSpike(Rule):
 
 
 class LossPlateau(Rule):
-    """Over the last `steps`, the loss's later half is not below its earlier half, and the gradient norm's is neither.
+    """Over the last `steps`, neither the loss nor the gradient norm is lower in the later half than in the earlier
+    half.
 
-    Not below: by no more than the standard error of the difference of the medians. A loss that falls as a power of the
-    steps falls the slower the longer it has, and fluctuates from batch to batch far more: so the window is a quarter of
-    the run, where that is more than `steps`, and what is healthy stands out of the noise at any time.
+    Lower means by more than the standard error of the difference of the medians. A loss that follows a power law falls
+    ever more slowly, and the noise between batches is far larger: the window is therefore at least a quarter of the
+    run, so that healthy progress exceeds the noise at any time.
     """
 
     name = "loss_plateau"
@@ -51,7 +52,7 @@ class LossPlateau(Rule):
     def __init__(self, steps: float):
         self._steps, self._losses, self._norms = steps, History(self.LINES), History(self.LINES)
         self._kept = 0
-        self._errors = 1.0  # that it must have fallen by; more, once it has not: what it then does again is news
+        self._errors = 1.0  # standard errors that count as a fall; more after an alert, until a clear fall
 
     def see(self, step: int, metrics: Entry, tensors: Entry | None) -> list[Alert] | None:
         loss, norm = number(metrics, "loss/lm"), number(metrics, "optim/grad_norm")
@@ -83,15 +84,15 @@ class LossPlateau(Rule):
         return [Alert(self.name, step, message, window, self._steps)]
 
     def _is_due(self, step: int, window: float) -> bool:
-        """Whether to keep this line: there is room for a window and more, if they are spread over it."""
+        """Whether to keep this line: the history holds a window and more if its lines are spread evenly."""
         last = self._losses.last
         return last is None or step <= last[0] or step - last[0] >= window / (0.8 * self.LINES)
 
 
 class LossRise(Rule):
-    """For three lines on end this many nats above the lowest that the loss has been, as a median of three lines.
+    """For three consecutive lines the loss is this many nats above its lowest value, a median of three lines.
 
-    It needs no past to speak of: it is also there for a run that goes wrong from its first steps on.
+    The rule needs almost no past, so it also covers a run that fails from its first steps.
     """
 
     name = "loss_rise"
@@ -120,7 +121,7 @@ class LossRise(Rule):
 
 
 class _Shadow(Rule):
-    """At two shadows on end: one microbatch may be odd."""
+    """A rule that needs two shadows in a row: one microbatch may be odd."""
 
     def __init__(self, threshold: float):
         self._threshold, self._past = threshold, History(2)
@@ -145,7 +146,7 @@ class _Shadow(Rule):
 
 
 class ShadowLossGap(_Shadow):
-    """The loss in FP8 is above BF16's by this share of it. Below is no harm."""
+    """The loss in FP8 is above the loss in BF16 by this share of it. Being below is harmless."""
 
     name = "shadow_loss_gap"
 
@@ -166,7 +167,7 @@ class ShadowLossGap(_Shadow):
 
 
 class ShadowCosine(_Shadow):
-    """The gradient of some module points elsewhere than BF16's."""
+    """The gradient of some module deviates from its direction in BF16."""
 
     name = "shadow_cosine"
 
@@ -190,10 +191,10 @@ class ShadowCosine(_Shadow):
 
 
 def _fall(values: Sequence[float]) -> tuple[float, float]:
-    """By how much the median of the later half is below that of the earlier, and the standard error of that."""
+    """Return by how much the median of the later half is below that of the earlier, and its standard error."""
     halves = np.array_split(np.array(values), 2)
     middles = [np.median(half) for half in halves]
     spreads = [1.4826 * np.median(np.abs(half - middle)) for half, middle in zip(halves, middles, strict=True)]
-    # a median's standard error is sqrt(pi / 2) of a mean's
+    # the standard error of a median is sqrt(pi / 2) times a mean's
     error = math.sqrt(math.pi / 2 * sum(s * s / len(half) for s, half in zip(spreads, halves, strict=True)))
     return float(middles[0] - middles[1]), error

@@ -1,7 +1,7 @@
 """Rules about the GPUs' heat and clocks, from the gpu/ keys (`trainer.health.power`).
 
-A GPU at its power limit works as intended: there is no alert. Alerts are about what an administrator can repair: air
-or water that does not cool, power throttling by the supply, memory that fails.
+A GPU at its power limit works as intended and raises no alert. Alerts are about what an administrator can repair: poor
+air or water cooling, power throttling by the supply, failing memory.
 """
 
 from typing import ClassVar
@@ -10,7 +10,8 @@ from trainer.health.alerts import Alert, Entry, Rule, number
 
 
 class Throttled(Rule):
-    """Heat or the board's own protection slowed a GPU for more than this share of the time, in two lines on end."""
+    """Heat or the board's own protection slowed a GPU for more than this share of the time, in two consecutive
+    lines."""
 
     name, of_process = "throttled", True
 
@@ -22,7 +23,7 @@ class Throttled(Rule):
         shares = {why: number(metrics, f"gpu/throttled_{why}") for why in ("hardware", "thermal")}
         known = {why: share for why, share in shares.items() if share is not None}
         reading = (*shares.values(), number(metrics, "gpu/power_watts"))
-        if not known or reading == self._reading:  # lines that come sooner than samples repeat the last one
+        if not known or reading == self._reading:  # lines more frequent than samples repeat the last one
             return None
         self._reading = reading
         why = max(known, key=lambda each: known[each])
@@ -41,7 +42,7 @@ class Throttled(Rule):
 
 
 class _Hot(Rule):
-    """Warmer than this at any sample since the line before."""
+    """A GPU was warmer than this at any sample since the line before."""
 
     of_process = True
     KEY: ClassVar[str]
@@ -66,19 +67,19 @@ class _Hot(Rule):
 
 
 class GpuCelsius(_Hot):
-    """The core."""
+    """The core is too hot."""
 
     name, KEY, WHAT, RANK = "gpu_celsius", "gpu/temperature_c", "the core", "hottest_rank"
 
 
 class GpuMemoryCelsius(_Hot):
-    """The memory."""
+    """The memory is too hot."""
 
     name, KEY, WHAT, RANK = "gpu_memory_celsius", "gpu/memory_temperature_c", "the memory", "hottest_memory_rank"
 
 
 class GpuMemoryErrors(Rule):
-    """More errors than this that ECC could not correct, since the run's process began."""
+    """More than this many uncorrectable ECC errors since the process started."""
 
     name, of_process, lasting = "gpu_memory_errors", True, True
 

@@ -1,4 +1,4 @@
-"""Rules about what a run takes: time and memory. They are of this process: another machine has another usual."""
+"""Rules about time and memory. They compare with this process only: another machine has other normal values."""
 
 from itertools import pairwise
 from statistics import median
@@ -7,10 +7,11 @@ from trainer.health.alerts import Alert, Entry, History, Rule, number
 
 
 class ThroughputDrop(Rule):
-    """Below `share` of the median of this process's lines so far, for three lines on end and half a minute at least.
+    """Below `share` of the median of this process's lines so far, for three consecutive lines and at least half a
+    minute.
 
-    The first lines do not count: they compile. One slow line is no matter: a checkpoint, a neighbour. Slow lines are
-    not among those that say what is usual.
+    The first lines do not count: they include compilation. One slow line (a checkpoint, a neighbour) is ignored. Slow
+    lines are not part of the median.
     """
 
     name, of_process = "throughput_drop", True
@@ -47,8 +48,8 @@ class ThroughputDrop(Rule):
 
 
 class Straggler(Rule):
-    """The same rank for five lines on end: its GPU is slower than the others' median by more than this share, or it
-    waits longer for its data than they do by more than this share of a step and 50 ms. The first line does not
+    """The same rank for five consecutive lines: its GPU is slower than the others' median by more than this share, or
+    it waits longer for its data than they do by more than this share of a step and 50 ms. The first line does not
     count."""
 
     name, of_process = "straggler", True
@@ -87,7 +88,7 @@ class Straggler(Rule):
         return sorted(alerts, key=lambda alert: -alert.value)
 
     def _lasting(self, what: str, value: float, metrics: Entry) -> int | None:
-        """The rank that was behind in the last lines."""
+        """Return the rank that was behind in all of the last lines, or None."""
         rank, (before, lines) = number(metrics, f"ranks/{what}_rank"), self._seen.get(what, (-1, 0))
         if rank is None or value <= self._share:
             self._seen.pop(what, None)
@@ -97,11 +98,11 @@ class Straggler(Rule):
 
 
 class MemoryGrowth(Rule):
-    """Memory at the end of a step is `share` above what it was, and has crept there.
+    """Memory at the end of a step has crept to `share` above its earlier value.
 
-    The time since the process began, its last half, quarter and eighth are looked at: a leak may begin late. It creeps
-    where it rises from each quarter of that time to the next. A buffer that is made once, for a first evaluation or a
-    look inside, is one step up, and no leak.
+    The time since the process began, its last half, quarter and eighth are tested: a leak may begin late. Memory creeps
+    if it rises from each quarter of that time to the next. A buffer that is made once, for a first evaluation or a
+    sampled step, is one step up, and no leak.
     """
 
     name, of_process = "memory_growth", True
@@ -123,7 +124,7 @@ class MemoryGrowth(Rule):
             return None
         self._past = [(at, gib) for at, gib in self._past if at < step]
         self._past.append((step, held))
-        if len(self._past) > self.LINES:  # evenly over the time of the process, however long
+        if len(self._past) > self.LINES:  # spread evenly over the time of the process
             self._past, self._every = self._past[::2], 2 * self._every
         if len(self._past) < self.FEWEST:
             return None
@@ -151,7 +152,8 @@ class MemoryGrowth(Rule):
 
 
 class MemoryFull(Rule):
-    """The peak comes near the size of the card: an allocation that finds no whole piece fails before that."""
+    """The peak approaches the size of the card. Allocations fail before it is reached, for lack of a contiguous
+    block."""
 
     name, of_process, lasting = "memory_full", True, True
 
@@ -172,8 +174,8 @@ class MemoryFull(Rule):
 
 
 class AllocatorRetries(Rule):
-    """More than `each` times a step, for three lines on end, the allocator found no whole piece of memory. It then
-    gives back all that it keeps and asks the driver, which waits for the GPU."""
+    """More than `each` times a step, for three consecutive lines, the allocator found no contiguous block. It then
+    frees its cache and asks the driver, which waits for the GPU."""
 
     name, of_process, lasting = "allocator_retries", True, True
     LINES = 3

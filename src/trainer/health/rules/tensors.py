@@ -1,4 +1,4 @@
-"""Rules about the inside: scales and casts of tensors in FP8, logits and kurtosis of blocks, load of experts."""
+"""Rules about tensors.jsonl: scales and casts of FP8 tensors, logits and kurtosis of blocks, load of experts."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from trainer.health.alerts import Alert, Entry, Rule, number
 
 
 class _ScaleJump(Rule):
-    """A tensor's scale leaves, within `RECENT` lines, the range that it had in the lines before by a factor.
+    """A tensor's scale leaves, within `RECENT` lines and by a factor, its range in the lines before.
 
-    A range, and not a median: where delayed scaling forgets an outlier, the scale comes back to where it was.
+    The reference is a range, not a median: after delayed scaling forgets an outlier, the scale returns to where it was.
     """
 
     LINES, RECENT, FEWEST = 50, 5, 20
@@ -26,7 +26,7 @@ class _ScaleJump(Rule):
         if not names:
             return None
         amaxes = _rows(tensors, "fp8", "amax")[1] or [math.nan] * len(names)
-        # logarithms, mirrored for a rise, so that what is wrong is always far below the least
+        # logarithms, mirrored for a rise: a wrong scale is always far below the least
         sign = 1.0 if self.falls else -1.0
         now = np.array([sign * math.log2(scale) if scale > 0 else math.nan for scale in scales])
         self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
@@ -75,8 +75,8 @@ class ScaleRise(_ScaleJump):
 
 
 class _CastShare(Rule):
-    """A share of a tensor's elements that a cast loses, in two looks inside on end; not in a run's first steps, when
-    scales have no history and values move fast."""
+    """A cast loses a share of a tensor's elements in two consecutive sampled steps. A run's first steps do not count:
+    scales have no history yet and values move fast."""
 
     SETTLED = 100
     key: str
@@ -109,7 +109,7 @@ class _CastShare(Rule):
 
 
 class Saturated(_CastShare):
-    """Clipped at the format's largest value: the scale is behind the amax."""
+    """Elements are clipped at the format's largest value: the scale lags behind the amax."""
 
     name = key = "saturated"
     does = "is clipped in its cast to FP8"
@@ -117,7 +117,7 @@ class Saturated(_CastShare):
 
 
 class Underflown(_CastShare):
-    """Becomes zero: a few large values hold the scale down."""
+    """Elements become zero: a few large values hold the scale down."""
 
     name = key = "underflown"
     does = "becomes zero in its cast to FP8"
@@ -125,7 +125,7 @@ class Underflown(_CastShare):
 
 
 class MaxLogit(Rule):
-    """Attention logits grow: queries and keys, which no norm holds. In two logged lines on end."""
+    """Attention logits grow in two consecutive logged lines, as queries and keys do without a norm."""
 
     name = "max_logit"
 
@@ -155,13 +155,13 @@ class MaxLogit(Rule):
 
 
 class Kurtosis(Rule):
-    """FOG's signal (arXiv 2505.20524): kurtosis that grows faster than linearly over steps, long before the loss shows.
+    """FOG's signal (arXiv 2505.20524): kurtosis that grows faster than linearly over steps, long before the loss shows
+    it.
 
-    A power law log k = p log step + c is fitted by least squares to the last 8, 16, 32, ... looks, within the later
-    half of the run: the short fits see what has just begun, the long ones what is slow. Wrong: p is above the threshold
-    by three of its standard errors, k grew by half over the fit, and is far from that of a Gaussian, 3. The first looks
-    do not count: while a model learns its first things, its kurtosis rises fast. Of looks that come more often one in
-    every 100 steps counts.
+    A power law log k = p log step + c is fitted by least squares to the last 8, 16, 32, ... samples within the later
+    half of the run: short fits detect what has just begun, long ones what is slow. Wrong: p exceeds the threshold by
+    three of its standard errors, k grew by half over the fit, and k is far from that of a Gaussian, 3. The first
+    samples do not count: kurtosis rises fast while a model starts to learn. At most one sample every 100 steps counts.
     """
 
     name = "kurtosis_power"
@@ -186,7 +186,7 @@ class Kurtosis(Rule):
             return None
         self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
         self._past.append((step, now))
-        if len(self._past) > self.LOOKS:  # every other one of the older half
+        if len(self._past) > self.LOOKS:  # keep every other one of the older half
             half = self.LOOKS // 2
             self._past = self._past[:half:2] + self._past[half:]
         within = [(at, row) for at, row in self._past if at >= step / 2]
@@ -201,7 +201,7 @@ class Kurtosis(Rule):
         return [self._alert(step, names[i], now[i], *found[i]) for i in worst]
 
     def _now(self, metrics: Entry, tensors: Entry | None) -> tuple[list[str], list[float]]:
-        """[kind of block] and their kurtosis; over all blocks, where they are not known one by one."""
+        """Return [kind of block] and their kurtosis; the mean over blocks where single blocks are unknown."""
         names, values = [], []
         for kind in self.KINDS:
             blocks, row = _rows(tensors, "blocks", kind)
@@ -215,7 +215,7 @@ class Kurtosis(Rule):
         return [f"{kind}|" for kind in worst], [math.nan if v is None else v for v in worst.values()]
 
     def _grows(self, steps: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, float, float]]:
-        """(column, power, growth) of the columns of values [looks, columns] that are wrong."""
+        """Yield (column, power, growth) for the columns of values [samples, columns] that are wrong."""
         values = np.where(values > 0, values, np.nan)
         x = np.log(steps) - np.log(steps).mean()
         y = np.log(values)
@@ -226,7 +226,7 @@ class Kurtosis(Rule):
         error = np.sqrt((rest * rest).sum(0) / (len(x) - 2) / sxx)
         grew = np.exp(power * (x[-1] - x[0]))
         wrong = (power - 3 * error > self._power) & (grew > self.GREW) & (np.median(values[-3:], 0) > self.HIGH)
-        for i in np.flatnonzero(wrong):  # a column with a NaN in it is not among them
+        for i in np.flatnonzero(wrong):  # excludes columns with a NaN
             yield int(i), float(power[i]), float(grew[i])
 
     def _alert(self, step: int, name: str, now: float, power: float, grew: float, since: int) -> Alert:
@@ -245,7 +245,8 @@ class Kurtosis(Rule):
 
 
 class _Experts(Rule):
-    """Wrong for `LINES` lines on end and `STEPS` steps at least; not in a run's first steps: a router has to settle."""
+    """Wrong for `LINES` consecutive lines and at least `STEPS` steps. A run's first steps do not count: a router has to
+    settle."""
 
     LINES, STEPS, SETTLED = 10, 100, 200
     key: str
@@ -294,7 +295,7 @@ class ExpertLoad(_Experts):
 
 
 class ExpertEntropy(_Experts):
-    """Many experts get next to nothing."""
+    """Many experts get almost no tokens."""
 
     name, key, row, above = "expert_entropy", "moe/entropy_worst", "entropy", False
 
@@ -303,7 +304,8 @@ class ExpertEntropy(_Experts):
 
 
 def _rows(tensors: Entry | None, group: str, key: str) -> tuple[list[str], list[float]]:
-    """Names and values of one statistic in an entry of tensors.jsonl, None as NaN; two empty lists if it has none."""
+    """Return names and values of one statistic in an entry of tensors.jsonl, None as NaN; two empty lists without
+    it."""
     if tensors is None or not isinstance(tensors.get(group), dict):
         return [], []
     names, values = tensors.get("names", {}).get(group), tensors[group].get(key)

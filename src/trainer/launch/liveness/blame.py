@@ -1,4 +1,4 @@
-"""Which rank made a collective operation fail, or run out of time."""
+"""Finds the rank that made a collective operation fail or time out."""
 
 from trainer.launch.liveness import heartbeat
 from trainer.launch.liveness.exit_report import of_a_collective, pending_operation, waited_in
@@ -12,21 +12,24 @@ class Blame:
         self._store, self._rank, self._size = store, rank, size
 
     def of_others(self, error: BaseException, step: int, place: str) -> News | None:
-        """The news about another rank that caused `error` here; None if this rank did. step, place: where main is."""
+        """Return the news about another rank that caused `error` here, or None if this rank did. step, place: of
+        main."""
         by_others, timed_out = of_a_collective(error)
         if timed_out:
             return self.waited_in_vain(place, waited_in(error))
         return self._store.wait_for_news(heartbeat.PATIENCE) or self._silent(step) if by_others else None
 
     def waited_in_vain(self, place: str, operation: str | None = None) -> News:
-        """For a collective operation that has run out of time. operation: which; None: the one that main waits in."""
+        """Return the news for a collective operation that timed out. operation: its name; None: the one that main waits
+        in."""
         if operation is None:
             operation = f"{pending_operation() or 'an operation'}, with main at {place}"
         self._store.set("late", self._rank, operation)
         return self._store.wait_for_news(heartbeat.PATIENCE) or self._absent()
 
     def _silent(self, step: int) -> News | None:
-        """Of a rank that closed its connections while no neighbour saw it end: those without a pulse since."""
+        """Return the news about a rank that closed its connections without a neighbour seeing it end: one without a
+        pulse since."""
         others = [rank for rank in range(self._size) if rank != self._rank and not self._store.has("left", rank)]
         before = {rank: self._store.pulse(rank) for rank in others}
         news = self._store.wait_for_news(2.5 * heartbeat.PULSE_SECONDS)
@@ -41,12 +44,12 @@ class Blame:
         return News(f"error: {named} closed all connections and is gone, {when(step)}", 1, gone[0], self._rank, step)
 
     def _absent(self) -> News:
-        """Of the ranks that did not come to a collective operation: those that are neither late, as this one, nor
-        done."""
+        """Return the news about the ranks missing in a collective operation: those neither waiting, as this one does,
+        nor done."""
         ranks = range(self._size)
         absent = [rank for rank in ranks if not self._store.has("late", rank) and not self._store.has("left", rank)]
         at = {rank: self._store.position(rank) for rank in ranks}
-        if not absent:  # all wait, for different things: those that are behind
+        if not absent:  # all wait, for different operations: blame those behind
             absent = [rank for rank in ranks if at[rank][0] == min(step for step, _ in at.values())]
         named = [f"{self._store.describe(rank)}, {when(at[rank][0])}, at {at[rank][1]}" for rank in absent[:4]]
         named += [f"{len(absent) - 4} more"] * (len(absent) > 4)

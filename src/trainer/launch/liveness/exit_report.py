@@ -1,4 +1,4 @@
-"""How a process ended, whether an error was caused by another rank, and what a process waits for."""
+"""How a process ended, whether another rank caused an error, and the operation that a process waits for."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ _OWN_FILES = ("rank_group.py", "exit_report.py", "blame.py", "job_store.py")
 
 
 def this_process() -> list[Any]:
-    """Host, process, and the namespace in which that number means something."""
+    """Return host, process number, and the namespace in which that number is valid."""
     namespace = "-"
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -27,8 +27,8 @@ def this_process() -> list[Any]:
 
 
 def how_it_ended(process: int, descriptor: int | None) -> str:
-    """From a wait status: the last field of /proc/PROCESS/stat, until the parent has asked for it; then, from Linux
-    6.15 on, what the descriptor of the process knows."""
+    """Describe the end of a process from its wait status: the last field of /proc/PROCESS/stat, until the parent has
+    reaped it; after that, from Linux 6.15 on, from the process's descriptor."""
     try:
         status = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[-1])
     except (OSError, ValueError):
@@ -55,7 +55,8 @@ def _wait_status(descriptor: int | None) -> int | None:
 
 
 def of_a_collective(error: BaseException) -> tuple[bool, bool]:
-    """Whether an error is that of a collective operation, which others may have caused; whether it ran out of time."""
+    """Return whether an error is that of a collective operation, which others may have caused, and whether it timed
+    out."""
     from torch.distributed import DistError
 
     says = str(error).lower()
@@ -67,15 +68,16 @@ def of_a_collective(error: BaseException) -> tuple[bool, bool]:
 
 
 def pending_operation(seconds: float = 0.0) -> str | None:
-    """The collective operation that this process has begun first, so many seconds ago or more, and that is not over:
+    """Return the first collective operation that this process began at least `seconds` ago and has not finished:
     `all_gather of [16, 64]`.
 
-    From torch's flight recorder, which keeps the last two thousand or so of each backend; NCCL's come first, since
-    only the recorder knows which one a GPU waits in. None if there is none, or torch does not record.
+    It reads torch's flight recorder, which keeps the last two thousand or so of each backend. NCCL's come first, since
+    only the recorder knows the operation that a GPU waits in. None if there is no such operation, or torch does not
+    record.
     """
     from torch._C import _distributed_c10d as c10d
 
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a private name each, and a CPU build has the second
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # private names; a CPU build has only the second
         dump = getattr(c10d, name, None)
         if dump is not None and (found := _first_pending(dump(True, False), seconds)) is not None:
             return found
@@ -99,7 +101,7 @@ def _first_pending(record: bytes | str, seconds: float = 0.0) -> str | None:
 
 
 def waited_in(error: BaseException) -> str:
-    """The collective operation that has run out of time: `all_reduce, at totals.py:33 in all_sum`, from the traceback.
+    """Return the collective operation that timed out, from the traceback: `all_reduce, at totals.py:33 in all_sum`.
 
     The operation is the innermost function of torch.distributed, the line the innermost one of our own code.
     """
@@ -114,7 +116,7 @@ def waited_in(error: BaseException) -> str:
 
 
 def place(frame: FrameType | None) -> str:
-    """The innermost line of our own code that a thread is at: `trainer.py:57 in train`."""
+    """Return the innermost line of our own code on a thread's stack: `trainer.py:57 in train`."""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(SOURCE) and file.name not in _OWN_FILES:

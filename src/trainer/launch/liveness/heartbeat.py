@@ -15,15 +15,15 @@ from trainer.launch.liveness.job_store import LOOK_SECONDS, JobStore, News, when
 
 PULSE_SECONDS = 5.0
 SILENCES = 9
-"""Pulses in a row that may be missing before a rank counts as lost."""
+"""Missing pulses in a row after which a rank counts as lost."""
 LONG_SILENCES = 120
-"""The same for a rank in a phase that may keep it silent (`RankGroup.phase`)."""
+"""The same for a rank in a phase that may silence it (`RankGroup.phase`)."""
 PATIENCE = 5.0
 """Seconds that ranks which fail together wait for each other, so that the right one is named."""
 
 
 class Member(Protocol):
-    """What the heartbeat needs of its process: see `rank_group.RankGroup`."""
+    """The heartbeat's view of its process: see `rank_group.RankGroup`."""
 
     launch: Launch
     step: int
@@ -40,10 +40,10 @@ class Member(Protocol):
 
 
 class Heartbeat(threading.Thread):
-    """Sends the pulse; looks for news, for neighbours that die and for pulses that stop.
+    """Sends the pulse, and watches for news, dying neighbours and missing pulses.
 
     waker: where Python writes the number of each signal at once (`signal.set_wakeup_fd`). Python's handler waits for
-    main, and main, until all have met, may wait in C++ for a rank that never comes.
+    main, and until all ranks have met, main may wait in C++ for a rank that never comes.
     """
 
     def __init__(self, member: Member, store: JobStore) -> None:
@@ -52,24 +52,24 @@ class Heartbeat(threading.Thread):
         self._poll = select.poll()
         self._wake, self.waker = os.pipe()
         os.set_blocking(self.waker, False)
-        self._signal: tuple[int, float] | None = None  # its number, and when main should have ended
+        self._signal: tuple[int, float] | None = None  # its number, and the deadline for main to end
         self._poll.register(self._wake, select.POLLIN)
         launch = member.launch
         first = launch.rank - launch.local_rank
         self._unmet_neighbours = {rank for rank in range(first, first + launch.local_size) if rank != launch.rank}
         self._neighbours: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process
         self._watched = [rank for rank in range(launch.size) if rank != launch.rank and (launch.is_first or rank == 0)]
-        self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, how often it was looked at
+        self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, number of checks since
         self._beats = 0
 
     def stop(self) -> None:
-        """End the thread, and wait for it."""
+        """Stop the thread and join it."""
         self._stopping = True
         os.write(self.waker, b"\0")
         self.join()
 
     def kill_unresponsive(self, rank: int) -> None:
-        """End a neighbour that the news does not reach: a stopped process, for which the launcher would wait."""
+        """Kill a neighbour that does not react to the news: a stopped process, for which the launcher would wait."""
         descriptor = next((key for key, (neighbour, _) in self._neighbours.items() if neighbour == rank), None)
         if descriptor is None:
             return
@@ -82,7 +82,7 @@ class Heartbeat(threading.Thread):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def run(self) -> None:
-        """Until `stop`, or until there is news."""
+        """Run until `stop`, or until there is news."""
         due, step = 0.0, 0
         try:
             while not self._stopping:
@@ -118,27 +118,27 @@ class Heartbeat(threading.Thread):
                 self._signal = number, time.monotonic() + PATIENCE
 
     def _meet(self) -> None:
-        """Open a descriptor of each neighbour that has come."""
+        """Open a descriptor of each neighbour that has registered."""
         for rank in list(self._unmet_neighbours):
             if self._store.has("who", rank):
                 self._unmet_neighbours.discard(rank)
                 host, process, namespace = self._store.get("who", rank).split()
                 here = this_process()
-                if [host, namespace] != [here[0], here[2]]:  # its number is another process here: see `_check_pulses`
+                if [host, namespace] != [here[0], here[2]]:  # its number means nothing here: see `_check_pulses`
                     continue
                 process = int(process)
                 try:
                     descriptor = os.pidfd_open(process)
                 except ProcessLookupError:
                     self._gone(rank, process, None)
-                except (OSError, AttributeError):  # not Linux, or not allowed: only its pulse is left
+                except (OSError, AttributeError):  # not Linux, or not allowed: only its pulse remains
                     continue
                 else:
                     self._neighbours[descriptor] = rank, process
                     self._poll.register(descriptor, select.POLLIN)
 
     def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
-        """A neighbour's process has ended."""
+        """Handle the end of a neighbour's process."""
         how = how_it_ended(process, descriptor)
         if descriptor is not None:
             self._poll.unregister(descriptor)
@@ -149,7 +149,7 @@ class Heartbeat(threading.Thread):
         self._end(rank, how)
 
     def _check_pulses(self) -> None:
-        """Count how often the pulse of each watched rank has been the same; end the job for one that is silent."""
+        """Count the checks without a new pulse of each watched rank, and end the job for a silent one."""
         for rank in self._watched:
             if not self._store.has("pulse", rank) or self._store.has("left", rank):
                 continue

@@ -1,9 +1,9 @@
 """The job's key-value store (torchrun's own, or rank 0's) as the liveness protocol uses it.
 
     who/R     host, process, its namespace               set at the start
-    pulse/R   a count, its last step, where it is        set every 5 seconds, by the heartbeat thread
-    phase/R   what may keep rank R silent for long       set by main, see `RankGroup.phase`
-    left/R    rank R has done its work                   its end is no failure any more
+    pulse/R   a count, its last step, its place          set every 5 seconds, by the heartbeat thread
+    phase/R   a phase that may silence rank R for long   set by main, see `RankGroup.phase`
+    left/R    rank R has finished its work               its end is no failure any more
     gone/R    rank R has stopped its heartbeat           rank 0 waits for it, if it serves the store itself
     late/R    the operation that rank R waited in        see `blame`
     seen/R    rank R has read the news                   all ranks exit together
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, without declaring it
 
 LOOK_SECONDS = 0.5
-"""Between two looks for news."""
+"""Interval of checks for news."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class News:
 
 
 def connect(launch: Launch, listening: int | None = None, seconds: float = 60.0) -> "TCPStore":
-    """A connection. torchrun serves the store; without torchrun rank 0 does, on the socket where it is `listening`.
+    """Return a connection to the store. torchrun serves it; without torchrun rank 0 does, on the socket `listening`.
 
     A thread that waits in a connection blocks all threads that share it: main, the heartbeat and the process groups
     have one each.
@@ -61,7 +61,7 @@ def connect(launch: Launch, listening: int | None = None, seconds: float = 60.0)
 
 
 class JobStore:
-    """The keys above, of this attempt (torchrun's store outlives a restart of the job)."""
+    """The keys above, for this attempt (torchrun's store outlives a restart of the job)."""
 
     def __init__(self, launch: Launch, store: "TCPStore") -> None:
         self._launch, self._store = launch, store
@@ -75,33 +75,33 @@ class JobStore:
         self._store.set(self._key(kind, which), value)
 
     def get(self, kind: str, which: object = None) -> str:
-        """The value of a key that exists."""
+        """Return the value of an existing key."""
         return self._store.get(self._key(kind, which)).decode()
 
     def has(self, kind: str, which: object = None) -> bool:
-        """Whether a key exists."""
+        """Return whether a key exists."""
         return self._store.check([self._key(kind, which)])
 
     def add(self, kind: str, which: object, count: int) -> int:
-        """Add to a counter; returns its new value."""
+        """Add to a counter and return its new value."""
         return self._store.add(self._key(kind, which), count)
 
     def wait_for_all(self, kind: str, ranks: Iterable[int], deadline: float, pause: float = LOOK_SECONDS / 5) -> None:
-        """Return when each of the ranks has set its key, at `deadline` (monotonic) at the latest."""
+        """Return when each of the ranks has set its key, or at `deadline` (monotonic)."""
         keys = [self._key(kind, rank) for rank in ranks]
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(pause)
 
     def post(self, news: News) -> News:
-        """Write the news, unless there are some. Returns those that count."""
+        """Write the news unless there is one already. Return the one that counts."""
         return News(**json.loads(self._store.compare_set(self._key("news"), "", json.dumps(asdict(news)))))
 
     def news(self) -> News | None:
-        """The news; None: there are none."""
+        """Return the news, or None."""
         return News(**json.loads(self.get("news"))) if self.has("news") else None
 
     def wait_for_news(self, seconds: float) -> News | None:
-        """The news, if there are some within `seconds`, or None. Does not raise if the store does not answer."""
+        """Return news that arrives within `seconds`, or None. Does not raise if the store does not answer."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline:
@@ -116,19 +116,19 @@ class JobStore:
         return f"rank {rank} ({host}, process {process})"
 
     def pulse(self, rank: int) -> str:
-        """`COUNT|STEP|PLACE`, as the rank sent it last."""
+        """Return `COUNT|STEP|PLACE`, the last pulse of the rank."""
         return self.get("pulse", rank) if self.has("pulse", rank) else "0|0|?"
 
     def position(self, rank: int) -> tuple[int, str]:
-        """(last step, place in the code) that a rank has sent."""
+        """Return the (last step, place in the code) that a rank has sent."""
         _, step, place = self.pulse(rank).split("|", 2)
         return int(step), place
 
     def phase(self, rank: int) -> str:
-        """The phase that a rank is in; empty: none."""
+        """Return the phase of a rank; empty: none."""
         return self.get("phase", rank) if self.has("phase", rank) else ""
 
 
 def when(step: int) -> str:
-    """`in step N`, for messages."""
+    """Return `in step N`, for messages."""
     return f"in step {step}" if step else "before its first step"

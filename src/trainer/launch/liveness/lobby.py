@@ -1,19 +1,19 @@
-"""The lobby: where ranks started without torchrun (srun, mpirun, by hand) meet, from their first second on.
+"""The lobby, where ranks started without torchrun (srun, mpirun, by hand) meet, from their first second on.
 
-The job's store comes late: importing torch takes seconds, and a rank that waits for it in C++ hears nothing. So rank 0
+The job's store starts late: importing torch takes seconds, and a rank that waits for it in C++ cannot react. So rank 0
 (`Host`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`Guest`) holds a
-connection to it, on which both send a line of JSON for each thing to say, and an empty one every 5 seconds:
+connection to it. Both send messages as lines of JSON, and an empty line every 5 seconds:
 
-    both    {"bye": 1}                                  it ends as it should
+    both    {"bye": 1}                                  it ends normally
     guest   {"who": [rank, host, process, namespace]}   once connected
-            {"met": 1}                                  it is in the store, and the watch has taken over
-            {"failed": message, "code": code}           it ends, and asks whether to say why
+            {"met": 1}                                  it is in the store, and the heartbeat has taken over
+            {"failed": message, "code": code}           it ends, and asks whether to report the reason
     host    {"hello": [host, process, namespace]}       once connected
             {"open": 1}                                 the store is served (on the same listening socket)
             {"news": message, "code": code}             why the job ends: the guest ends silently
             {"say": true}                               answer to `failed`; false: rank 0 reports the same
 
-A process that dies closes its connection, one that stops or loses its node is silent: either is named within a minute.
+A process that dies closes its connection; one that stops or loses its node is silent. Either is named within a minute.
 """
 
 import atexit
@@ -31,31 +31,31 @@ from trainer.launch.liveness import heartbeat
 from trainer.launch.liveness.exit_report import how_it_ended, this_process
 
 RANK_0_SECONDS = 60.0
-"""How long a rank waits for rank 0 to listen."""
+"""Seconds that a rank waits for rank 0 to listen."""
 ALL_SECONDS = 300.0
-"""How long rank 0 waits for the others to come. It prints for whom after `SAY_SECONDS`."""
+"""Seconds that rank 0 waits for the others. It prints the missing ranks after `SAY_SECONDS`."""
 SAY_SECONDS = 30.0
 SAME_SECONDS = 2.0
-"""How long ranks that find the same mistake wait for each other, so that one reports it."""
-_LOOK_SECONDS = 0.1  # between two looks at what has come
+"""Seconds that ranks with the same mistake wait for each other, so that only one reports it."""
+_LOOK_SECONDS = 0.1  # interval of checks for messages
 _LONGEST = 1 << 16
 
 
 class OnEnd(Protocol):
-    """Ends the job from a thread. rank: whom it is about; say: whether this process is the one to say `message`."""
+    """Ends the job from a thread. rank: the one it is about; say: whether this process reports `message`."""
 
     def __call__(self, message: str, code: int, rank: int, say: bool) -> None: ...
 
 
 def enter(launch: Launch, on_end: OnEnd) -> "Host | Guest":
-    """This rank's part, begun."""
+    """Start this rank's part."""
     lobby = Host(launch, on_end) if launch.is_first else Guest(launch, on_end)
     lobby.start()
     return lobby
 
 
 class _Line:
-    """A connection, and who is at its other end."""
+    """A connection and its peer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.rank, self.process = connection, -1, ["?", 0, ""]
@@ -64,12 +64,12 @@ class _Line:
         connection.settimeout(heartbeat.PATIENCE)
 
     def send(self, **what: Any) -> None:
-        """A line; nothing: a pulse. What cannot be sent is lost: reading finds out why."""
+        """Send a line; without arguments a pulse. Errors are ignored: reading finds the reason."""
         with contextlib.suppress(OSError):
             self.socket.sendall((json.dumps(what) if what else "").encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What has come; None: the other end is closed, or is none of ours."""
+        """Return received messages; None if the peer has closed, or is not one of ours."""
         try:
             data = self.socket.recv(_LONGEST)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -81,7 +81,7 @@ class _Line:
         return found if good else None
 
     def how(self) -> str:
-        """What has become of the process at the other end."""
+        """Describe what happened to the peer's process."""
         here = this_process()
         if self.process[0] == here[0] and self.process[2] == here[2]:
             return how_it_ended(int(self.process[1]), None)
@@ -110,11 +110,11 @@ class _Lobby(threading.Thread):
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """This process ends normally."""
         raise NotImplementedError
 
     def _is_due(self) -> bool:
-        """Whether to send a pulse now."""
+        """Return whether to send a pulse now."""
         if time.monotonic() < self._beat:
             return False
         self._beat = time.monotonic() + heartbeat.PULSE_SECONDS
@@ -125,7 +125,7 @@ class _Lobby(threading.Thread):
 
 
 class Host(_Lobby):
-    """Rank 0's."""
+    """Rank 0's part."""
 
     def __init__(self, launch: Launch, on_end: OnEnd) -> None:
         super().__init__(launch, on_end)
@@ -135,14 +135,15 @@ class Host(_Lobby):
         self._waits = False
         self._asked: list[tuple[_Line, str, int, float]] = []
         self._news: tuple[str, int] | None = None
-        self._closing = threading.Event()  # main wants the listening socket
+        self._closing = threading.Event()  # main needs the listening socket
         self._closed = threading.Event()
         self._listening = _listen(launch.port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, None)
 
     def socket_when_all_came(self) -> int:
-        """The listening socket, for the store, when all ranks have come. RunError if some do not."""
+        """Return the listening socket, for the store, when all ranks are connected. Raises RunError if some do not
+        connect."""
         began, said, self._waits = time.monotonic(), False, True
         while missing := set(range(1, self._launch.size)) - self._came:
             waited = time.monotonic() - began
@@ -160,18 +161,18 @@ class Host(_Lobby):
         return self._listening.detach()
 
     def opened(self) -> None:
-        """The store is served."""
+        """Announce that the store is served."""
         for line in list(self._lines):
             line.send(open=1)
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """This process ends normally."""
         self._over = True
         for line in list(self._lines):
             line.send(bye=1)
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason: send it to all. Returns whether this rank prints it."""
+        """Send the reason of main's end to all. Return whether this rank prints it."""
         self._verdict = message
         self._report(message, code)
         deadline = time.monotonic() + SAME_SECONDS
@@ -184,10 +185,10 @@ class Host(_Lobby):
         self._news = message, code
         for line in list(self._lines):
             line.send(news=message, code=code)
-        time.sleep(2 * _LOOK_SECONDS)  # until they have read it: what is unread may go with the connection
+        time.sleep(2 * _LOOK_SECONDS)  # until they have read it: unread data may vanish with the connection
 
     def run(self) -> None:
-        """Until all have left."""
+        """Run until all have left."""
         while not self._over:
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 if key.data is None:
@@ -243,7 +244,7 @@ class Host(_Lobby):
         line.socket.close()
 
     def _answer(self) -> None:
-        """Let one of those who fail say why."""
+        """Let one of the failing ranks report the reason."""
         for line, message, code, deadline in list(self._asked):
             if self._verdict is not None:
                 line.send(say=self._verdict != message)
@@ -262,7 +263,7 @@ class Host(_Lobby):
 
 
 class Guest(_Lobby):
-    """Another rank's."""
+    """The part of any other rank."""
 
     def __init__(self, launch: Launch, on_end: OnEnd) -> None:
         super().__init__(launch, on_end)
@@ -273,7 +274,7 @@ class Guest(_Lobby):
         self._began = time.monotonic()
 
     def wait_until_open(self) -> None:
-        """Return when the store is served. RunError if rank 0 is not there."""
+        """Return when the store is served. Raises RunError if rank 0 is missing."""
         while not self._open.wait(_LOOK_SECONDS):
             if self._over:
                 raise _run_error(f"rank 0 at {self._place} ended before the ranks had met; start all with one command")
@@ -282,20 +283,20 @@ class Guest(_Lobby):
                 raise _run_error(f"rank 0 {why}; look at what it printed, or correct MASTER_ADDR and MASTER_PORT")
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """This process ends normally."""
         self._leave("bye")
 
     def met(self) -> None:
-        """The watch has taken over."""
+        """The heartbeat has taken over."""
         self._leave("met")
 
     def _leave(self, how: str) -> None:
-        was_over, self._over = self._over, True  # before rank 0 closes the connection, which then is no news
+        was_over, self._over = self._over, True  # before rank 0 closes the connection, which is then no failure
         if self._line is not None and not was_over:
             self._line.send(**{how: 1})
 
     def decide(self, message: str, code: int) -> bool:
-        """Main ends, for this reason. Returns whether this rank reports it."""
+        """Return whether this rank reports the reason of main's end."""
         self._verdict, asked = message, False
         deadline = time.monotonic() + 2 * SAME_SECONDS
         while self._say is None and self.is_alive() and time.monotonic() < deadline:
@@ -308,7 +309,7 @@ class Guest(_Lobby):
         return self._say is not False
 
     def run(self) -> None:
-        """Until `leave`."""
+        """Run until `leave`."""
         while self._line is None and not self._over:
             try:
                 self._line = _Line(socket.create_connection((self._launch.address, self._launch.port), 5))
@@ -345,15 +346,15 @@ class Guest(_Lobby):
             self._on_end(str(message["news"]), int(message["code"]), 0, False)
 
     def _lost(self, line: _Line, how: str) -> None:
-        # without rank 0 none can choose the rank that reports: one of each node does, and rank 1
+        # without rank 0 no one chooses the reporting rank: one of each node reports, and rank 1
         first = self._launch.local_rank == 0 or self._launch.rank == 1
         name = line.name() if line.rank == 0 else f"rank 0 ({self._launch.address}:{self._launch.port})"
         self._on_end(f"error: {name} {how}, {_BEFORE}", 1, 0, first)
 
 
 def _listen(port: int) -> socket.socket:
-    """At all addresses. RunError if another program does."""
-    deadline = time.monotonic() + heartbeat.PATIENCE  # one that is just ending: of a run before, say
+    """Listen at all addresses. Raises RunError if another program does."""
+    deadline = time.monotonic() + heartbeat.PATIENCE  # it may be just ending, after an earlier run
     while True:
         try:
             try:
@@ -370,7 +371,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _run_error(message: str) -> Exception:
-    """precision's RunError. Importing it imports torch, which must not come before the ranks have met."""
+    """Return precision's RunError. Importing it imports torch, which must not happen before the ranks have met."""
     from precision.errors import RunError
 
     return RunError(message)

@@ -2,17 +2,17 @@
 
 Each process runs a heartbeat thread. All share the job's store, whose keys `job_store` lists.
 
-A process dies in one of three ways. **It fails**: it posts the news itself. **It is killed** (by the kernel for want of
-memory, say): its neighbours on the node hold a file descriptor of each other (pidfd) that becomes ready at that moment,
+A process dies in one of three ways. **It fails**: it posts the news itself. **It is killed** (by the kernel for lack of
+memory, say): its neighbours on the node hold file descriptors of each other (pidfd) that become ready at that moment,
 and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds (600 in a `phase`)
 rank 0 reports it; if rank 0 itself or the store is lost, all others notice. A process that reads the news exits,
 whatever its main thread waits for.
 
-A process that hangs keeps its pulse. The others wait for it in a collective operation until that runs out of time
-(`parallel.timeout`). The ranks that waited are not to blame: `blame` names the one that did not, with the line it is at
+A process that hangs keeps its pulse. The others wait for it in a collective operation until that times out
+(`parallel.timeout`). The ranks that waited are not at fault: `blame` names the one that did not, with its current line
 and the operation that the others wait in.
 
-Before the ranks have met in the store, torchrun sees a process that dies; without torchrun, `lobby` does.
+Before the ranks have met in the store, torchrun notices a process that dies; without torchrun, `lobby` does.
 
 With one process there is no thread, and nothing here imports torch.
 """
@@ -37,16 +37,16 @@ from trainer.launch.liveness.job_store import LOOK_SECONDS, JobStore, News, conn
 from trainer.launch.liveness.lobby import Guest, Host
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, and does not say so
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, without declaring it
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, outside of training, which would save first."""
+    """SIGTERM or SIGHUP outside training, which would save first."""
 
 
 def stopping() -> list[signal.Signals]:
-    """The signals that ask a process to stop: Ctrl-C, a scheduler's, a terminal that has gone, unless nohup keeps that
-    one from us."""
+    """Return the signals that ask a process to stop: Ctrl-C, a scheduler's, and a closed terminal's unless nohup
+    ignores it."""
     hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears else [])]
 
@@ -56,9 +56,9 @@ class RankGroup:
 
     step: the last one it has begun; 0: none yet. stop_signal: number of the signal that asked it to stop before it
     trained; 0: none. met: whether all ranks have met. on_end: called with the news, in the process that reports them.
-    on_leave: called when all have done their work. overdue: whether the others should have come to where this rank has
-    been; asked by the heartbeat, while main may wait for the GPU. judge: the message (None: a bug) and exit code of an
-    error that ends this rank, None for one with which all ranks end alike.
+    on_leave: called when all have finished their work. overdue: whether the others should have reached this rank's
+    position; asked by the heartbeat, while main may wait for the GPU. judge: the message (None: a bug) and exit code of
+    an error that ends this rank, None for one with which all ranks end alike.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class RankGroup:
         self._phases: list[str] = []
 
     def board(self, environment: Mapping[str, str]) -> Launch:
-        """Read which process this is. UserError if the launcher's variables do not go together.
+        """Read this process's place in the job. Raises UserError for incompatible launcher variables.
 
         From here on SIGTERM and SIGHUP end this process as Ctrl-C does: unfinished work is undone, and one line reports
         it.
@@ -90,7 +90,7 @@ class RankGroup:
         return self.launch
 
     def _not_met(self, message: str, code: int, rank: int, say: bool) -> NoReturn:
-        """Called by the lobby when a rank was lost, or failed, before all had met."""
+        """End the process; the lobby calls it when a rank was lost, or failed, before all had met."""
         if self._heartbeat is not None and say:
             self.end(News(message, code, rank, self.launch.rank, self.step))
         self.launch.leave_word(message)
@@ -116,31 +116,33 @@ class RankGroup:
         self._store.set("who", self.launch.rank, " ".join(map(str, this_process())))
         self._heartbeat = Heartbeat(self, JobStore(self.launch, connect(self.launch)))
         self._heartbeat.start()
-        if isinstance(self._lobby, Guest):  # rank 0 leaves when all others have
+        if isinstance(self._lobby, Guest):  # rank 0 leaves after all others
             self._lobby.met()
         signal.signal(signal.SIGTERM, self._terminated)
         signal.set_wakeup_fd(self._heartbeat.waker, warn_on_full_buffer=False)
         return connect(self.launch)
 
     def all_met(self) -> None:
-        """All ranks have met. From here on main handles signals itself: it never waits for a rank that may not come."""
+        """Mark that all ranks have met. From here on main handles signals itself: it never waits for a rank that may
+        not come."""
         self.met = True
         signal.set_wakeup_fd(-1)
 
     def leave(self, seconds: float = 60.0) -> None:
-        """The work is done. Returns when all ranks have left, or after `seconds`; their end is no failure any more."""
+        """Leave after the work is done. Returns when all ranks have left, or after `seconds`; their end is no failure
+        any more."""
         if self._store is None or self._heartbeat is None:
             return
         self._store.set("left", self.launch.rank, "1")
         deadline = time.monotonic() + seconds
         everybody = range(self.launch.size)
-        with contextlib.suppress(RuntimeError):  # the store may go with its node
+        with contextlib.suppress(RuntimeError):  # the store may vanish with its node
             self._store.wait_for_all("left", everybody, deadline)
         self._heartbeat.stop()
         self._heartbeat = None
         for callback in self.on_leave:
             callback()
-        if not self.launch.agent_store:  # rank 0 serves the store: it goes last
+        if not self.launch.agent_store:  # rank 0 serves the store: it leaves last
             with contextlib.suppress(RuntimeError):
                 if self.launch.is_first:
                     self._store.wait_for_all("gone", everybody[1:], deadline)
@@ -148,23 +150,22 @@ class RankGroup:
                     self._store.set("gone", self.launch.rank, "1")
 
     def exit(self, code: int) -> int:
-        """`code`, for a single process. One of many exits here, at the same moment as the others: else the launcher,
-        which sees the first one end, kills the others and reports that at length.
-        """
+        """Return `code` in a single process. One of several exits here, at the same moment as the others: otherwise the
+        launcher kills the others when it sees the first one end, and reports that at length."""
         if self.launch.size > 1:
             _exit(code)
         return code
 
     def decided(self) -> None:
-        """Main is ending: of many processes, ignore signals from here on. torchrun sends some."""
+        """Mark that main is ending: with several processes, ignore signals from here on. torchrun sends some."""
         if self.launch.size > 1:
             for number in stopping():
                 signal.signal(number, signal.SIG_IGN)
 
     def first_to_say(self, message: str, code: int) -> bool:
-        """Whether this process reports an error that all may have found, each for itself, before they met.
+        """Return whether this process reports an error that all may have found, each on its own, before they met.
 
-        Ranks that wait for it already get it as news, and end with the same code.
+        Ranks that already wait for it get it as news, and end with the same code.
         """
         if self.launch.size == 1:
             return True
@@ -178,7 +179,7 @@ class RankGroup:
             first = store.add("said", message, 1) == 1
             store.add("refused", None, 1)
             deadline = time.monotonic() + 2.0
-            with contextlib.suppress(KeyboardInterrupt):  # torchrun ends the others as soon as it has seen one end
+            with contextlib.suppress(KeyboardInterrupt):  # torchrun ends the others as soon as one has ended
                 while time.monotonic() < deadline and store.add("refused", None, 0) < self.launch.size:
                     time.sleep(0.02)
             if first:
@@ -189,10 +190,10 @@ class RankGroup:
         return first
 
     def failed(self, error: BaseException, code: int, message: str | None = None, of_all: bool = False) -> NoReturn:
-        """Main is over because of `error`: end the job, this process included.
+        """End the job, this process included, because main ended with `error`.
 
-        message: to print instead of a traceback. of_all: the error is one of all ranks, as a user's mistake is, not of
-        this rank alone.
+        message: to print instead of a traceback. of_all: all ranks have the error, as for a user's mistake, not this
+        rank alone.
         """
         if self._announced is not None:
             self.end(self._announced)
@@ -205,7 +206,7 @@ class RankGroup:
         self.end(news)
 
     def _own(self, error: BaseException, code: int, message: str | None) -> News:
-        """Of an error of this rank."""
+        """Return the news about an error of this rank."""
         assert self._store is not None
         rank, step = self.launch.rank, self.step
         what = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
@@ -213,18 +214,18 @@ class RankGroup:
         return News(f"error: {self._store.describe(rank)} failed {when(step)}: {what}", code, rank, rank, step, trace)
 
     def announce(self, error: BaseException) -> None:
-        """Main will end because of `error`, and cleans up first: the others do not wait for that."""
+        """Announce that main will end because of `error` after its clean-up: the others do not wait for that."""
         judged = self.judge(error)
         if self._heartbeat is None or self._store is None or judged is None or of_a_collective(error)[0]:
             return
-        with contextlib.suppress(RuntimeError):  # the store may be gone: `failed` deals with that
+        with contextlib.suppress(RuntimeError):  # the store may be gone: `failed` handles that
             news = self._own(error, judged[1], judged[0])
             self._announced = news  # from here on the heartbeat does not end main
             if self._store.post(news) != news:
                 self._announced = None
                 return
             self._store.set("seen", self.launch.rank, "1")
-            for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun sends some when the others have ended
+            for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun sends some after others have ended
                 signal.signal(number, signal.SIG_IGN)
             if self.launch.is_first:
                 self._print(news)
@@ -236,8 +237,8 @@ class RankGroup:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the work that may stop this process's pulse (compiling, a slow disk): until it is over, or for ten
-        minutes, its silence does not count as its death. Phases may be nested."""
+        """Mark work that may stop this process's pulse (compiling, a slow disk): inside, for at most ten minutes, its
+        silence does not count as its death. Phases may be nested."""
         if self._heartbeat is None or self._store is None:
             yield
             return
@@ -252,8 +253,8 @@ class RankGroup:
                 self._store.set("phase", self.launch.rank, self._phases[-1] if self._phases else "")
 
     def stopped(self, message: str, code: int) -> NoReturn:
-        """A signal has ended main. Mostly the others have got it too, and leave; one whose main waits for this one, or
-        hangs, reads it as news."""
+        """End after a signal has ended main. Usually the others got it too, and leave; one whose main waits for this
+        one, or hangs, reads it as news."""
         assert self._store is not None
         rank = self.launch.rank
         with contextlib.suppress(RuntimeError):
@@ -269,7 +270,7 @@ class RankGroup:
         _exit(code)
 
     def unresponsive(self, number: int) -> NoReturn:
-        """A signal asked this process to stop, and main, which waits for the others to come, did not."""
+        """End because main, which waits for the others, did not stop after a signal."""
         code = 128 + number
         if self.stop_signal:  # main has handled and reported it
             _exit(code)
@@ -277,13 +278,13 @@ class RankGroup:
         self.end(News(word, code, rank, rank, self.step))
 
     def lost(self) -> News:
-        """The store does not answer."""
+        """Return the news that the store does not answer."""
         rank, where = self.launch.rank, f"{self.launch.address}:{self.launch.port}"
         message = f"error: rank {rank} lost the job's store at {where}: torchrun there, or its node, is gone"
         return News(message, 1, 0, rank, self.step)
 
     def end(self, news: News) -> NoReturn:
-        """Post the news, if there are none yet, see that they are reported, and exit. Any thread may call."""
+        """Post the news, if there is none yet, make sure that it is reported, and exit. Thread-safe."""
         if not self._ending.acquire(blocking=False):  # the other thread is about to exit
             threading.Event().wait()
         assert self._store is not None
@@ -292,17 +293,17 @@ class RankGroup:
         self.launch.leave_word(news.message)
         try:
             self._ensure_reported(news)
-        except RuntimeError:  # the store is gone: every rank reports for itself
+        except RuntimeError:  # the store is gone: every rank reports its own
             self._report(news)
         finally:
             _exit(news.code)
 
     def place(self) -> str:
-        """Where main is in the code."""
+        """Return main's current place in the code."""
         return place(sys._current_frames().get(threading.main_thread().ident or 0))
 
     def waited_in_vain(self) -> News:
-        """For a collective operation that main has waited in for too long."""
+        """Return the news for a collective operation in which main has waited too long."""
         return self._blame().waited_in_vain(self.place())
 
     def _blame(self) -> Blame:
@@ -310,7 +311,8 @@ class RankGroup:
         return Blame(self._store, self.launch.rank, self.launch.size)
 
     def _ensure_reported(self, news: News) -> None:
-        """Rank 0 reports, for it has the screen and the run folder; the finder does if rank 0 is gone or does not."""
+        """Let rank 0 report, which has the screen and the run folder. The finder reports if rank 0 is gone or does
+        not."""
         assert self._store is not None
         rank = self.launch.rank
         self._store.set("seen", rank, "1")
@@ -326,7 +328,7 @@ class RankGroup:
                     self._report(news)
                 break
             time.sleep(LOOK_SECONDS / 5)
-        # all exit together, so that the launcher has no reason to end some of them
+        # all exit together, so that the launcher has no reason to kill some of them
         serves = self.launch.is_first and not self.launch.agent_store
         others = [other for other in range(self.launch.size) if other != news.rank]
         patience = heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS
@@ -348,7 +350,7 @@ class RankGroup:
         for listener in self.on_end:
             try:
                 listener(news)
-            except Exception as error:  # the news matter more
+            except Exception as error:  # the news matters more
                 print(f"octet: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _print(self, news: News) -> None:
@@ -360,16 +362,16 @@ class RankGroup:
                 self._store.set("reported", None, "1")
 
     def listen(self) -> dict[signal.Signals, Any]:
-        """Let stop signals raise, and remember them. Returns the handlers of before."""
+        """Make stop signals raise, and record them. Returns the previous handlers."""
         return {number: signal.signal(number, self._interrupt) for number in stopping()}
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """torchrun ends the others when one is gone: then the heartbeat has news, and is quicker than this."""
+        """Handle torchrun's signal after a rank ended: then the heartbeat has news, and is quicker than this."""
         time.sleep(2 * LOOK_SECONDS)
         self._interrupt(number, frame)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Raise, and remember the signal: a library on the stack may swallow the exception."""
+        """Raise, and record the signal: a library on the stack may swallow the exception."""
         self.stop_signal = number
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 

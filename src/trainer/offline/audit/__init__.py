@@ -1,11 +1,11 @@
-"""The audit: run real steps, write down what happened at each row of the precision plan, compare.
+"""The audit: run real steps, record what happens at each row of the precision plan, compare.
 
-Nothing here asks the plan what it meant to do. What is observed:
+It does not ask the plan for its intentions. It observes:
 
     gemms.py          every GEMM, where its operands enter a backend or, in layers that are one operator, a kernel:
-                      dtypes of operands and result, shapes and values of the scales, and which layer it was (by the
-                      address of its weight)
-    accumulation.py   how each of these GEMMs adds up: on a GPU by coherent operands that the very kernel multiplies,
+                      dtypes of operands and result, shapes and values of the scales, and the layer (by the address of
+                      its weight)
+    accumulation.py   how each of these GEMMs adds up: on a GPU by coherent operands that the same kernel multiplies,
                       elsewhere by a sample of rows that is multiplied again in float64
     operations.py     everything else below autograd, as PyTorch dispatches it inside the module of that name: the
                       statistics of a norm, the attention kernel and its softmax, scores, tokens to the experts and back

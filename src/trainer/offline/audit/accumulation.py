@@ -1,11 +1,11 @@
 """How GEMMs add up their products.
 
-Hopper's FP8 tensor cores add in about 14 bits. In a sum of terms of one sign the running sum soon is so much larger
-than a term that each term loses its last digits, always downwards: the result is too small, by the more the longer the
-sum. Sums promoted to FP32 on the way do not shrink. So coherent operands (mean 1) distinguish the two.
+Hopper's FP8 tensor cores add in about 14 bits. In a sum of terms of one sign the running sum soon becomes so much
+larger than a term that each term loses its last digits, always downwards: the longer the sum, the more the result falls
+short. Sums promoted to FP32 in between do not shrink. So coherent operands (mean 1) distinguish the two.
 
-Measured on an H200 (docs/precision.md): promoted sums are too small by at most 1e-4 at any length, sums of 2,048 that
-are not promoted by 1e-2 to 1.4e-2. `BIAS` is half-way in digits, and no sum here is shorter than `SHORTEST`.
+Measured on an H200 (docs/precision.md): promoted sums are too small by at most 1e-4 at any length, unpromoted sums of
+2,048 by 1e-2 to 1.4e-2. `BIAS` is half-way in digits, and no sum here is shorter than `SHORTEST`.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from precision.formats import Format, read_back
 BIAS = 1e-3
 SHORTEST = 2048
 LONGEST = 8192
-"""Rows of a product: as many as a microbatch has, but not more."""
+"""Limit of the rows of a product; below it, those of a microbatch."""
 SPREAD = 0.25  # of coherent operands around 1
 GROUPS = 2  # experts that a probe multiplies
 SAMPLE = 8  # rows of each product that are checked in float64
 ROUNDING = {torch.bfloat16: (2.0**-7, 1e-30), torch.float16: (2.0**-10, 2.0**-24)}
-"""Twice what rounding to a format may change, relative and at least."""
+"""Twice the largest change by rounding to a format, relative and absolute."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Relative bias of the three GEMMs of a row, and what they summed over."""
+    """Relative bias of the three GEMMs of a row, and the lengths of their sums."""
 
     fprop: float
     dgrad: float
@@ -40,7 +40,7 @@ class Probe:
 
     @property
     def word(self) -> str:
-        """How they add up; what is not a number is not FP32."""
+        """Return how they add up. NaN does not count as FP32."""
         fast = [not abs(bias) < BIAS for bias in (self.fprop, self.dgrad, self.wgrad)]
         return "fast" if all(fast) else "fp32+fast" if any(fast) else "fp32"
 
@@ -50,7 +50,7 @@ class Probe:
 
 
 def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORTEST) -> Probe:
-    """Multiply coherent operands by what serves the row, in its shape, in all three GEMMs. tokens: of a microbatch."""
+    """Multiply coherent operands with the row's kernels, in its shape, in all three GEMMs. tokens: of a microbatch."""
     recipe, backend = row.recipe, get_backend(row.recipe.backend)
     G = min(row.groups, GROUPS) if row.groups > 1 else 1
     each = round(tokens * row.rows_per_token / row.groups)
@@ -59,7 +59,7 @@ def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORT
     generator = torch.Generator(device).manual_seed(0)
 
     def coherent(fmt: Format, *shape: int) -> Tensor:
-        """Numbers that the format has, so that casts under powers of two change none."""
+        """Return numbers exact in the format, which casts under powers of two preserve."""
         x = torch.randn(shape, generator=generator, device=device).mul_(SPREAD).add_(1).clamp_(0.25, 1.75)
         return x.to(fmt.dtype).to(torch.bfloat16 if fmt.is_fp8 else fmt.dtype)
 
@@ -93,7 +93,7 @@ def probe(row: GemmRow, tokens: int, device: torch.device, shortest: int = SHORT
 
 
 def _read(data: Tensor, inv: Tensor | None) -> Tensor:
-    """The numbers that an operand stands for, FP32."""
+    """Return the numbers that an operand represents, FP32."""
     if inv is None:
         return data.float()
     return read_back(data, inv.view(-1, 1, 1) if inv.dim() == 1 else inv)
@@ -102,21 +102,21 @@ def _read(data: Tensor, inv: Tensor | None) -> Tensor:
 def check_sums(
     y: Tensor, a: Tensor, a_inv: Tensor | None, w: Tensor, w_inv: Tensor | None, offsets: Tensor | None
 ) -> bool:
-    """Whether rows of y, multiplied again in float64, are what sums in FP32 give; a [R, K], w [(G,) K, N] as they enter
-    the product."""
+    """Return whether rows of y, multiplied again in float64, agree with FP32 sums; a [R, K], w [(G,) K, N] as they
+    enter the product."""
     for r in range(0, a.shape[0], max(1, a.shape[0] // SAMPLE)):
         group = 0 if offsets is None else int(torch.searchsorted(offsets, offsets.new_tensor(r), right=True))
         matrix = _exact(w if offsets is None else w[group], w_inv if w_inv is None or w_inv.dim() < 3 else w_inv[group])
         row = _exact(a[r], a_inv if a_inv is None or a_inv.dim() == 0 else a_inv[r])
         want, size = row @ matrix, row.abs() @ matrix.abs()
-        rounding, least = ROUNDING.get(y.dtype, (0.0, 1e-30))  # of the result, twice where a scale multiplies it
+        rounding, least = ROUNDING.get(y.dtype, (0.0, 1e-30))  # of the result, twice if a scale multiplies it
         if not bool(((y[r].double() - want).abs() <= rounding * want.abs() + 2e-6 * size + least).all()):
             return False
     return True
 
 
 def _exact(data: Tensor, inv: Tensor | None) -> Tensor:
-    """The numbers that data stands for, in float64; block scales are spread over their blocks."""
+    """Return the numbers that data represents, in float64, with block scales spread over their blocks."""
     values = data.double()
     if inv is None:
         return values

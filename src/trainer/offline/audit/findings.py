@@ -1,4 +1,4 @@
-"""What was seen at a row of the plan, in the words of the plan."""
+"""Observations at a row of the plan, in the plan's words."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the plan: what it states and what was observed, in the same words."""
+    """One row of the plan: its statement and the observation, in the same words."""
 
     name: str
     planned: str
@@ -24,12 +24,12 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """Whether the plan is what happened."""
+        """Whether plan and observation agree."""
         return self.planned == self.seen
 
 
 class Seen:
-    """What was seen, by row (and part of a row)."""
+    """Observations by row (and part of a row)."""
 
     def __init__(self) -> None:
         self._words: dict[str, set[str]] = defaultdict(set)
@@ -39,14 +39,14 @@ class Seen:
         self._words[row].add(NAME_OF.get(what, str(what)) if isinstance(what, torch.dtype) else what)
 
     def note_error(self, row: str, ours: Tensor, exact: Tensor) -> None:
-        """Add what a result's distance from float64 shows about the arithmetic that made it."""
+        """Infer the arithmetic of a result from its distance to float64, and add it."""
         error = (ours.double() - exact).norm() / exact.norm().clamp_min(1e-300)
         self.note(row, "fp32" if bool(error <= FP32_ERROR) else "less than fp32")
 
     def at(self, row: str) -> str:
-        """All that was seen at a row."""
+        """Return all observations at a row."""
         return "+".join(sorted(self._words.get(row, ()))) or NOTHING
 
     def rows(self) -> list[str]:
-        """Rows at which something was seen."""
+        """Return the rows with observations."""
         return list(self._words)

@@ -15,15 +15,15 @@ from precision.scaling import Slot
 from trainer.offline.audit.accumulation import check_sums
 from trainer.offline.audit.findings import Seen
 
-EXPERTS = ".moe.experts"  # the modules inside which tokens become rows and rows a token's sum
+EXPERTS = ".moe.experts"  # the modules inside which tokens become rows, and rows are summed by token
 REFERENCE, CUDA = "reference", "cuda"
 
 
 class GemmRecorder:
-    """Notes what reaches the GEMMs of a model. `latest`: the layer that was served last.
+    """Records what reaches the GEMMs of a model. `latest`: the last layer seen.
 
-    A weight gradient comes without its weight. It belongs to the layer of the input gradient before it: that order is
-    the backward pass's.
+    A weight gradient comes without its weight. It belongs to the layer of the input gradient before it, by the order of
+    the backward pass.
     """
 
     def __init__(self, model: nn.Module, arena: ScalingArena, seen: Seen):
@@ -38,7 +38,7 @@ class GemmRecorder:
         self._arena, self.seen, self.latest = arena, seen, ""
 
     def product(self, x: Tensor, x_inv: Tensor | None, w: Tensor, y: Tensor, is_forward: bool) -> None:
-        """A forward product or an input gradient: left operand, its scales, the weight as it was read, the result."""
+        """Record a forward product or an input gradient: left operand, its scales, the weight as read, the result."""
         self.latest, layer = self._by_address[w.data_ptr()]
         self._note("input" if is_forward else "grad", x.dtype)
         if is_forward:
@@ -47,21 +47,21 @@ class GemmRecorder:
         self._note_scales(x_inv, layer, layer.input_slot if is_forward else layer.grad_slot)
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> None:
-        """Its two operands, in either order in memory."""
+        """Record its two operands, in either order in memory."""
         self._note("grad", dy.dtype)
         self._note("saved", x.dtype)
 
     def sums(self, is_fp32: bool) -> None:
-        """What the latest product's rows say, multiplied again."""
+        """Record whether the latest product's rows agree with FP32 sums."""
         self._note("sums", "fp32" if is_fp32 else "fast")
 
     def rows_of_tokens(self, rows: Tensor) -> None:
-        """Tokens on their way to the experts of the latest layer."""
+        """Record tokens on their way to the experts of the latest layer."""
         self.seen.note(f"{self._experts}.dispatch", rows.dtype)
 
     def sum_of_rows(self, rows: Tensor, position: Tensor, add: Tensor | None, total: Tensor) -> None:
-        """The weighted sum over a token's experts, rounded once where it was in FP32: half a unit of the last place of
-        BF16, and what FP32 may lose of its terms."""
+        """Record the weighted sum over a token's experts. In FP32 it is rounded once: half a unit of the last place of
+        BF16, plus FP32's own rounding of the terms."""
         self.seen.note(f"{self._experts}.combine", rows.dtype)
         terms = rows.double()[position.long().clamp_min(0)] * (position >= 0)[..., None]
         if add is not None:
@@ -79,7 +79,7 @@ class GemmRecorder:
         self.seen.note(f"{self.latest}/{part}", what)
 
     def _note_scales(self, inv: Tensor | None, layer: Linear | GroupedLinear, slot: Slot | None) -> None:
-        """How the left operand is scaled, as its scales and its weight's have it."""
+        """Record the granularity of the left operand's scales, from these and its weight's."""
         w_inv = None if layer.operand is None else layer.operand.scale_inv
         if inv is None or not inv.numel() or w_inv is None or slot is None:
             words = "none"
@@ -96,7 +96,7 @@ class GemmRecorder:
 
 @contextmanager
 def recorded(recorder: GemmRecorder, backends: list[str]) -> Iterator[None]:
-    """Inside, the recorder sees the GEMMs of these backends of ours."""
+    """Let the recorder see the GEMMs of these backends of ours inside."""
     with ExitStack() as stack:
         for name in backends:
             stack.enter_context(replaced(name, _recording(get_backend(name), recorder)))
@@ -110,7 +110,7 @@ def recorded(recorder: GemmRecorder, backends: list[str]) -> Iterator[None]:
 
 
 def _recording(backend: Backend, recorder: GemmRecorder) -> Backend:
-    """The same backend, seen by the recorder. The reference's rows are multiplied again in float64."""
+    """Wrap a backend for the recorder. The reference's rows are multiplied again in float64."""
     base: Any = type(backend)
     exactly = backend.name == REFERENCE
 
@@ -146,7 +146,7 @@ def _recording(backend: Backend, recorder: GemmRecorder) -> Backend:
 
 
 def _after_head(recorder: GemmRecorder) -> Callable[..., None]:
-    """The head's weight gradient does not pass its backend where cuBLAS adds it up in place."""
+    """Return a recorder of the head's weight gradient, which skips its backend if cuBLAS accumulates in place."""
 
     def add_wgrad(result: Tensor, dw: Tensor | None, dz: GradOperand, x: Tensor, *rest: Any) -> None:
         recorder.weight_gradient(dz.data, x)
@@ -155,7 +155,7 @@ def _after_head(recorder: GemmRecorder) -> Callable[..., None]:
 
 
 def _inside_layers(recorder: GemmRecorder) -> dict[str, Callable[..., None]]:
-    """What to note after each function through which `kernels.ffn_ops` reaches its kernels."""
+    """Return what to record after each function through which `kernels.ffn_ops` calls its kernels."""
 
     def product(y: Tensor, a: Tensor, a_inv: Tensor, w: Tensor, w_inv: Tensor, casts: Any, to: Any, *rest: Any) -> None:
         mode, (name, layer) = casts.mode, recorder._by_address[w.data_ptr()]
@@ -186,7 +186,8 @@ def _data(layer: Linear | GroupedLinear) -> Tensor:
 
 @contextmanager
 def _around(module: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
-    """Inside, `after` sees the result and the arguments of a module's function. AttributeError if there is none."""
+    """Call `after` with the result and the arguments of a module's function inside. Raises AttributeError if it is
+    missing."""
     function = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -202,5 +203,5 @@ def _around(module: Any, name: str, after: Callable[..., None]) -> Iterator[None
 
 
 def _wide(inv: Tensor) -> Tensor:
-    """Inverse scales of a weight as a matrix (a stack of them): [] -> [1, 1], [G] -> [G, 1, 1]."""
+    """Return inverse scales of a weight as a matrix (or a stack of them): [] -> [1, 1], [G] -> [G, 1, 1]."""
     return inv.view(*inv.shape, 1, 1) if inv.dim() < 2 else inv

@@ -1,4 +1,4 @@
-"""What is no GEMM, as PyTorch dispatches it inside the module of that name."""
+"""Operations other than GEMMs, as PyTorch dispatches them inside the module of that name."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.offline.audit.findings import Seen
 from trainer.offline.audit.gemms import EXPERTS, GemmRecorder
 
 SCORES, SOFTMAX, STATISTICS = " scores", " softmax", " statistics"
-"""What is looked at beside the plan's rows: all of it is FP32 in every recipe."""
+"""Observed beside the plan's rows: all of it is FP32 in every recipe."""
 ATTENTION = "_scaled_dot_product", "document_attention"
 FUSED = {
     "_scaled_dot_product_cudnn_attention": 1.0,
@@ -21,11 +21,11 @@ FUSED = {
     "_scaled_dot_product_flash_attention_for_cpu": 1.0,
     "document_attention": 1 / math.log(2),
 }
-"""Attention operators whose second result is the log-sum-exp of each row's scores, and in what unit."""
+"""Attention operators whose second result is the log-sum-exp of each row's scores, and its unit."""
 
 
 class Operations(TorchDispatchMode):
-    """Records what is dispatched inside modules, by module name."""
+    """Records the operations dispatched inside modules, by module name."""
 
     def __init__(self, model: DeepSeek, gemms: GemmRecorder, seen: Seen):
         super().__init__()
@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
         self._inside.pop()
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -72,17 +72,17 @@ class Operations(TorchDispatchMode):
         return out
 
     def _note_norm(self, inside: str, x: Tensor, eps: float, rstd: Tensor) -> None:
-        """A norm that is one kernel: the statistic that it leaves, against float64. What follows stays in registers."""
+        """Compare the statistic that a fused norm returns with float64. The rest stays in registers."""
         exact = (x.double().square().mean(-1) + eps).rsqrt()
         self._seen.note(inside, rstd.dtype)
         self._seen.note_error(inside + STATISTICS, rstd, exact)
 
     def _note_softmax(self, row: str, args: Any, kwargs: dict, lse: Tensor, unit: float, op: str) -> None:
-        """The log-sum-exp of the last query of a head, against float64: those of its scores that it sees."""
+        """Compare the log-sum-exp of the last query of a head with float64, over the scores that it attends to."""
         q, k = args[0], args[1]
         scale = args[4] if op == "document_attention" else kwargs["scale"]
         first = int(args[3][0, 0, -1]) if op == "document_attention" else 0
         scores = (k[0, 0, first:].double() @ q[0, 0, -1].double()) * scale
         ours, exact = lse[0, 0, q.shape[2] - 1].flatten() / unit, scores.logsumexp(0)[None]
-        one = torch.ones_like(exact)  # the sum beside which an error counts, where its logarithm is near 0
+        one = torch.ones_like(exact)  # the sum that an error is relative to if its logarithm is near 0
         self._seen.note_error(row + SOFTMAX, torch.cat([ours.to(one.dtype), one]), torch.cat([exact, one]))

@@ -1,6 +1,6 @@
-"""The steps that are watched, and what is compared with the plan after them.
+"""Runs the observed steps, and compares them with the plan.
 
-Two steps are run, so that delayed scales come from a history; the second one is recorded.
+Two steps run, so that delayed scales come from a history; the second one is recorded.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from trainer.step.microbatch import loss_factor
 GEMM_PARTS = ("input", "weight", "grad", "saved", "output", "scales", "sums")
 ARITHMETIC = "optim arithmetic"
 UPDATE_ERROR = 2.0**-20
-"""Of moments that a first step leaves: some roundings of FP32, far below one of BF16."""
+"""Relative error of moments after a first step: some roundings of FP32, far below one of BF16."""
 
 
 @dataclass(frozen=True)
 class Audit:
     """findings: the plan's rows, then what is FP32 in every recipe. probes: how GEMMs of one shape and recipe add up,
-    by the name of the first of them. unseen: what cannot be looked at, or was not met."""
+    by the name of the first of them. unseen: what cannot be observed, or did not occur."""
 
     findings: list[Finding]
     probes: dict[str, Probe]
@@ -43,9 +43,10 @@ def audit(
     tokens: int | None = None,
     shortest: int = SHORTEST,
 ) -> Audit:
-    """Train on each of `batches` [B, S+1]; every row of the plan beside what was seen at it in the last step.
+    """Train on each of `batches` [B, S+1], and return every row of the plan beside the observation in the last step.
 
-    tokens: of a microbatch in training, for sums over rows; None: those of a batch. shortest: sum of a probe."""
+    tokens: of a microbatch in training, for sums over rows; None: those of a batch. shortest: sum of a probe.
+    """
     seen, arithmetic = Seen(), Seen()
     ours = [name for name in (REFERENCE, CUDA) if plan.served_by(name)]
     device = arena.amax.device
@@ -89,7 +90,8 @@ def audit(
 def _probe_all(
     plan: Plan, tokens: int, device: torch.device, shortest: int
 ) -> tuple[dict[str, Probe], dict[str, Probe]]:
-    """Probes of what `cuda` serves, one for equal shapes and recipes: by the first row, and by each row."""
+    """Probe what `cuda` serves, once for equal shapes and recipes. Return the probes by the first row, and by each
+    row."""
     made: dict[tuple, Probe] = {}
     first: dict[str, Probe] = {}
     of_row: dict[str, Probe] = {}
@@ -104,8 +106,8 @@ def _probe_all(
 
 
 def _note_arithmetic(seen: Seen, state: dict[str, Tensor]) -> None:
-    """After a first step m = (1 - b1) g and v = (1 - b2) g^2, so v / m^2 is one number, whatever clipping made of g; as
-    far as moments in FP32 say. Squares near the end of FP32's range say nothing."""
+    """Check the moments of a first step: m = (1 - b1) g and v = (1 - b2) g^2, so v / m^2 is one number, whatever the
+    clipping of g, within FP32's precision. Squares near the end of FP32's range are skipped."""
     m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
     counts = v > 1e-30
     if state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32 and bool(counts.any()):
@@ -114,7 +116,7 @@ def _note_arithmetic(seen: Seen, state: dict[str, Tensor]) -> None:
 
 
 def _unseen(plan: Plan, seen: Seen, arithmetic: Seen, ours: list[str]) -> list[str]:
-    """What the findings cannot vouch for, a line each."""
+    """Return what the findings do not cover, one item a line."""
     lines = ["the reduction of gradients between ranks: one process runs, and grad.reduce is what its own sums are in"]
     if CUDA in ours:
         lines += [
@@ -136,7 +138,7 @@ def _unseen(plan: Plan, seen: Seen, arithmetic: Seen, ours: list[str]) -> list[s
 
 
 def _planned(row: GemmRow) -> str:
-    """A GEMM's row of the plan in the words of the audit."""
+    """Return a GEMM's row of the plan in the words of the audit."""
     recipe, scales = row.recipe, "none"
     if recipe.is_fp8:
         scales = recipe.scaling.granularity.value

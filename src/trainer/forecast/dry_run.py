@@ -1,0 +1,114 @@
+"""The output of `dry_run=true`: plan, parameters, FLOPs, a forecast of memory and time, and whether the run fits."""
+
+import math
+
+from models.flops import count_parameters, flops_per_token
+from precision import Plan
+from trainer.config import Config, OptimizerName, ParallelConfig
+from trainer.config.timeline import each_shape, widest
+from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
+from trainer.forecast.course import course
+from trainer.forecast.fits import does_not_fit
+from trainer.forecast.gpus import Target, target
+from trainer.forecast.header import time_line
+from trainer.forecast.memory import GIB, forecast
+from trainer.forecast.muon import muon_load, muon_size
+from trainer.forecast.preflight import check_fsdp_policy, fitted, in_phase, without_effect
+from trainer.forecast.stages import stages_line
+from trainer.forecast.unusual import unusual
+from trainer.forecast.words import ranks, short
+from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
+
+
+def report(config: Config, plan: Plan, processes: int = 1) -> str:
+    """Return the precision, the size and each rank's memory of a run, as several lines of text.
+
+    If all degrees are given, they hold whatever the number of `processes`. A degree of -1 takes the remaining
+    processes; with one process, as few as the other degrees allow. Raises UserError if degrees do not fit each other or
+    the batch.
+    """
+    degrees = _imagined(config.parallel, processes)
+    run = fitted(config, degrees)
+    for stretch, shape in each_shape(run):
+        with in_phase(run, stretch):
+            check_fsdp_policy(shape, degrees)
+    config = widest(run)
+    t = config.trainer
+    count = count_parameters(config.model)
+    flops = flops_per_token(config.model, t.sequence_length)
+    machine = target(config)
+    memory, policy = forecast(config, plan, degrees, machine.gpu_memory)
+    tokens = t.global_batch_size * t.sequence_length
+    total = sum(memory.values())
+    rows = [*memory.items(), ("total", total)]
+    whole, blocks = plan.fp8_shares_at(t.sequence_length)
+    return "\n".join(
+        [
+            plan.to_text(),
+            f"fp8          with attention's core {whole:.1%} of the GEMM flops, {blocks:.1%} of its blocks",
+            f"parameters   {short(count.total)} total, {short(count.active)} active (head counted, embedding not)",
+            f"flops        {short(flops)} a token, {short(flops * tokens)} a step of {tokens} tokens",
+            *(f"{label:<13}{line}" for label, line in course(run)),
+            *(f"unusual      {line}" for line in unusual(run)),
+            *([_muon_line(config, plan, degrees, count.total)] if config.optim.name is OptimizerName.muon else ()),
+            "",
+            f"memory of {ranks(degrees)}, GiB: a forecast, microbatch {t.microbatch_size} x {t.sequence_length}"
+            + (f", on {machine.name}" if machine.gpu is not None else ""),
+            *(f"  {name:<16} {size / GIB:10.3f}" for name, size in rows),
+            *([_stays(policy, config, degrees)] if degrees.world > 1 else ()),
+            *([stages_line(config, plan, degrees)] if degrees.pipeline > 1 else ()),
+            *_fits(config, plan, degrees, machine, total),
+            *([f"time: {time}"] if (time := time_line(run, plan, degrees, machine)) is not None else ()),
+            *(f"\n{line}" for line in without_effect(run, degrees.world)),
+        ]
+    )
+
+
+def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
+    """Return a line on whether the run fits; none for several ranks on CPUs, which may be on several hosts."""
+    if machine.gpu is None and degrees.world > 1:
+        return []
+    problem = does_not_fit(config, plan, degrees, machine, 1)
+    share = f"{total / machine.memory:.0%} of the {machine.memory / GIB:.1f} GiB of {machine.name}"
+    return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]
+
+
+def _muon_line(config: Config, plan: Plan, degrees: Degrees, total: float) -> str:
+    its = muon_size(config, plan)
+    rest = short(total - its.elements)
+    return (
+        f"optimizer    muon: {short(its.elements)} in {its.matrices} matrices, {short(its.flops)} FLOPs a step; "
+        f"adamw: {rest}{_owners(config, plan, degrees)}"
+    )
+
+
+def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
+    if degrees.world == 1:
+        return ""
+    busiest, sent = muon_load(config, plan, degrees)
+    mean = short(muon_size(config, plan, degrees).flops)
+    machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
+    return (
+        f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
+        f"{1e3 * machine.seconds(sent, degrees.world):.1f} ms beside the arithmetic"
+    )
+
+
+def _imagined(parallel: ParallelConfig, processes: int) -> Degrees:
+    left = -1 in (parallel.replicate, parallel.shard)
+    if left and processes > 1:
+        return resolve(parallel, processes)
+    given = math.prod(
+        size
+        for size in (parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.pipeline)
+        if size > 0
+    )
+    return resolve(parallel, math.lcm(given, max(parallel.expert, 1)) if left else given)
+
+
+def _stays(policy: FsdpPolicy, config: Config, degrees: Degrees) -> str:
+    t = config.trainer
+    again = "once a step" if policy.keep_gathered else "again for each forward and backward pass"
+    reduced = "each microbatch" if policy.reduce_each_microbatch else "once a step"
+    several = t.global_batch_size > t.microbatch_size * degrees.data
+    return f"weights are gathered {again}" + (f", gradients reduced {reduced}" if several else "")
