@@ -164,9 +164,7 @@ class _ShardedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.around.clock.computes():
             made = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        _place(
-            self.args_recv_info[fwd_chunk_id], "meta"
-        )  # now only the backward pass holds it
+        _place(self.args_recv_info[fwd_chunk_id], "meta")  # now only the backward pass holds it
         return made
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
