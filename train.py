@@ -1,42 +1,48 @@
 """Train a DeepSeek-style model: python train.py +recipe=fp8_delayed (more: --help).
 
-Compose the config with Hydra, load it strictly, train: in one process, or in each of those that torchrun starts.
+Composes the config with Hydra, loads it strictly, and trains: in one process, or in each process of torchrun.
 """
 
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.launch.liveness.rank_group import RankGroup
+    from trainer.run.own_settings import OwnSettings
 
 
 def run(rank_group: "RankGroup") -> None:
-    """Everything the command line asks for. All of it is checked before the first run starts."""
+    """Run everything that the command line asks for, after checking all of it."""
     from trainer.launch.command_line import compose
 
     launch = rank_group.board(os.environ)
-    jobs = compose(Path(__file__).resolve().parent / "configs", launch)
+    jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)
     from trainer.config import load
+    from trainer.config.paths import kept_tree
 
     configs = [load(job.tree) for job in jobs]  # before torch is imported: a mistyped key is reported at once
     from trainer.forecast.dry_run import report
     from trainer.forecast.fits import check_memory
     from trainer.forecast.gpus import target
-    from trainer.forecast.preflight import check, fitted
+    from trainer.forecast.preflight import check, cut_line, fitted
     from trainer.parallel.mesh import Degrees, resolve
     from trainer.run.location import check_place
     from trainer.run.resume_source import check_origin
 
-    for i, config in enumerate(configs):
+    remarks = []
+    for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
+        lines = job.settings and job.settings.line(kept_tree(configs[i])), cut_line(config, configs[i])
+        remarks.append("\n".join(filter(None, lines)))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:
             check_memory(config, plan, resolve(config.parallel, launch.size), target(config), launch.local_size)
-    if not launch.under_torchrun:  # there, a rank would look while the first one has made its folder already
+    if not launch.under_torchrun:  # there, the first rank may already have created the folder
         for config in configs:
             if not config.dry_run:
                 check_place(config.run)
@@ -45,6 +51,8 @@ def run(rank_group: "RankGroup") -> None:
         if config.dry_run:
             if launch.is_first:
                 check_origin(config)
+                if remarks[number - 1]:
+                    print(f"{remarks[number - 1]}\n")
                 print(report(config, plan, launch.size))
             continue
         from trainer.launch.agreement import agree
@@ -57,11 +65,13 @@ def run(rank_group: "RankGroup") -> None:
         agree(world, config, plan.to_text())
         if len(jobs) > 1:
             say(f"\nrun {number} of {len(jobs)}: {shown(job.overrides)}")
+        if remarks[number - 1] and launch.is_first and config.logging.console.enabled:
+            say(remarks[number - 1])
         trainer = Trainer(config, job.overrides, world)
         summary = trainer.train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:
-            say(ending(summary, trainer.run, job.overrides, launch))
+            say(ending(summary, trainer.run, launch))
         del trainer  # the next run of a sweep needs its memory
     if len(done) > 1:
         from trainer.offline.ending import say, sweep_table
@@ -70,8 +80,15 @@ def run(rank_group: "RankGroup") -> None:
     rank_group.leave()
 
 
+def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> "OwnSettings | None":
+    """`trainer.run.own_settings`, which imports torch: not before a command line names a run."""
+    from trainer.run.own_settings import own_settings
+
+    return own_settings(run, restarted, from_run)
+
+
 def main() -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
+    """Return the exit code: 0 done, 1 the run failed, 2 the command or its config is wrong, 130 interrupted."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends without a traceback
     from trainer.launch.command_line import guarded
     from trainer.launch.liveness.rank_group import RankGroup
@@ -85,4 +102,4 @@ if __name__ == "__main__":
         sys.exit(main())
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # one that comes during the exit ends it without a traceback
+            signal.signal(number, signal.SIG_DFL)  # a signal during the exit ends it without a traceback

@@ -1,11 +1,13 @@
 """Accept files that were edited by hand: sign them as they are now.
 
     python scripts/accept_edit.py runs/first/recovery.json
+    python scripts/accept_edit.py runs/first/config.yaml
     python scripts/accept_edit.py ~/.cache/octet/stdlib-1f0c.../prepared.json
 
-A run refuses `recovery.json`, `backends.json` and `prepared.json` that do not match their digests (`trainer.digests`).
-With `prepared.json`, the sidecars of all shards that it names are accepted too. Checkpoints and tokens cannot be
-accepted: start a new run from other weights, or prepare the data again.
+A run refuses `recovery.json`, `backends.json` and `prepared.json` that do not match their digests (`trainer.digests`);
+instead of such a `config.yaml` it resumes with the settings that its newest checkpoint keeps. With `prepared.json`, the
+sidecars of all shards that it names are accepted too. Checkpoints and tokens cannot be accepted: start a new run from
+other weights, or prepare the data again.
 """
 
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 from precision.errors import UserError
 from trainer.launch.command_line import Parser, guarded
 
-NAMES = "recovery.json, backends.json or prepared.json"
+NAMES = "recovery.json, backends.json, config.yaml or prepared.json"
 
 
 def main() -> int:
@@ -28,7 +30,8 @@ def run() -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=NAMES)
     files = parser.parse_args().files
     from trainer.data.prepared import SUMMARY, accept_prepared
-    from trainer.digests import accept
+    from trainer.digests import accept, accept_stamped
+    from trainer.run.location import CONFIG
     from trainer.run.run_folder import BACKENDS, RECOVERY
 
     for path in files:
@@ -36,6 +39,8 @@ def run() -> None:
             accept_prepared(path.parent)
         elif path.name in (RECOVERY, BACKENDS):
             accept(path)
+        elif path.name == CONFIG:
+            accept_stamped(path)
         else:
             raise UserError(f"{path}: has no digest of its own; give {NAMES}")
         print(f"accepted {path}")

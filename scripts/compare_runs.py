@@ -322,8 +322,7 @@ def moving_mean(values: dict[int, float], steps: int) -> dict[int, float]:
 
 
 def differences(run: Run, first: Run, key: str, smooth: int) -> dict[int, float]:
-    """Return how far a metric lies above the first run's, in percent, at the steps that both have; means over
-    `smooth`."""
+    """Return the excess of a metric over the first run's, in percent, at common steps; means over `smooth`."""
     ours, theirs = run.series.get(key, {}), first.series.get(key, {})
     common = sorted(ours.keys() & theirs.keys())
     a = moving_mean({step: ours[step] for step in common}, smooth)

@@ -148,8 +148,7 @@ class Course:
         return job
 
     def verdict(self, place: Path, refusable: bool) -> str:
-        """Resume the run in `place` to its end and return noticed or same; raises Wrong otherwise. refusable: whether
-        it may refuse."""
+        """Resume the run in `place` to its end: return noticed or same, or raise Wrong. refusable: it may refuse."""
         job = self.start()
         printed = job.end()
         if any(job.codes):

@@ -98,8 +98,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def variants(name: str, shape: Shape, te: TransformerEngine | None, document: int) -> list[Variant]:
-    """Return forward and backward of one kernel. Raises an error if it does not accept the shape. document: mean
-    length."""
+    """Return forward and backward of one kernel. Raises an error for an unsupported shape. document: mean length."""
     B, H, S, d_qk, d_v = shape
     torch.manual_seed(3)
     scale = d_qk**-0.5
@@ -131,8 +130,7 @@ def _by_name(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, scale: float) 
 
 @contextmanager
 def _with_reasons() -> Iterator[None]:
-    """Add the reasons, which PyTorch gives in warnings about all kernels, to the RuntimeError of a kernel that
-    refuses."""
+    """Add PyTorch's reasons, which come as warnings about all kernels, to the RuntimeError of a kernel that refuses."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

@@ -43,8 +43,7 @@ class Messages(ContextSplit):
         return torch.ops._c10d_functional.wait_tensor(gather(x.contiguous(), self.size, self.name))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Reduce [T, .] to the sum at own positions [T / t, .], accumulated in FP32, as the gradients of one rank
-        are."""
+        """Reduce [T, .] to the sum at own positions [T / t, .], in FP32, as the gradients of one rank are summed."""
         x = x.float()
         self.count(x.numel(), x.element_size())
         if self.silent:

@@ -128,8 +128,7 @@ class StepLimit:
         self._seconds: dict[tuple, float] = {}
 
     def seconds(self, config: Config, plan: Plan) -> float:
-        """Return the seconds of one step of a config. Without FP8 units (on a CPU), FP8 rows count at the rate of
-        BF16."""
+        """Return the seconds of one step of a config. Without FP8 units (a CPU), FP8 rows count at BF16's rate."""
         t, m = config.trainer, config.model
         tokens = t.microbatch_size * t.sequence_length
         gemms = sum(self._gemm(row, tokens) for row in plan.gemms.values())

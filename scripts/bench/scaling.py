@@ -184,8 +184,8 @@ def timed(steps: Callable[[int], None], options: argparse.Namespace, world: Any)
 
 
 def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.Namespace, world: Any) -> float | None:
-    """Return the same with copies within the device in place of FSDP's messages; None in one process. It makes the
-    model useless."""
+    """Return the same with copies within the device in place of FSDP's messages, or None in one process. Ruins the
+    model."""
     from trainer.parallel.fsdp_internals import groups
     from trainer.parallel.large import LargeWeights
 

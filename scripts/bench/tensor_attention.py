@@ -172,8 +172,7 @@ def difference(layer: One, dy: Tensor, exact: dict[str, Tensor], group: dist.Pro
 
 
 def timed(layers: list[One], dy: Tensor, repeat: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return medians over calls of the slowest rank's seconds: forward, backward, and both without messages. In
-    turn."""
+    """Return medians over calls of the slowest rank's seconds: forward, backward, both without messages; in turn."""
     spent: list[list[tuple[float, float]]] = [[], []]
     for i in range(repeat + 1):  # one to warm up
         for times, layer in zip(spent, layers, strict=True):

@@ -175,13 +175,12 @@ class Run:
 
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
-    """Build everything a run needs, in order. Raises UserError for errors that the user can correct, before anything is
-    written."""
+    """Build everything a run needs, in order. Raises UserError for the user's errors before anything is written."""
     saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     notes: list[Note] = []
-    data = None
+    data, about_data = None, []
     if Timeline(config.trainer).epochs is not None:
-        data = _find_data(config, world)
+        data, about_data = _find_data(config, world)
         config = with_epochs(config, data.train.sidecar.num_tokens)
     t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
@@ -191,7 +190,8 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
     elif config.run.init_from is not None:
         init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
-    data = data or _find_data(config, world)
+    if data is None:
+        data, about_data = _find_data(config, world)
     check_whole(data.shards, config.data.verify, world)
     set_document_masking(engine.model, t, data)
     batch, longest = max(each.batch for each in timeline.stretches), max(each.length for each in timeline.stretches)
@@ -213,7 +213,10 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
             world,
             check,
         )
+        for each in about_data:  # a run that is refused because of its data says that alone
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         on_error.callback(folder.close)
+        on_error.push(folder.undo)
         folder.keep(data.tokenizer_path)
         folder.notes.extend([*notes, *(Note("alert", folder.first_step, note) for note in engine.plan.notes)])
         if (found := proof.latest()) is not None:
@@ -268,12 +271,13 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     return run
 
 
-def _find_data(config: Config, world: World) -> Prepared:
+def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
+    """The data, and rank 0's warnings about it."""
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
-    with world.first_of_node_goes_ahead(), warnings.catch_warnings():
-        if not world.is_first:
-            warnings.simplefilter("ignore")  # on the same data: rank 0 warns
-        return prepare_data(config.data, config.model.vocab_size)
+    with world.first_of_node_goes_ahead(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        data = prepare_data(config.data, config.model.vocab_size)
+    return data, found if world.is_first else []
 
 
 def _stragglers(config: Config, engine: Engine, world: World) -> Stragglers:
@@ -295,8 +299,7 @@ def _alerts(config: Config, folder: RunFolder, world: World) -> Alerts:
 
 
 def _left_out(data: Prepared, step: int) -> list[Note]:
-    """Return notes on what the bins leave out of the sources: files, and documents of others; the first of them in the
-    message."""
+    """Return notes on what the bins leave out: files, and documents of others; the message has the first of them."""
     notes = []
     documents = [each for each in data.skipped if each.count]
     for found, what in ((data.left_out, "damaged file{s} of the data left out"), (documents, "document{s} left out")):

@@ -72,9 +72,14 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def changes(before: str | bytes, now: str | bytes, most: int = 8, but: Collection[str] = ("run",)) -> str:
-    """Return keys that both configs, as YAML, have with different values, with both values; without the sections `but`:
-    by default the run's location. Empty if there are none; raises YAMLError if one cannot be read."""
-    theirs, ours = (flat(read_yaml(text)) for text in (before, now))
+    """Return `changed_keys` of two configs as YAML; YAMLError if one cannot be read."""
+    return changed_keys(read_yaml(before), read_yaml(now), most, but)
+
+
+def changed_keys(before: Any, now: Any, most: int = 8, but: Collection[str] = ("run",)) -> str:
+    """Return keys that two configs' trees both have with different values, with both values; without the sections
+    `but`: by default the run's location. Empty if there are none."""
+    theirs, ours = flat(before), flat(now)
     keys = [key for key in ours if key in theirs and ours[key] != theirs[key] and key.partition(".")[0] not in but]
     changed = [
         f"{key} {HIDDEN}" if is_secret(key) else f"{key} {json.dumps(theirs[key])} -> {json.dumps(ours[key])}"

@@ -7,6 +7,7 @@
 | weights, state, config, backends, tokenizer's hash | `checkpoints/step_N/` | its `manifest.json` |
 | what rewinds leave out, and their learning rate | `recovery.json` | its own digest |
 | which backend serves which GEMM | `backends.json` | its own digest |
+| the settings that a run resumes with, where its command line is silent | `config.yaml` | a digest in its first line |
 | shards, their order, their sidecars | `prepared.json` of prepared data | its own digest, and one for each sidecar |
 | tokens, the tokenizer | `train-*.bin`, `tokenizer.json` | SHA-256 in the sidecars |
 | which tokens need not be read for that | `verified.json` of prepared data | its own digest; without, all are read |
@@ -29,6 +30,7 @@ from trainer.files import replace_file
 DIGEST = "digest"
 ACCEPT = "python scripts/accept_edit.py"
 _LENGTH = 64
+_FIRST_LINE = f"# {DIGEST}: "
 
 
 def digest_of(content: dict[str, Any]) -> str:
@@ -67,6 +69,41 @@ def read_signed(path: Path, keys: Collection[str], fix: str) -> dict[str, Any]:
             f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
         )
     return {key: value for key, value in content.items() if key != DIGEST}
+
+
+def stamped(text: str) -> str:
+    """A YAML text with its digest, as a comment, in a line before it: a file that is cut short does not lose it."""
+    return f"{_FIRST_LINE}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def read_stamped(path: Path, fix: str) -> str:
+    """The text in `path`, without its digest. One of before there were digests begins with no comment.
+
+    UserError, naming the file, for one that cannot be read or does not match its digest.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except ValueError:
+        raise UserError(f"{path}: was altered (it is not text); {fix}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    first, _, rest = text.partition("\n")
+    if first.startswith("#") and text != stamped(rest):
+        raise UserError(
+            f"{path}: was altered (it does not match its digest); {fix}, or accept an edit with `{ACCEPT} {path}`"
+        )
+    return rest if first.startswith("#") else text
+
+
+def accept_stamped(path: Path) -> None:
+    """Stamp a file as it is now. UserError if it is no text."""
+    try:
+        first, _, rest = (text := path.read_bytes().decode()).partition("\n")
+    except ValueError:
+        raise UserError(f"{path}: cannot be read (no text); correct it") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); correct it") from None
+    replace_file(path, stamped(rest if first.startswith(_FIRST_LINE) else text).encode())
 
 
 def accept(path: Path, **changed: Any) -> None:

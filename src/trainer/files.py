@@ -48,7 +48,7 @@ def _belongs(line: bytes, last_step: int | None) -> bool | None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of a run's JSON-lines file, or None if it is damaged: no JSON object, or an invalid
+    """Return the object in a line of a JSON-lines file, or None if it is damaged: no JSON object, or an invalid
     step."""
     try:
         entry = json.loads(line)
@@ -61,8 +61,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a run's JSON-lines file that have a step. Damaged lines, and one that is being written, are
-    skipped."""
+    """Yield the objects of a JSON-lines file that have a step. Damaged and incomplete lines are skipped."""
     with path.open("rb") as file:
         yield from (entry for line in file if (entry := parse_line(line)) is not None and "step" in entry)
 
@@ -115,8 +114,7 @@ def delete_temporary(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write a file, in one piece or several, so that the old or the new one exists at any moment. Raises OSError naming
-    it."""
+    """Write a file, in one piece or several, so that the old or the new one always exists. Raises OSError naming it."""
     temporary = temporary_name(path)
     try:
         with create(temporary) as file:
@@ -132,8 +130,7 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def check_new(out: Path) -> Path:
-    """Return the folder into which `new_folder` writes what becomes `out`. Raises UserError if one of the two
-    exists."""
+    """Return the folder into which `new_folder` writes what becomes `out`. Raises UserError if either exists."""
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
     partial = out.with_name(out.name + ".partial")
@@ -147,8 +144,7 @@ def check_new(out: Path) -> Path:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write into, OUT.partial. It is renamed to `out` when the block ends, and removed if it
-    fails."""
+    """Yield a folder to write into, OUT.partial. It is renamed to `out` at the end, and removed on failure."""
     partial = check_new(out)
     partial.mkdir(parents=True)
     try:

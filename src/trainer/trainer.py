@@ -152,8 +152,7 @@ class Trainer:
             self._review()
 
     def _is_logged(self, step: int) -> bool:
-        """Return whether a step is logged, as far as is known before it. The one after which a signal ends the run is,
-        too."""
+        """Return whether a step is logged, as far as is known before it; the last one after a signal is, too."""
         at_an_end = step in (1, self._timeline.steps)
         return at_an_end or self._timeline.due(step, self.config.logging.every) or self.run.health.due(step)
 
@@ -211,8 +210,7 @@ class Trainer:
                 self.run.sinks.event("spike", verdict.step, line, **bad.what | spike.what)
 
     def _make_room(self, verdicts: list[Verdict]) -> None:
-        """Adapt the room for tokens on their way to experts to the steps since the last review. All ranks do the
-        same."""
+        """Adapt the room for tokens on their way to experts to the steps since the last review, alike on all ranks."""
         slots, fills = self.run.engine.model.slots, [v.fill for v in verdicts if v.fill is not None]
         if slots is not None and fills:
             slots.fit(float(torch.stack(fills).max()))

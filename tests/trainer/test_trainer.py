@@ -6,6 +6,7 @@ import math
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,10 +262,11 @@ def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp
         (other / f"{i}.txt").write_text(" ".join(f"another text {i * j * 7919 % 65521}" for j in range(400)))
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     first = run / "checkpoints" / "step_00000001"
-    with pytest.raises(ValueError, match=r"^data: .*train\.bin is another text than the run to resume was reading"):
-        Trainer(
-            config(f"run.resume={first}", "checkpoint.keep=0", f"data.path={other}", "data.validation_fraction=0.3")
-        )
+    changed = config(f"run.resume={first}", "checkpoint.keep=0", f"data.path={other}", "data.validation_fraction=0.3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a tokenizer that is too small: the refusal comes alone
+        with pytest.raises(ValueError, match=r"^data: .*train\.bin is another text than the run to resume was reading"):
+            Trainer(changed)
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
 

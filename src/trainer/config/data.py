@@ -1,5 +1,4 @@
-"""The text to train on. Dataclasses are the schema of the `data` section; `check_data` checks what they cannot
-express."""
+"""The text to train on. Dataclasses are the schema of the `data` section; `check_data` checks the rest."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ SETTINGS = (
     *("validation_path", "validation_split"),
 )
 """Settings of a source, in the section or in an entry of `mix`."""
+TOKENIZER = "tokenizer.json"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end-of-text token
 
 
@@ -36,6 +36,8 @@ class Format(Enum):
 
     auto = "auto"
     jsonl = "jsonl"
+    csv = "csv"
+    tsv = "tsv"
     parquet = "parquet"
     text = "text"
 
@@ -85,7 +87,8 @@ class DataConfig:
 
     source: Source = Source.stdlib
     """stdlib: the source text of Python's own standard library, found on this machine; text: a folder of text files;
-    files: jsonl, parquet and text, compressed or not; hf: a Hugging Face dataset; bins: data prepared before."""
+    files: jsonl, CSV, parquet and text, compressed or not; hf: a Hugging Face dataset; bins: what prepare_data.py made.
+    """
     path: str | None = None
     """text, files: the folder (files: or one file); hf: name on the hub, or a folder; bins: the folder made by
     prepare_data.py. Null with stdlib, and if `mix` names the sources."""
@@ -97,8 +100,8 @@ class DataConfig:
     )
     """Folders with these names (* and ? allowed), at any depth, are left out."""
     format: Format = Format.auto
-    """files: their type. auto: by name, .jsonl .ndjson .json (an object a line), .parquet, .txt .text .md (one document
-    a file), each also with .gz or .zst, parquet excepted."""
+    """files: their type. auto: by name, .jsonl .ndjson .json (an object a line), .csv .tsv (the first row names the
+    columns), .parquet, .txt .text .md (one document a file), each also with .gz or .zst, parquet excepted."""
     text_column: str = "text"
     """files, hf: the key or column of the text."""
     subset: str | None = None
@@ -123,7 +126,8 @@ class DataConfig:
     validation_split: str | None = None
     """hf: the split to hold out as a whole; then all of `split` is trained on."""
     tokenizer: str | None = None
-    """A tokenizer.json to use. Null: train a byte-level BPE of model.vocab_size entries on the training text."""
+    """A tokenizer.json to use, a folder that has one, or a name on the hub, as OWNER/NAME or OWNER/NAME@REVISION. Null:
+    train a byte-level BPE of model.vocab_size entries on the training text."""
     tokenizer_sample_mb: int = 64
     """Megabytes of training text to train the BPE on: a fixed sample if there is more."""
     end_of_text: str = "<|endoftext|>"
@@ -179,7 +183,7 @@ class SourceConfig:
 
     @property
     def held_out(self) -> SourceConfig | None:
-        """Return the source that `validation_path` and `validation_split` name; None if a share of this source is held
+        """Return the source that `validation_path` and `validation_split` name; None if a share of this one is held
         out."""
         split = self.validation_split if self.source is Source.hf else None
         path = self.validation_path if self.source in HAVE_PATHS else None
@@ -202,6 +206,12 @@ def source_configs(data: DataConfig) -> list[SourceConfig]:
     return entries
 
 
+def is_on_hub(tokenizer: str) -> bool:
+    """Whether `data.tokenizer` is a name on the hub: OWNER/NAME, perhaps with @REVISION, and nothing here."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", tokenizer) and not tokenizer.endswith(".json")
+    return bool(is_name) and not tokenizer.startswith(".") and not Path(tokenizer).exists()
+
+
 def check_data(data: DataConfig, vocab_size: int) -> None:
     """Raise UserError for settings that cannot work. Reads no file except the paths and `data.tokenizer`."""
     _check_mix(data)
@@ -217,11 +227,12 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
                 f"data.validation_fraction=0: holds nothing out of {part.name} to evaluate on: set {part.key}."
                 f"validation_path={'FOLDER' if part.source in HAVE_PATHS else 'FOLDER with data=text'}, or 0.01"
             )
-    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        inside = Path(data.tokenizer) / "tokenizer.json"
-        problem = "a folder" if Path(data.tokenizer).is_dir() else "there is no such file"
-        fix = f"give {inside}" if inside.is_file() else "give a tokenizer.json, or null to train one"
-        raise UserError(f"data.tokenizer={data.tokenizer}: {problem}: {fix}")
+    if data.tokenizer is not None and not is_on_hub(data.tokenizer):
+        given = Path(data.tokenizer)
+        if not (given / TOKENIZER if given.is_dir() else given).is_file():
+            problem = f"a folder without a {TOKENIZER}" if given.is_dir() else "there is no such file or folder"
+            fix = "give a tokenizer.json, a name on the hub as OWNER/NAME, or null to train one"
+            raise UserError(f"data.tokenizer={data.tokenizer}: {problem}: {fix}")
     if not data.cache_dir:
         raise UserError("data.cache_dir='': prepared data needs a folder: set one, for example .cache/data")
     for key, why in (("tokenizer_sample_mb", "the tokenizer needs text"), ("shard_mb", "a shard needs text")):

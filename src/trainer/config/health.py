@@ -19,8 +19,8 @@ class PowerConfig:
 
 @dataclass
 class AlertsConfig:
-    """When an alert is raised. Each threshold names its rule; null: that rule is off. docs/health.md explains each and
-    its remedy."""
+    """When an alert is raised. Each threshold names its rule; null: that rule is off. See docs/health.md for
+    remedies."""
 
     enabled: bool
     """Watch logged metrics; alerts go to the console, events.jsonl, W&B, and the two below."""

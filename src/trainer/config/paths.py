@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.data import Source
+from trainer.config.data import Source, is_on_hub
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -51,7 +51,7 @@ def anchored(config: "Config") -> "Config":
             data,
             **_sources(data, data.source),
             mix=mix,
-            tokenizer=_path(data.tokenizer),
+            tokenizer=data.tokenizer if data.tokenizer and is_on_hub(data.tokenizer) else _path(data.tokenizer),
             cache_dir=os.path.abspath(data.cache_dir),
         ),
         health=replace(config.health, alerts=replace(alerts, command=_command(alerts.command))),

@@ -40,8 +40,7 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """A value that can be written in several ways. what: these ways, for a message; read: returns its amount, or
-    None."""
+    """A value that can be written in several ways. what: the ways, for a message; read: returns its amount, or None."""
 
     what: str
     read: Callable[[Any], Amount | None]

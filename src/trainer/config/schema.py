@@ -42,8 +42,7 @@ class Dispatch(Enum):
 
 
 class Recompute(Enum):
-    """What the backward pass recomputes instead of saving it: nothing, attention without its core, or the inside of
-    every block."""
+    """What the backward pass recomputes: nothing, attention without its core, or the inside of every block."""
 
     none = "none"
     selective = "selective"
@@ -51,8 +50,7 @@ class Recompute(Enum):
 
 
 def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Return every key below a dataclass, sections included, with its annotation. Sections in lists are
-    `key[].name`."""
+    """Return every key below a dataclass, sections included, with its annotation. In lists keys are `key[].name`."""
     keys: dict[str, Any] = {}
     hints = get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):

@@ -49,8 +49,7 @@ class OptimizerName(Enum):
 
 
 class Coefficients(Enum):
-    """Polynomials of Newton-Schulz: the same in each step, the same with two converging last ones, or one for each
-    step."""
+    """Polynomials of Newton-Schulz: the same in each step, with two converging last ones, or one for each step."""
 
     quintic = "quintic"
     deepseek_v4 = "deepseek_v4"
@@ -134,7 +133,7 @@ class MuonConfig:
     nesterov: bool
     """Orthogonalise the gradient plus the decayed momentum; else the momentum."""
     coefficients: Coefficients
-    """Newton-Schulz method: quintic (Moonlight), deepseek_v4 (eight steps of it and two that converge) or
+    """Newton-Schulz method: quintic (Moonlight), deepseek_v4 (eight steps of it, two that converge) or
     polar_express."""
     steps: int | None
     """Steps of Newton-Schulz; null: as published, 5, 10 and 8."""
@@ -199,8 +198,7 @@ class CheckpointConfig:
     """Checkpoints."""
 
     every: Span
-    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A run stopped by a signal saves
-    first."""
+    """Steps between checkpoints, or tokens, or a share of the run; 0: only at the end. A signal saves, too."""
     keep: int
     """Number of newest checkpoints to keep on disk; 0: all."""
 
@@ -292,7 +290,7 @@ class ParallelConfig:
     layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of other GPUs
     of the node; auto: symmetric if the ranks of `expert` are in one node, else all_to_all. The numbers are the same."""
     dispatch_capacity: float = 1.25
-    """Room for tokens in slots, relative to even routing, 1 or more. A step that needs more is skipped, and the room
+    """Room for tokens in slots over that for even routing, 1 or more. A step that needs more is skipped; the room
     grows."""
     context: int = 1
     """Ranks that each sequence is cut over; divides trainer.sequence_length and model.num_heads."""

@@ -25,7 +25,10 @@ READ_BY = {
     "validation_split": {Source.hf},
 }
 PREPARING = ("validation_fraction", "tokenizer_sample_mb", "skip_damaged", "shard_mb")
-GLOBS = "**/*.py", "**/*.txt", "**/*", "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.parquet | **/*.txt"
+GLOBS = (
+    *("**/*.py", "**/*.txt", "**/*"),
+    "**/*.jsonl | **/*.jsonl.gz | **/*.jsonl.zst | **/*.csv | **/*.tsv | **/*.parquet | **/*.txt",
+)
 """Defaults of the groups in configs/data."""
 
 
@@ -60,7 +63,6 @@ def without_effect(data: DataConfig) -> list[str]:
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Return whether the user has set it."""
     default = DataConfig()
     shipped = {"glob": GLOBS, "exclude": ([], default.exclude)}.get(key, (getattr(default, key),))
     return value not in shipped

@@ -73,8 +73,7 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, tokenizer_hash: str) -> Shard:
-        """Open a shard. Raises UserError, naming the file, if it is missing or truncated, or made with another
-        tokenizer."""
+        """Open a shard. Raises UserError, naming the file, if it is missing, truncated, or of another tokenizer."""
         fix = f"delete {path.parent} and prepare the data again"
         sidecar = read_sidecar(path.with_suffix(".json"), fix)
         if sidecar.tokenizer_hash != tokenizer_hash:

@@ -184,8 +184,7 @@ class Loader:
         return np.concatenate(pieces)
 
     def leave_out(self, ranges: list[list[int]]) -> None:
-        """Never read the windows with these numbers in the run's stream, [begin, end) each, nor those of earlier
-        calls."""
+        """Never read the windows with these numbers in the run's stream, [begin, end) each. Calls accumulate."""
         self._forget()
         self._left_out = put_together([*self._left_out, *ranges])
 

@@ -43,7 +43,7 @@ from trainer.data.prepared import (
 from trainer.data.records import EMPTY, SkipLog
 from trainer.data.shard_writer import write_json
 from trainer.data.sources import Reader, mixed, open_source
-from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries
+from trainer.data.tokenizer import end_of_text_id, file_hash, load_tokenizer, num_entries, tokenizer_file
 from trainer.data.tokenizer_sample import MEGABYTE, REPORT_SECONDS, Progress, silent, train_on_sample
 from trainer.data.verified import ALONE, check_whole
 from trainer.data.workers import pack_all
@@ -76,7 +76,7 @@ def find_or_build(
     sources = source_configs(data)
     if sources[0].source is Source.bins:
         prepared = open_several(sources)
-        if data.tokenizer is not None and file_hash(Path(data.tokenizer)) != prepared.tokenizer_hash:
+        if data.tokenizer is not None and file_hash(tokenizer_file(data.tokenizer)) != prepared.tokenizer_hash:
             raise UserError(
                 f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
             )
@@ -144,8 +144,7 @@ def _check_end(prepared: Prepared, end_of_text: str) -> None:
 
 
 def _lock(folder: Path, setting: str, report: Progress) -> FileLock:
-    """Return the acquired lock of `folder`. setting: for messages. The system releases the lock when its process
-    dies."""
+    """Return the acquired lock of `folder`, which the system releases if this process dies. setting: for messages."""
     lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -173,13 +172,14 @@ def _key(data: DataConfig, vocab_size: int, readers: Sequence[Reader]) -> str:
         "validation_fraction": data.validation_fraction,
         "shard_mb": data.shard_mb,
         "end_of_text": data.end_of_text,
-        "tokenizer": file_hash(Path(data.tokenizer)) if data.tokenizer else [vocab_size, data.tokenizer_sample_mb],
+        "tokenizer": file_hash(tokenizer_file(data.tokenizer))
+        if data.tokenizer
+        else [vocab_size, data.tokenizer_sample_mb],
     }
     return hashlib.sha256(json.dumps(parts_of_it, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _partial(folder: Path) -> Path:
-    """Return the temporary folder in which `folder` is built."""
     return folder.with_name(folder.name + ".partial")
 
 
@@ -235,8 +235,8 @@ def _tokenizer(
     path = partial / "tokenizer.json"
     if not path.is_file():
         if data.tokenizer is not None:
-            load_tokenizer(data.tokenizer)
-            content = Path(data.tokenizer).read_bytes()
+            content = (given := tokenizer_file(data.tokenizer)).read_bytes()
+            load_tokenizer(given)
         else:
             content = train_on_sample(readers, data, vocab_size, report).to_str(pretty=True).encode()
         replace_file(path, content)
@@ -291,5 +291,4 @@ def _pack(
 
 
 def _cores() -> int:
-    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -92,8 +92,7 @@ def accept_prepared(folder: Path) -> None:
 
 
 def add_bigram(folder: Path) -> float:
-    """Compute the missing loss of the bigram model and write it into prepared.json. Raises UserError if that cannot be
-    written."""
+    """Compute the missing loss of the bigram model and add it to prepared.json. Raises UserError if that fails."""
     prepared = open_prepared(folder)
     loss = bigram_loss(prepared.train, prepared.validation)
     try:

@@ -92,8 +92,7 @@ class SkipLog:
     found: dict[tuple[str, str], Skipped] = field(default_factory=dict)
 
     def add(self, path: str, why: str, where: Place = "", count: int = 1, which: str = "") -> None:
-        """Record documents of `path` that are left out. where: the place in it. why: a fixed phrase. which: of the
-        first one."""
+        """Record documents of `path` that are left out. where: in it. why: a fixed phrase. which: of the first one."""
         before = self.found.get((path, why))
         if before is not None:
             self.found[path, why] = replace(before, count=before.count + count)

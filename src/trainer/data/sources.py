@@ -3,7 +3,7 @@
     text, stdlib    a file is a document; the hash of its path decides whether it is held out. Of a source that is one
                     text file the last part is held out.
     files           jsonl: ranges of about a megabyte, cut at line ends; compressed files are read here, in order;
-                    parquet: row groups; text: as above
+                    CSV: rows, read here; parquet: row groups; text: as above
     hf              `hub`: rows, read here by the library `datasets`
 
 `mixed` makes one order of several sources. With weights, the next block always comes from the source that is furthest
@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 from precision.errors import UserError
 from trainer.config.data import Format, Source, SourceConfig, Stop
 from trainer.data.corpus import Document, divide, scan, split
+from trainer.data.csv_files import rows_of
 from trainer.data.records import (
     BLOCK_BYTES,
     EMPTY,
@@ -43,6 +44,8 @@ from trainer.data.records import (
 
 SUFFIXES = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), Format.jsonl),
+    ".csv": Format.csv,
+    ".tsv": Format.tsv,
     **dict.fromkeys((".parquet", ".pq"), Format.parquet),
     **dict.fromkeys((".txt", ".text", ".md"), Format.text),
 }
@@ -59,8 +62,7 @@ class Reader(Protocol):
     """Approximate size of its text; 0 if unknown."""
 
     def pin(self, commit: str | None) -> str | None:
-        """Read only state `commit` from now on. Return the state, if the source names it. Call it before anything is
-        read."""
+        """Read only state `commit` from now on. Return the state, if the source names it. Call it before reading."""
         ...
 
     def blocks(self, log: SkipLog) -> Iterator[Block]:
@@ -182,7 +184,7 @@ class Files:
         if kind is None:
             raise UserError(
                 f"{self.part.key}.format=auto: {path} does not say by its name what it is: set "
-                f"{self.part.key}.format=jsonl, parquet or text, or leave it out by {self.part.key}.glob"
+                f"{self.part.key}.format=jsonl, csv, tsv, parquet or text, or leave it out by {self.part.key}.glob"
             )
         if packed and kind is Format.parquet:
             raise UserError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
@@ -232,6 +234,8 @@ class Files:
             yield TextFile(path, label, document.num_bytes, document.path in self._held_out, packed)
         elif kind is Format.parquet:
             yield from row_groups(path, label, self.part, log)
+        elif kind in (Format.csv, Format.tsv):
+            yield from rows_of(path, label, self.part, "," if kind is Format.csv else "\t", log)
         elif packed:
             yield from lines_of_packed(path, label, column, log)
         else:

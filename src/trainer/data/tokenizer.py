@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from precision.errors import UserError
+from trainer.config.data import TOKENIZER, is_on_hub
 
 Flag = TypeVar("Flag")
 
@@ -49,6 +50,36 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def tokenizer_file(tokenizer: str) -> Path:
+    """The tokenizer.json that `data.tokenizer` means: a file, one in a folder, or, of a name on the hub, the copy in
+    the hub's cache, which is asked first: later starts need no network and have the same file.
+
+    UserError, one line, for one that is not there or cannot be fetched.
+    """
+    if not is_on_hub(tokenizer):
+        return Path(tokenizer) / TOKENIZER if Path(tokenizer).is_dir() else Path(tokenizer)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    name, _, revision = tokenizer.partition("@")
+    try:
+        return Path(hf_hub_download(name, TOKENIZER, revision=revision or None, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(hf_hub_download(name, TOKENIZER, revision=revision or None))
+    except LocalEntryNotFoundError:  # an EntryNotFoundError, too
+        why = "the hub cannot be reached, and its cache here does not have it: give a tokenizer.json, or its folder"
+    except EntryNotFoundError:
+        why = f"it has no {TOKENIZER}: give one that has, or convert its tokenizer with the library transformers"
+    except HfHubHTTPError as error:  # no such name or revision, or not for everyone
+        status = error.response.status_code if error.response is not None else "none"
+        why = f"the hub refuses it (status {status}): correct the name, or log in to it with `hf auth login`"
+    except (OSError, ValueError) as error:
+        why = f"cannot be fetched ({str(error).splitlines()[0]}): give a tokenizer.json, or a folder with one"
+    raise UserError(f"data.tokenizer={tokenizer}: {why}")
 
 
 def num_entries(tokenizer: Tokenizer) -> int:

@@ -13,8 +13,7 @@ second moment then stays 5 % too high at 0.99, and never falls at 0.999."""
 
 
 def check_optimizer(config: Config) -> None:
-    """Raise UserError, naming key, value and fix, if `optim` and the precision table hold invalid optimizer
-    settings."""
+    """Raise UserError, naming key, value and fix, for invalid settings of `optim` and the precision table."""
     _check_moments(config)
     _check_loss_scale(config.precision.loss_scale)
     tau, muon = config.optim.qk_clip, config.optim.muon

@@ -196,7 +196,7 @@ def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | 
 
 
 def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
-    """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None: a
+    """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None:
     CPU."""
     ranks = list(_ranks_differing(config, plan, degrees))
     policy = _pick(config, ranks, total)

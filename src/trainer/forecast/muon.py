@@ -27,8 +27,7 @@ class MuonSize:
 
 
 def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> MuonSize:
-    """Return the number of all matrices, a rank's elements, and a rank's FLOPs if all ranks, replicas too, share
-    evenly."""
+    """Return the number of all matrices, a rank's elements, and its FLOPs if all ranks, replicas too, share evenly."""
     matrices, elements, work = 0, 0.0, 0.0
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None

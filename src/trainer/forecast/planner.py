@@ -31,8 +31,7 @@ LENGTH, UNSAID = 4096, 128  # tokens of a sequence if only configs/train.yaml se
 
 
 def degrees_given(words: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Split a command line into the words that are not degrees, and the degrees. Raises UserError for an invalid
-    degree."""
+    """Split a command line into words without degrees, and the degrees. Raises UserError for an invalid degree."""
     given = dict(_given(word) for word in words if word.lstrip("+").partition("=")[0] in DEGREES)
     return [word for word in words if word.partition("=")[0] not in DEGREES], given
 

@@ -180,6 +180,16 @@ def fitted(config: Config, degrees: Degrees) -> Config:
     return replace(config, trainer=replace(t, microbatch_size=share), eval=replace(e, batches=batches))
 
 
+def cut_line(given: Config, config: Config) -> str | None:
+    """What `fitted` has changed, for the user."""
+    was, now = given.trainer.microbatch_size, config.trainer.microbatch_size
+    return (
+        None
+        if was == now
+        else f"trainer.microbatch_size={was}: a rank's share of the batch is {now}; it computes {now} at a time"
+    )
+
+
 def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
     """Raise UserError if the ranks of `degrees` cannot train this config."""
     if degrees.world == 1:

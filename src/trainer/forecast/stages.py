@@ -67,8 +67,7 @@ def stage_models(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple
 
 
 def kept(rank: int, p: int, v: int, m: int) -> float:
-    """Return how many microbatches' activations a rank keeps: its lead over the backward pass of the last forward
-    pass."""
+    """Return how many microbatches' activations a rank keeps: the forward passes ahead of the backward pass."""
     if v == 1:
         return p - rank
     ahead = (v - 1) * (m // _rounds(m, p)) + 2 * (p - 1 - rank)

@@ -1,5 +1,4 @@
-"""Context and tensor parallelism before a run: what they do not support, and what tensor parallelism cuts, keeps and
-sends."""
+"""Context and tensor parallelism before a run: what they do not support, and sizes of parts and messages."""
 
 import math
 from typing import NamedTuple

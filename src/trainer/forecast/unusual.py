@@ -33,12 +33,12 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
     count = count_parameters(m)
     active = max(count.active - m.vocab_size * m.hidden_size * (1 + m.num_mtp_layers), 1)
     low, high = usual_rates(active, trained)
-    lines = []
+    lines, from_scratch = [], config.run.init_from is None
 
     def note(key: str, value: object, what: str) -> None:
         lines.append(f"{key}={value}: {what}")
 
-    if not low <= o.lr <= high:
+    if from_scratch and not low <= o.lr <= high:
         laws = "laws of arXiv 2401.02954 and 2507.17702"
         note("optim.lr", f"{o.lr:g}", f"{low:.1e} to {high:.1e} is usual for this size ({laws})")
     if warmup >= steps > 1:
@@ -48,7 +48,7 @@ def unusual(config: Config, tokens: int | None = None, documents: int | None = N
             o.warmup_steps,
             f"the run ends before the warm-up, {key}={size}; {about}",
         )
-    if trained < count.total and not endless:
+    if from_scratch and trained < count.total and not endless:
         what = f"{trained:,} tokens for {count.total:,} parameters; 20 an active parameter are usual (arXiv 2203.15556)"
         note(key, size, what)
     if tokens is None:

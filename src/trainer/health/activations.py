@@ -69,7 +69,7 @@ class BlockKurtosis:
         return sums.index_add_(0, self._rows, torch.stack(rows)).view(blocks, places, 2)
 
     def means(self, world: World) -> dict[str, Tensor]:
-        """Return the means over all ranks, [blocks] FP64 by place and by place with `_sequence`; NaN without tokens. A
+        """Return means over all ranks, [blocks] FP64 by place and by place with `_sequence`; NaN if empty. A
         collective."""
         sums = torch.cat(all_sum([self.sums, self._by_place(self._of_sequences)], world), 1)
         return dict(zip(KINDS, (sums[..., 0] / sums[..., 1]).unbind(1), strict=True))

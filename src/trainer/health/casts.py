@@ -82,8 +82,7 @@ class Casts:
         self._parts.zero_()
 
     def shares(self, world: World) -> dict[str, Tensor]:
-        """Return saturated, underflown, error over all ranks, each [rows] FP64; NaN for rows without a cast. A
-        collective."""
+        """Return saturated, underflown, error over all ranks, each [rows] FP64; NaN without a cast. A collective."""
         sums = all_sum([self._parts.sum(1)], world)[0]
         return {
             "saturated": sums[:, SATURATED] / sums[:, ELEMENTS],

@@ -125,7 +125,7 @@ class Health:
         return seen
 
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
-        """Return the metrics of a step, on the device. load: [blocks with experts, E]. ok: whether the step counted. A
+        """Return a step's metrics, on the device. load: [blocks with experts, E]. ok: whether it counted. A
         collective."""
         if self._looked:
             self._seen |= self._inside()
@@ -183,7 +183,6 @@ def load_statistics(load: Tensor) -> dict[str, Tensor]:
 
 
 def _summaries(vectors: Mapping[str, Any]) -> dict[str, float]:
-    """Return the summaries of the vectors for metrics.jsonl."""
     summaries: dict[str, float] = {}
 
     def note(key: str, vector: str, of: Callable[[list[float]], float]) -> None:

@@ -65,8 +65,7 @@ def identity(device: "torch.device") -> tuple[str, str]:
 
 
 def find_by(uuid: str, address: str = "") -> "Gpu":
-    """Return the GPU with this UUID (with or without its GPU- or MIG- prefix), or at this PCI address, or the only
-    one."""
+    """Return the GPU with this UUID (with or without GPU- or MIG-), or at this PCI address, or the only one."""
     nvml = _load()
     plain = uuid.removeprefix("GPU-").removeprefix("MIG-")
     ways: list[Callable[[], Any]] = []
@@ -104,8 +103,7 @@ def _load() -> Any:
 
 
 class Gpu:
-    """One GPU. Each method returns None where the GPU does not report the quantity, and raises `Lost` if it is
-    unreachable."""
+    """One GPU. Methods return None for a quantity that it does not report, and raise `Lost` if it is unreachable."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle

@@ -45,8 +45,7 @@ def module_names(engine: Engine) -> list[str]:
 
 
 def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
-    """Run tokens [b, S + 1] of this rank both ways. batch: sequences of a step. A collective if there are several
-    ranks."""
+    """Run tokens [b, S + 1] of this rank both ways. batch: sequences of a step. A collective with several ranks."""
     parameters = dict(engine.model.named_parameters())
     place = {name: i for i, name in enumerate(parameters)}
     kept: dict[str, Tensor] = {}

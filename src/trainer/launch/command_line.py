@@ -21,31 +21,48 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
-from trainer.config_diff import is_secret, printable
+from trainer.config_diff import is_secret
 from trainer.files import FULL, SOURCE
 from trainer.launch.launcher import Launch, user_error
 from trainer.launch.liveness.rank_group import RankGroup, Terminated
+from trainer.launch.saved_base import forced, register, run_section
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OK, FAILED, REFUSED, INTERRUPTED, CUT_OFF, TERMINATED = 0, 1, 2, 130, 141, 143
 NO_LAUNCHER = Launch()
+FROM_RUN = "--from-run"
 LONGEST_MESSAGE = 4000
 HYDRA_FOLDERS = {f"hydra.{key}" for key in ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "job.chdir")}
 
 
+class Settings(Protocol):
+    """The config of a run that the command line changes: `trainer.run.own_settings.OwnSettings`."""
+
+    @property
+    def tree(self) -> dict[str, Any]: ...
+    @property
+    def source(self) -> str: ...
+    def line(self, config: Mapping[str, Any]) -> str: ...
+
+
+Own = Callable[[Mapping[str, Any], bool, str | None], Settings | None]
+"""`trainer.run.own_settings.own_settings`, which knows run folders."""
+
+
 @dataclass
 class Job:
-    """A run to start: its composed config, and the user's overrides for it."""
+    """A run to start: its composed config, the user's overrides for it, and the settings of a run that they change."""
 
     tree: "DictConfig"
     overrides: list[str]
+    settings: Settings | None = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,12 +76,13 @@ class Parser(argparse.ArgumentParser):
         raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
 
 
-def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") -> list[Job]:
+def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", own: Own | None = None) -> list[Job]:
     """Return the runs that sys.argv asks for: one, or those of a sweep (-m), each with a name of its own.
 
-    launch: of the processes that do the same.
+    launch: of the processes that do the same. own: settings of a run that exists, for what starts runs.
     """
-    for argument in sys.argv[1:]:
+    arguments, from_run = _from_run(sys.argv[1:]) if own else (sys.argv[1:], None)
+    for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
             raise user_error(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
@@ -74,47 +92,96 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train") ->
                 f"{argument}: Hydra makes folders of its own with it, and Octet's are below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
+
+    def settings(overrides: list[str], **more: Any) -> Settings | None:
+        run = run_section(configs, name, overrides) | more
+        is_of_a_run = own is not None and (from_run or run.get("name") is not None or run.get("resume") is not None)
+        return own(run, launch.attempt > 0, from_run) if is_of_a_run and own is not None else None
+
+    base = settings(arguments)
+    jobs, is_sweep = _composed(configs, name, arguments, base)
+    if not jobs:  # --cfg and the like: Hydra has printed what was asked for
+        raise SystemExit(OK)
+    if is_sweep:
+        if launch.under_torchrun:
+            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
+        _name_runs(jobs)
+        _check_resumed(jobs)
+    for number, job in enumerate(jobs):
+        run_name = _run_name(job.tree)
+        found = settings(job.overrides, **({} if run_name is None else {"name": run_name}))
+        if found is not None and (base is None or found.source != base.source):  # a run's name is known only now
+            jobs[number] = job = _compose_one(configs, name, job.overrides, found)
+            job.tree.run.name = run_name
+        if from_run is not None:
+            job.overrides.insert(0, f"--from-run={from_run}")
+        _replace_length(job)
+        _fit_restarts(job.tree, launch)
+    return jobs
+
+
+def _run_name(tree: "DictConfig") -> str | None:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return (tree.get("run") or {}).get("name")
+    except OmegaConfBaseException:  # an interpolation of nothing: load() reports it
+        return None
+
+
+def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The arguments without `--from-run RUN`, and RUN."""
+    rest, run, words = [], None, iter(arguments)
+    for word in words:
+        option, _, value = word.partition("=")
+        if option != FROM_RUN:
+            rest.append(word)
+        elif not (run := value or next(words, "")):
+            raise user_error(f"{FROM_RUN}: of which run? Give its folder, as {FROM_RUN} runs/NAME")
+    return rest, run
+
+
+def _composed(configs: Path, name: str, arguments: list[str], base: Settings | None) -> tuple[list[Job], bool]:
+    """What Hydra composes, and whether it is a sweep, whose config Hydra writes: into a folder that disappears."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing several lines
+    if not any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in arguments):
+        return [_compose_one(configs, name, arguments, base)], False
     jobs: list[Job] = []
     sweeps: list[bool] = []
 
     def collect(tree: "DictConfig") -> None:
         settings = HydraConfig.get()
         sweeps.append(settings.mode is RunMode.MULTIRUN)
-        jobs.append(Job(tree, [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]))
+        overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]
+        jobs.append(Job(tree, overrides, base))
 
-    if not any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in sys.argv[1:]):
-        _read_by_hydra(lambda: jobs.append(_compose_one(configs, name)))
-    else:
-        # Hydra writes a sweep's config (configs/train.yaml), which is useless, into a folder: use a temporary one
+    primary = name if base is None else register(configs, name, base.tree)
+    typed, sys.argv[1:] = sys.argv[1:], arguments if base is None else forced(configs, arguments)
+    try:
         with tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-            _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(collect))
-    if not jobs:  # --cfg and the like: Hydra has printed the answer
-        raise SystemExit(OK)
-    if any(sweeps):
-        if launch.under_torchrun:
-            raise user_error("-m: torchrun starts one run; start a sweep without it, or torchrun once for each run")
-        _name_runs(jobs)
-        _check_resumed(jobs)
-    for job in jobs:
-        _replace_length(job)
-        _fit_restarts(job.tree, launch)
-    return jobs
+            _read_by_hydra(hydra.main(version_base="1.3", config_path=str(configs), config_name=primary)(collect))
+    finally:
+        sys.argv[1:] = typed
+    return jobs, any(sweeps)
 
 
-def _compose_one(configs: Path, name: str) -> Job:
-    """Return what hydra.main composes for one run. hydra.main itself composes twice, first only to read `hydra.mode`:
-    0.2 s more."""
+def _compose_one(configs: Path, name: str, arguments: list[str], base: Settings | None = None) -> Job:
+    """Return what hydra.main composes for one run. hydra.main composes twice, first for `hydra.mode`: 0.2 s more."""
     import hydra
 
+    primary, words = name, arguments
+    if base is not None:
+        primary, words = register(configs, name, base.tree), forced(configs, arguments)
+    trees: list[DictConfig] = []
     with hydra.initialize_config_dir(str(configs), job_name=name, version_base="1.3"):
-        return Job(hydra.compose(name, sys.argv[1:]), sys.argv[1:])
+        _read_by_hydra(lambda: trees.append(hydra.compose(primary, words)))
+    return Job(trees[0], list(arguments), base)
 
 
 def _read_by_hydra(task: Callable[[], None]) -> None:
@@ -252,8 +319,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
 
 @contextlib.contextmanager
 def _own_warnings_in_one_line() -> Iterator[None]:
-    """Print our warnings without the place in the code that Python puts before them: they are about the user's
-    input."""
+    """Print our warnings, which are about the user's input, without the place in the code that Python adds."""
     usual = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], file: str, number: int, line: str | None = None) -> str:
@@ -298,6 +364,8 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from trainer.launch.composition_errors import explain
+
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     from precision.errors import RunError, UserError
@@ -329,73 +397,9 @@ def _of_a_file(error: OSError) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return a message that may quote file contents without cursor control characters, on one line of bounded
-    length."""
+    """Return a message, which may quote files, without cursor control, on one line of bounded length."""
     line = " ".join(text.split())
     line = (
         line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
     )
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
-
-
-def explain(error: BaseException, arguments: list[str]) -> str:
-    """Return Hydra's composition error in one line: the given word, the problem, the probable intention."""
-    from hydra.errors import MissingConfigException, OverrideParseException
-
-    from trainer.config.schema import ELSEWHERE, nearest
-
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        if "=~" in str(error.override):
-            return f"{error.override}: nothing expands ~ after a =; write $HOME"
-        fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
-        key, equals, value = str(error.override).partition("=")
-        if value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text
-            fix = f'quote the whole argument, as "{key}=[...]" or "{key}={{a: 1, b: 2}}"'
-        return f"{key}{equals}{printable(key.lstrip('+~'), value)}: cannot be read as KEY=VALUE; {fix}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        meant = nearest(choice, error.options, ELSEWHERE)
-        hint = f"did you mean {meant}?" if meant else "choose one"
-        return f"{group}={choice}: there is no such {group}; {hint} ({', '.join(error.options)})"
-    if found := re.match(r"Could not override '([^']+)'", text):
-        key = found[1]
-        if appended := re.search(r"To append to your default list use (\+\S+)", text):
-            return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
-        return _not_in_config(key, _given(key, arguments))
-    if found := re.match(r"Could not delete from config. '([^']+)'", text):
-        return f"~{found[1]}: there is no such key to take away"
-    if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
-        return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
-    if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
-        return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
-    if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]}: a value, a list or a section where another of these stands; --cfg job shows what does"
-    if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
-        group = found[1] or found[2]
-        once = "+recipe=NAME once, or +recipe=[A,B]" if group == "recipe" else f"{group}=NAME, once"
-        return f"{group}={_given(group, arguments)}: {group} is chosen twice; write {once}"
-    if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'", text):
-        return f"{found[1]}: several values; add -m to run them one after the other, or write a list as KEY=[a,b]"
-    return text.split("\nConfig search path")[0].split("\nSet the environment")[0]
-
-
-def _given(key: str, arguments: list[str]) -> str:
-    """Return the value that the command line gives a key, for display, secrets hidden."""
-    for argument in reversed(arguments):
-        name, _, value = argument.partition("=")
-        if name.lstrip("+~").partition("@")[0] == key:
-            return printable(key, value)
-    return ""
-
-
-def _not_in_config(key: str, value: str) -> str:
-    """Explain a key that Hydra refuses because the chosen YAML lacks it; the schema may know it."""
-    from trainer.config import Config, unknown_key
-    from trainer.config.schema import keys_of
-
-    if key.startswith("hydra."):
-        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help names them"
-    if key in keys_of(Config):
-        return f"{key}={value}: the chosen configs do not use this key; to set it all the same write ++{key}={value}"
-    return unknown_key(key, value)

@@ -31,8 +31,8 @@ ONE_SECONDS = 0.5  # signals closer together count as one: `timeout` signals the
 class StopSignals:
     """While active, the first of these signals is recorded; a second one acts as usual.
 
-    Processes of a job may get the first one twice, from the scheduler and from torchrun, so a second one is of another
-    kind: torchrun sends SIGTERM to those that still save after a second Ctrl-C.
+    Processes of a job may get the first one twice, from the scheduler and from torchrun, so there only a signal of
+    another kind counts as second: torchrun sends SIGTERM to those that still save after a second Ctrl-C.
 
     received: name of a signal recorded before the last call of `agree`, on this rank or another.
     """
@@ -43,7 +43,7 @@ class StopSignals:
         self._world = world if world is not None and world.many else None
         self._noted = (
             world.rank_group.stop_signal if world is not None else 0
-        )  # before training, and something has swallowed it
+        )  # received before training, and swallowed
         self._since: dict[int, float] = {}  # time of the first occurrence of each
         self._before: dict[int, object] = {}
         self._question: tuple[torch.Tensor, Work] | None = None
@@ -69,7 +69,7 @@ class StopSignals:
             )
 
     def heard(self) -> str | None:
-        """Return the name of a signal recorded on this rank since the last call, for code that must report that it
+        """Return the name of a signal recorded on this rank since the last call, to report that the process
         continues."""
         before, self._heard = self._heard, self._noted
         return signal.Signals(self._noted).name if self._noted != before else None

@@ -198,9 +198,7 @@ def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) 
         timeout=late if gpu else limit,
         device_id=device if gpu else None,
     )
-    control = cast(
-        "ProcessGroup", dist.new_group(backend="gloo", timeout=late)
-    )  # its time is the rank_group's to watch
+    control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # the rank group watches its time
     rank_group.all_met()
     rank_group.on_leave.append(dist.destroy_process_group)
     return World(

@@ -17,6 +17,8 @@ from models.generate import Sampling, generate
 from precision import Plan, bind
 from precision.errors import UserError
 from precision.hardware import detect
+from trainer.config import TrainerConfig
+from trainer.config.timeline import Timeline
 from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 from trainer.forecast.header import shown
 from trainer.launch.launcher import Launch
@@ -63,30 +65,33 @@ def printable_text(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def what_next(run: Path, overrides: Sequence[str], steps: int, launch: Launch) -> list[tuple[str, str]]:
-    """Return commands with their purposes. steps: that the run had. launch: of its processes; the launch command of
-    several nodes is unknown here."""
-    own = ("run.name=", "run.resume=", "run.init_from=", "trainer.max_steps=")
-    settings = shown([override for override in overrides if not override.lstrip("+").startswith(own)])
+def what_next(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> list[tuple[str, str]]:
+    """Return commands with their purposes. length: of the run, that had so many steps. launch: of its processes; the
+    launch command of several nodes is unknown here."""
     place, export = shlex.quote(str(run)), shlex.quote(f"{run.name}-hf")
     nodes = f"PROCESSES={launch.size} scripts/launch/one_node.sh"
     start = "python train.py" if launch.size == 1 else nodes if launch.size == launch.local_size else None
-    further = f"run.resume={place} trainer.max_steps={2 * steps}"
+    further = f"trainer.max_steps={2 * steps}"
+    if length.max_steps is None:
+        timeline = Timeline(length)
+        further = f"trainer.max_tokens={2 * timeline.tokens(timeline.steps)}"
     return [
         ("see its curves", f"python scripts/dashboard.py {place}"),
         ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
-        *([("train on", " ".join(filter(None, (start, settings, further))))] if start else []),
+        *([("train on", f"{start} run.resume={place} {further}")] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),
     ]
 
 
-def ending(summary: "Summary", run: "Run", overrides: Sequence[str], launch: Launch) -> str:
+def ending(summary: "Summary", run: "Run", launch: Launch) -> str:
     """Return the last lines of a run. With several ranks there is no sample."""
     lines = [""]
     if run.config.eval.sample and launch.size == 1:
         text = sample(run, run.config.eval.sample).splitlines()
         lines += ["It writes (eval.sample):", *(f"    {line}" for line in text), ""]
-    lines += [f"{what:<18} {command}" for what, command in what_next(summary.folder, overrides, summary.step, launch)]
+    lines += [
+        f"{what:<18} {command}" for what, command in what_next(summary.folder, run.config.trainer, summary.step, launch)
+    ]
     return "\n".join(lines)
 
 

@@ -34,8 +34,7 @@ class Scores:
 
 
 def held_out(data: Prepared) -> list[tuple[str, Bins]]:
-    """Return validation text by the name of its source; several sources are preceded by all together, which a run
-    logs."""
+    """Return validation text by source name; several are preceded by all together, as a run logs them."""
     together = [("all", data.validation)] if len(data.validations) > 1 else []
     return [*together, *data.validations]
 

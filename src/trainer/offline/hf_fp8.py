@@ -41,8 +41,7 @@ from trainer.offline.row_reader import TILE, SavedTensors, row_steps
 
 SCALE_SUFFIX = "_scale_inv"
 SCALES = "fp8_scale_inv"
-"""Branch of an imported checkpoint's state: scales of weights that came in FP8, by Hugging Face's name of the
-weight."""
+"""Branch of an imported checkpoint's state: scales of weights that came in FP8, by Hugging Face's name."""
 
 
 def grid_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -180,8 +179,7 @@ class KeptQuantizer:
         return matrix.theirs[0] in self._scales
 
     def quantize(self, matrix: Matrix, part: int, rows: slice, master: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise with its old scales: dequantised numbers get their old codes again, although FP32 has rounded the
-        products."""
+        """Quantise with the old scales: numbers get their old codes, although FP32 has rounded the products."""
         scale_inv = self._scales[matrix.theirs[part]][rows.start // TILE : -(-rows.stop // TILE)]
         scale = torch.where(scale_inv == 0, 0.0, scale_inv.reciprocal())
         return saturating_cast(master, spread(scale, *master.shape), E4M3), scale_inv

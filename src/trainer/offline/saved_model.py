@@ -48,8 +48,7 @@ ONE_PROCESS = {**dict.fromkeys(AXES, 1), "stages": None}
 
 @dataclass
 class Saved:
-    """An opened model. text: hash of the run's validation text, None if it is not recorded. remarks: for the user, a
-    line each."""
+    """An opened model. text: hash of the run's validation text, or None. remarks: for the user, a line each."""
 
     run: Path
     checkpoint: Path

@@ -94,7 +94,6 @@ class LearningRate:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Return whether `precision.kernels.adamw` runs here."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None and OPTIMIZER not in refused
 
 
@@ -191,8 +190,7 @@ class Optimizer:
         return parameters.norm(), updates.norm() * ok
 
     def _norms_of_parts(self) -> Tensor:
-        """Return [2, P] FP64 norms of this rank's parts: of the last updates, of the parameters; here those that AdamW
-        updates."""
+        """Return norms of this rank's parts, [2, P] FP64: of the last updates, of the parameters; here AdamW's only."""
         if self._kernel is not None:
             return self._among_all(self._kernel.norms(self._lr).index_select(1, self._order))
         norm_of: dict[Tensor, Tensor] = {}

@@ -39,8 +39,8 @@ def build_optimizer(
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
-    """Return the plan's rows whose weights Muon updates: all GEMMs of the blocks, routers if configured; empty with
-    AdamW alone."""
+    """Return the plan's rows that Muon updates: all GEMMs of the blocks, routers if configured; empty with AdamW
+    alone."""
     o = config.optim
     if o.muon is None or o.name is OptimizerName.adamw:
         return {}

@@ -153,8 +153,7 @@ class Packing:
         }
 
     def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int) -> Parcel:
-        """Start the exchange and return at once. come: fragments that others send, by rank. A collective of all
-        `ranks`."""
+        """Start the exchange and return at once. come: what others send, by rank. A collective of all `ranks`."""
         import torch.distributed as dist
 
         order = [f for rank in sorted(come) for f in come[rank]]

@@ -183,8 +183,7 @@ class Muon(Optimizer):
             slot.copy_(torch.add(gradient, advanced, alpha=mu) if nesterov else advanced)
 
     def _apply(self, step: Step, rows: Fragment, update: Tensor) -> None:
-        """Apply W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and keep its square for the weight's update
-        norm."""
+        """Apply W <- W - lr (scale sqrt(max(A, B)) O + decay W) if `ok`, and keep its square for the update norm."""
         weight, times = rows.of(step.weights[rows.run.name]), self._muon.scale * max(canonical(rows.run)) ** 0.5
         squares = self._squares[rows.run.name]
         if self._kernels:
@@ -212,8 +211,7 @@ class Muon(Optimizer):
         )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's moments and step counts and Muon's momentum by parameter name, sharded as the parameters
-        are."""
+        """Return AdamW's moments and step counts and Muon's momentum by parameter name, sharded as the parameters."""
         momenta = {name: {"momentum": shared_like(m, self._named[name])} for name, m in self._momentum.items()}
         return super().state_dict() | momenta
 

@@ -121,7 +121,7 @@ def _cut(begin: int, end: int, rows: int, columns: int, ranks: list[tuple[int, .
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
-    """Return the runs of all ranks, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
+    """Return all ranks' runs, the costliest matrices first, and FLOPs by rank [ranks] for `steps` steps of the
     iteration."""
     found = [
         (flops(box.rows, box.columns, steps), Run(name, index, *where, box, -1))

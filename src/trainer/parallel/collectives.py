@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_max(tensors: list[Tensor], world: World) -> None:
-    """Replace FP32 tensors of any shape by the maximum over all ranks, in place, in one message. NaN counts as
+    """Replace FP32 tensors of any shape by the maximum over all ranks, in place, in one message. NaN becomes
     infinite."""
     if not world.many:
         return

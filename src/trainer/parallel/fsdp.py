@@ -111,8 +111,7 @@ def _mark(model: DeepSeek, tensor: TensorSplit, mesh: DeviceMesh) -> None:
 
 
 def _leave_to_others(part: nn.Module) -> None:
-    """Drop the weights of other pipeline stages. Names, shapes, arena rows and router biases stay: they are the same on
-    all ranks."""
+    """Drop the weights of other pipeline stages. Names, shapes, arena rows and router biases stay, as on all ranks."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach().to("meta")))
@@ -140,8 +139,7 @@ def _prefetch(blocks: list[Block]) -> None:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, sync: WeightAmaxSync | None, sending: Sending) -> None:
-    """Shard the parameters below `module` that are still whole, except spread ones, which are done, and those of other
-    stages."""
+    """Shard the parameters below `module` that are still whole, except spread ones and those of other stages."""
     spread = {p for p in module.parameters() if hasattr(p, "spread") or p.is_meta}
     whole = {p for p in module.parameters() if not isinstance(p, DTensor)} - spread
     own = [m for m in module.modules() if any(p in whole for p in m.parameters(recurse=False))]

@@ -21,8 +21,7 @@ SMALL = 2**20  # elements of a gradient: 4 MiB, whose message takes about as lon
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of this rank's part of a shared tensor; a tensor that is not shared is returned as it
-    is."""
+    """Return the plain tensor of this rank's part of a shared tensor; another tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)  # `to_local` makes another object of a parameter
 
 

@@ -39,8 +39,7 @@ from trainer.step.guard import TrainingStopped
 
 @dataclass
 class SkippedStep:
-    """A skipped step of a streak: its number, the windows of the run's stream that it read, and the place that went bad
-    first."""
+    """A skipped step of a streak: its number, its windows of the run's stream, and the place that went bad first."""
 
     step: int
     begin: int
@@ -114,8 +113,8 @@ class Ladder:
         return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
-        """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped, with the diagnosis, if the
-        run must end."""
+        """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped with the diagnosis to end the
+        run."""
         row, limit = self.streak, self._config.max_consecutive_skips
         count = f"{len(row)} step{'s' if len(row) > 1 else ''} in a row"
         where = f"from step {row[0].step} on, first at {row[0].place}"

@@ -100,8 +100,8 @@ class NonfiniteProbe:
         parameter.grad = None
 
     def _see(self, name: str, x: Tensor, of_tokens: bool = True) -> TensorReading:
-        """Read a tensor when its name first comes: recomputation repeats it. of_tokens: it may have a row for each
-        token."""
+        """Read a tensor the first time that its name comes (recomputation repeats it). of_tokens: it may have token
+        rows."""
         if name in self.rows:
             return self.rows[name]
         x = x.detach()

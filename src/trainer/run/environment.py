@@ -40,8 +40,7 @@ def _packages() -> dict[str, str]:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Return the commit of this file's repository, and whether tracked files differ from it; None without a repository
-    or git."""
+    """Return the commit of this file's repository, and whether tracked files differ from it; None if there is none."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

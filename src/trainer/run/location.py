@@ -54,8 +54,7 @@ def will_resume(run: "RunConfig") -> bool:
 
 
 def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Path, Path | None]:
-    """Return the run's folder, and the checkpoint if `resume` names one. Creates a folder only for a run without a
-    name."""
+    """Return the run's folder, and the checkpoint if `resume` names one. Creates the folder of an unnamed run."""
     check_name(name)
     if resume in ("never", "auto"):
         if name is None:
@@ -105,8 +104,7 @@ def check_links(path: Path) -> None:
 
 
 def state_of(path: Path) -> str:
-    """Return `vacant` (missing, or empty except for hidden files), `run` (a run folder) or `foreign` (something
-    else)."""
+    """Return `vacant` (missing, or empty except for hidden files), `run` (a run folder) or `foreign`."""
     if not path.exists():
         return "vacant"
     if not path.is_dir():

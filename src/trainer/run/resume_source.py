@@ -62,7 +62,7 @@ def made_by(config: Config, tokenizer_hash: str) -> dict:
 
 
 def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
-    """Raise UserError, naming the key, if a run with this config cannot resume from its `checkpoint`, which has this
+    """Raise UserError, naming the key, if a run with this config cannot resume from `checkpoint`, which has this
     meta."""
     _check_same(meta, identity(config), checkpoint)
     step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
@@ -133,8 +133,7 @@ def check_origin(config: Config) -> None:
 
 
 def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> None:
-    """Raise UserError, naming the first tensor that differs between a model and a checkpoint, to which `path`
-    resolved."""
+    """Raise UserError, naming the first tensor that differs between a model and a checkpoint, found through `path`."""
     saved = saved_shapes(checkpoint)
     for name, tensor in ours.items():
         here, there = tensor.size(), saved.get(f"model/{name}")

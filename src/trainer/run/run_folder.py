@@ -14,6 +14,7 @@
 | PATH of a run     | refused           | refused                            | resume from its newest valid |
 | PATH of a checkpoint |                |                                    | resume from that one         |
 
+A resumption has the settings of `config.yaml`, which the command line changes (`own_settings`).
 Resuming from step N makes the folder one course of events again: metric lines later than N are dropped, checkpoints
 later than N taken out of use. Every refusal is a UserError in one line, and comes before anything is written.
 
@@ -22,6 +23,8 @@ torchrun the earlier processes may still be ending: rank 0 waits for the lock.
 """
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -44,10 +47,10 @@ from trainer.checkpoint import (
     verify_checkpoint,
     verifying_together,
 )
-from trainer.config.paths import kept_tree
+from trainer.config.paths import NO_PATHS, kept_tree
 from trainer.config_diff import changes, printable_override, without_secrets
-from trainer.digests import read_signed, signed
-from trainer.files import delete_temporary, replace_file, trim
+from trainer.digests import read_signed, signed, stamped
+from trainer.files import FULL, delete_temporary, replace_file, trim
 from trainer.run.environment import environment
 from trainer.run.location import CHECKPOINTS, CONFIG, as_user_error, check_links, exists_already, locate, state_of
 from trainer.run.lock import is_in_place, take_lock
@@ -103,6 +106,7 @@ class RunFolder:
         checkpoints.
         """
         self.notes: list[Note] = []
+        self._is_made = resume in NO_PATHS and not (name is not None and os.path.exists(parent / name))
         with as_user_error(parent):
             self.path, checkpoint = locate(parent, name, resume, label)
         self.resumed_from: Path | None = None
@@ -115,7 +119,9 @@ class RunFolder:
             on_error.callback(self.close)
             delete_temporary(self.path)
             state = state_of(self.path)
-            if state == "foreign" or (state == "run" and resume == "never"):  # it was created since the check
+            self._is_made &= state == "vacant"  # or another process has made it since we looked
+            on_error.push(self.undo)
+            if state == "foreign" or (state == "run" and resume == "never"):
                 raise exists_already(self.path, state)
             if state == "run":
                 self.resumed_from = checkpoint or self._newest(must_exist=resume != "auto", verify=verify)
@@ -149,7 +155,7 @@ class RunFolder:
 
             def first(verify: Verify) -> tuple[str, str | None, int]:
                 texts = {
-                    CONFIG: OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None))),
+                    CONFIG: stamped(OmegaConf.to_yaml(OmegaConf.create(without_secrets(kept_tree(config), None)))),
                     "overrides.txt": "".join(f"{printable_override(override)}\n" for override in overrides),
                     "environment.json": json.dumps(environment(), indent=1) + "\n",
                     "precision_plan.txt": plan_text,
@@ -168,7 +174,7 @@ class RunFolder:
     @classmethod
     def _opened_by_another(cls, path: str, resumed_from: str | None, first_step: int) -> "RunFolder":
         run = cls.__new__(cls)
-        run.notes, run.path, run.first_step, run._lock = [], Path(path), first_step, None
+        run.notes, run.path, run.first_step, run._lock, run._is_made = [], Path(path), first_step, None, False
         run.resumed_from = Path(resumed_from) if resumed_from is not None else None
         return run
 
@@ -205,6 +211,11 @@ class RunFolder:
         except OSError as error:
             what = f"was deleted under the run, or cannot be seen ({error.strerror or error})"
         on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
+
+    def undo(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Remove a folder that this process has made, where a full disk ends the start of its run."""
+        if self._is_made and isinstance(error, OSError) and error.errno in FULL:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Release the folder for other processes."""
@@ -267,8 +278,7 @@ class RunFolder:
 
 
 def saved_backends(folder: Path | None) -> dict[str, Any] | None:
-    """Return the backends chosen when the run in this folder began; None for a new run, or one that did not record
-    them."""
+    """Return the backends chosen when the run in this folder began; None if it is new or did not record them."""
     path = None if folder is None else folder / BACKENDS
     if path is None or not path.is_file():
         return None

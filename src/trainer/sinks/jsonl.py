@@ -51,8 +51,7 @@ class JsonLines:
             self._warn(news)
 
     def _append(self, line: bytes) -> bool:
-        """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and created
-        again."""
+        """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""
         gone = not self._is_in_place()
         if gone:
             self._file.close()

@@ -125,8 +125,7 @@ class Sinks:
                 tracker.metrics(values)
 
     def tensors(self, entry: Mapping[str, Any]) -> None:
-        """Write details by tensor and block: see `trainer.health.health`. JSON, with NaN and infinities already
-        null."""
+        """Write details by tensor and block (`trainer.health.health`). JSON, with NaN and infinities already null."""
         if self._tensors is not None:
             self._tensors.write(entry)
 
@@ -207,8 +206,8 @@ class Sinks:
         self._rows(lines.items(), self._screen.row)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the W&B run id, so that a resumed run continues it, and the last step in metrics.jsonl, for the
-        checkpoint."""
+        """Return, for the checkpoint, the W&B run id, which a resumed run continues, and the last step in
+        metrics.jsonl."""
         if self._wandb is not None and self._wandb.run_id is not None:
             self._wandb_id = self._wandb.run_id
         return {"wandb_id": self._wandb_id, "logged": self._logged}
@@ -228,8 +227,7 @@ class Sinks:
             self.event("alert", self._step, lost, rule="disk", path=str(self._folder / METRICS))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close all sinks. The `error` that ended the run, if any, goes to the log file with its traceback and to
-        W&B."""
+        """Close all sinks. The `error` that ended the run goes to the log file with its traceback and to W&B."""
         self._screen.close()
         if error is not None:
             self._log.write(f"stopped by {type(error).__name__}: {error}", error)

@@ -81,8 +81,7 @@ class Engine:
         return {**self.restorable_tensors(), "arena": self.arena.state_dict(), "guard": self.guard.state_dict()} | scale
 
     def restorable_tensors(self) -> dict:
-        """Return weights and moments, the part of `state` that a checkpoint is read into. The tensors are the step's
-        own memory."""
+        """Return weights and moments, into which a checkpoint is read. The tensors are the step's own memory."""
         weights = model_state(self.model) if self.world.many else self.model.state_dict()
         return shard_views({"model": weights, "optimizer": self.optimizer.state_dict()})
 

@@ -31,8 +31,7 @@ COUNTERS = ("committed", "skipped", "spiked", "overflowed")
 
 
 class TrainingStopped(RunError):
-    """Training cannot continue, or a signal stopped it. The message has the reason and what to do. exit_code: of the
-    process."""
+    """Training cannot continue, or a signal stopped it; the message has reason and fix. exit_code: of the process."""
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)

@@ -60,8 +60,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]]) -> int:
-    """Return the bytes that stay between steps: masters, buffers, compute weights, moments. (Gradients are freed after
-    each step.)"""
+    """Return the bytes that stay between steps: masters, buffers, compute weights, moments (gradients are freed)."""
     kept = [*(p for p in model.parameters() if not p.is_meta), *model.buffers()]
     kept += [t for layer in gemm_layers(model) if layer.operand is not None for t in layer.operand if t is not None]
     kept += [t for state in optimizer_state.values() for t in state.values() if not t.is_meta]
@@ -69,8 +68,7 @@ def state_bytes(model: nn.Module, optimizer_state: dict[str, dict[str, Tensor]])
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Copy tensors of one device, of any shape, to the host at once: numbers, or nested lists for tensors with
-    dimensions."""
+    """Copy tensors of one device, of any shape, to the host at once, as numbers or nested lists."""
     if not tensors:
         return {}
     alike: dict[torch.dtype, list[str]] = {}  # concatenated by dtype first: fewer launches
@@ -92,8 +90,7 @@ def load_metrics(load: Tensor) -> dict[str, Tensor]:
 
 
 def fp8_metrics(arena: ScalingArena) -> dict[str, Tensor]:
-    """Return the range of the scales and the largest amax over the FP8 tensors of the step in progress; empty without
-    FP8."""
+    """Return the range of the scales and the largest amax over FP8 tensors of the current step; empty without FP8."""
     if not arena.num_scaled:
         return {}
     used = arena.scaled & (arena.scale > 0)

@@ -28,8 +28,7 @@ from trainer.step.stage_clock import StageClock
 
 
 class PipelinedStep:
-    """Runs this rank's stages for all microbatches of a step. ranks: that have the same stages, and share their
-    weights."""
+    """Runs this rank's stages for all microbatches of a step. ranks: number that share the stages and their weights."""
 
     def __init__(
         self, model: DeepSeek, pipeline: Pipeline, sharding: ShardedMicrobatch, ranks: int, loss_scale: LossScale | None
@@ -108,8 +107,7 @@ class PipelinedStep:
 
 
 class _Part(nn.Module):
-    """A stage as torch's schedule calls it. It does not register the model as a submodule: FSDP's settings are not
-    torch's."""
+    """A stage as torch's schedule calls it. The model is not a submodule: FSDP's settings are not torch's."""
 
     def __init__(self, model: DeepSeek, stage: Stage, loss_scale: LossScale | None):
         super().__init__()

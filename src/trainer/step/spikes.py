@@ -52,8 +52,7 @@ class SpikeWatch:
         self._slots = torch.arange(config.window, device=device)
 
     def read(self, loss: Tensor, norm: Tensor) -> Reading:
-        """Compare a step's total loss and gradient norm, 0-d each, with their limits. Values that are not finite exceed
-        any limit."""
+        """Compare total loss and gradient norm, 0-d each, with their limits. Values that are not finite exceed any."""
         value = torch.stack([loss.float(), norm.float()])
         center, deviation = self._usual()
         limit = (center + self._config.threshold * deviation.maximum(self._floor)).exp()

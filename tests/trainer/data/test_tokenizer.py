@@ -1,5 +1,6 @@
 """Any text comes back from its tokens, and the same text gives the same tokenizer."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trainer.data import Prepared, load_tokenizer
-from trainer.data.tokenizer import encode_pieces, end_of_text_id, num_entries, train_tokenizer
+from precision.errors import UserError
+from trainer.config.data import Source, check_data
+from trainer.data import DataConfig, Prepared, load_tokenizer, prepare
+from trainer.data.tokenizer import (
+    encode_pieces,
+    end_of_text_id,
+    file_hash,
+    num_entries,
+    tokenizer_file,
+    train_tokenizer,
+)
 
 END = "<|endoftext|>"
 TEXTS = ["def f(self):\n        return self.x\n" * 50, "import os, sys\nfor line in sys.stdin:\n    print(line)\n" * 40]
@@ -73,3 +83,40 @@ def test_one_that_cannot_encode_a_text_is_named() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}))
     with pytest.raises(ValueError, match=r"data\.tokenizer: it cannot encode the text \(WordLevel error.*\): give one"):
         list(encode_pieces(tokenizer, [("b", True)], 1))
+
+
+def on_hub(cache: Path, tokenizer: Path, commit: str) -> None:
+    """A copy in the hub's cache, as a download leaves it."""
+    snapshot = cache / "models--owner--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    shutil.copy(tokenizer, snapshot / "tokenizer.json")
+    refs = cache / "models--owner--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache_or_refused_in_a_line(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"^data\.tokenizer=owner/name: the hub cannot be reached, [^\n]*$"):
+        tokenizer_file("owner/name")
+    on_hub(tmp_path / "hub", prepared.tokenizer_path, "0" * 40)
+    for name in ("owner/name", f"owner/name@{'0' * 40}"):
+        assert file_hash(tokenizer_file(name)) == prepared.tokenizer_hash
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(9):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 20)
+    made = {
+        prepare(DataConfig(Source.text, str(texts), "*", tokenizer=name, validation_fraction=0.3), 512).folder
+        for name in ("owner/name", str(prepared.tokenizer_path), str(prepared.tokenizer_path.parent))
+    }
+    assert len(made) == 1, "the same tokenizer is the same data"
+    for wrong in ("owner/name.json", "./owner", "owner/name/more"):
+        with pytest.raises(
+            UserError, match=r"there is no such file or folder: give a tokenizer\.json, a name on the hub"
+        ):
+            check_data(DataConfig(tokenizer=wrong), 512)

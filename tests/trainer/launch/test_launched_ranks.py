@@ -247,9 +247,9 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
     assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()
 
-    # a killed rank: torchrun starts both again, and they resume from the last checkpoint
-    more = ["run.resume=auto", f"trainer.max_steps={step + 40}"]
-    process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *common, *more], tmp_path)
+    # a killed rank: torchrun starts both again, and they resume from the last checkpoint, all with the run's settings
+    more = ["run.name=a", "run.resume=auto", f"trainer.max_steps={step + 40}"]
+    process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *more], tmp_path)
     wait_for(folder / "checkpoints" / f"step_{(step // 4 + 2) * 4:08d}", process)
     victim = processes_of(process.pid)[0]
     os.kill(victim, signal.SIGKILL)
@@ -257,6 +257,7 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     assert code == 0 and len(said(err)) == 1, err
     assert f"rank 0 ({os.uname().nodename}, process {victim}) was killed by SIGKILL" in err
     assert out.count("resumed from step_") == 2
+    assert f"settings of runs/a; changed here: trainer.max_steps 1000 -> {step + 40}\n" in out
     trained = [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line]
     assert trained == list(range(1, step + 41))
     assert [event["rank"] for event in lines(folder / "events.jsonl") if event["kind"] == "failure"] == [0]

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from models.generate import Sampling, generate
@@ -26,23 +27,18 @@ def summary(name: str, loss: float) -> Summary:
     return Summary(Path("runs") / name, 6, loss, 3.7, 1234.0, 0.5, 0)
 
 
-def test_the_commands_name_the_run_and_keep_its_settings_without_secrets() -> None:
-    words = [
-        "+recipe=fp8_jit",
-        "run.name=a",
-        "trainer.max_steps=6",
-        "data.glob=**/*.md",
-        "health.alerts.webhook=PRIVATE",
-    ]
-    commands = dict(what_next(Path("runs/a"), [*words, "health.alerts.webhook=PRIVATE"], 6, ALONE))
+def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs) -> None:
+    steps = config("trainer.max_steps=6").trainer
+    commands = dict(what_next(Path("runs/a"), steps, 6, ALONE))
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
-    assert shlex.split(commands["train on"])[2:4] == ["+recipe=fp8_jit", "data.glob=**/*.md"]
-    assert commands["train on"].endswith("run.resume=runs/a trainer.max_steps=12")
+    assert commands["train on"] == "python train.py run.resume=runs/a trainer.max_steps=12"
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
-    assert "PRIVATE" not in str(commands)
-    on_a_node = dict(what_next(Path("runs/a"), words, 6, Launch(size=2, local_size=2)))
-    assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh +recipe=fp8_jit")
-    assert "train on" not in dict(what_next(Path("runs/a"), words, 6, Launch(size=4, local_size=2)))
+    most = 6 * steps.global_batch_size * steps.sequence_length
+    tokens = replace(steps, max_steps=None, max_tokens=most)
+    assert dict(what_next(Path("runs/a"), tokens, 6, ALONE))["train on"].endswith(f"trainer.max_tokens={2 * most}")
+    on_a_node = dict(what_next(Path("runs/a"), steps, 6, Launch(size=2, local_size=2)))
+    assert on_a_node["train on"].startswith("PROCESSES=2 scripts/launch/one_node.sh run.resume=")
+    assert "train on" not in dict(what_next(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
 
 
 def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
@@ -56,10 +52,7 @@ def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
     assert "optim.lr" not in "".join(rows)
 
 
-def test_a_run_ends_with_text_and_commands_that_work(
-    config: Configs, overrides: Callable[..., list[str]], run_python: RunPython
-) -> None:
-    words = overrides("trainer.max_steps=2")
+def test_a_run_ends_with_text_and_commands_that_work(config: Configs, run_python: RunPython) -> None:
     trainer = Trainer(config("trainer.max_steps=2", "eval.sample=24"))
     done = trainer.train()
     text = sample(trainer.run, 24)
@@ -68,9 +61,9 @@ def test_a_run_ends_with_text_and_commands_that_work(
     tokenizer, end = saved.tokenizer()
     ids = generate(saved.model, [end], 24, end=end, sampling=Sampling(TEMPERATURE, TOP_P, saved.config.trainer.seed))
     assert text == printable_text(tokenizer.decode(list(ids)))
-    said = ending(done, trainer.run, words, ALONE)
+    said = ending(done, trainer.run, ALONE)
     assert all(f"    {line}" in said for line in text.splitlines())
-    assert "It writes" not in ending(done, trainer.run, words, Launch(size=2, local_size=2))
+    assert "It writes" not in ending(done, trainer.run, Launch(size=2, local_size=2))
     (command,) = re.findall(r"^train on +python (train\.py .*)$", said, re.MULTILINE)
     program, *arguments = shlex.split(command)
     again = run_python(ROOT / program, *arguments)

@@ -177,6 +177,31 @@ def test_a_resumption_that_the_disk_ends_leaves_a_run(runs: Path, opened: Any, m
     assert opened(runs, resume="auto").first_step == 200
 
 
+@pytest.mark.parametrize("name", ["a", None])
+def test_a_full_disk_leaves_no_folder_of_a_run_that_has_not_begun(
+    runs: Path, name: str | None, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (runs / "b").mkdir(parents=True)
+    with monkeypatch.context() as on:
+        on.setattr(run_folder, "replace_file", full)
+        for attempt in (name, "b"):
+            with pytest.raises(OSError, match="No space"):
+                opened(runs, attempt)
+    assert [path.name for path in runs.iterdir()] == ["b"], "what was there before stays"
+    run = opened(runs, name)
+    run.undo(None, ValueError(), None)
+    assert (run.path / "config.yaml").is_file()
+    run.undo(None, OSError(errno.ENOSPC, "while the tokenizer is copied, say"), None)
+    assert not run.path.exists()
+    path = make_run(runs, checkpoints=(200,))
+    again = opened(runs, "a", "auto")
+    again.undo(None, OSError(errno.ENOSPC, "at a resumption"), None)
+    assert (path / CHECKPOINTS).is_dir()
+
+
 def test_a_config_that_cannot_resume_is_refused_before_anything_changes(runs: Path, opened: Any) -> None:
     path = make_run(runs, checkpoints=(100, 200))
     damage(path / CHECKPOINTS / "step_00000200")

@@ -126,8 +126,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def latest(run: Run) -> dict[str, Any]:
-    """Return the last column of each quantity of the tensors, for the table: {"saturated": {"step": 900, "values":
-    [...]}}."""
+    """Return the last column of each quantity, for the table: {"saturated": {"step": 900, "values": [...]}}."""
     out = {}
     rows = len(run.rows.get("fp8", ()))
     for key, source in run.grids.items():

@@ -89,8 +89,7 @@ class Lines:
         return entries
 
     def _left_out(self, line: bytes) -> bool:
-        """Return whether to skip a line. If sampled steps are rare (`health.every`), their lines are counted
-        separately."""
+        """Return whether to skip a line. If sampled steps are rare (`health.every`), they are counted separately."""
         look = any(word in line for word in LOOK)
         self._numbers[look] += 1
         rare = look and RARE * self._numbers[True] <= self._numbers[False]
@@ -218,7 +217,6 @@ class Run:
         self._again = True
 
     def _read_about(self) -> None:
-        """Read config.yaml and its neighbours again if they have changed."""
         try:
             changed = (self.path / CONFIG).stat().st_mtime
             if changed == self._read_config:

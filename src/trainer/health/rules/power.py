@@ -10,8 +10,7 @@ from trainer.health.alerts import Alert, Entry, Rule, number
 
 
 class Throttled(Rule):
-    """Heat or the board's own protection slowed a GPU for more than this share of the time, in two consecutive
-    lines."""
+    """Heat or the board's own protection slowed a GPU for more than this share of the time, in two lines in a row."""
 
     name, of_process = "throttled", True
 

@@ -152,8 +152,7 @@ class MemoryGrowth(Rule):
 
 
 class MemoryFull(Rule):
-    """The peak approaches the size of the card. Allocations fail before it is reached, for lack of a contiguous
-    block."""
+    """The peak approaches the size of the card. Allocations fail even earlier, for lack of a contiguous block."""
 
     name, of_process, lasting = "memory_full", True, True
 

@@ -245,7 +245,7 @@ class Kurtosis(Rule):
 
 
 class _Experts(Rule):
-    """Wrong for `LINES` consecutive lines and at least `STEPS` steps. A run's first steps do not count: a router has to
+    """Wrong for `LINES` consecutive lines and at least `STEPS` steps. First steps do not count: a router has to
     settle."""
 
     LINES, STEPS, SETTLED = 10, 100, 200
@@ -304,8 +304,7 @@ class ExpertEntropy(_Experts):
 
 
 def _rows(tensors: Entry | None, group: str, key: str) -> tuple[list[str], list[float]]:
-    """Return names and values of one statistic in an entry of tensors.jsonl, None as NaN; two empty lists without
-    it."""
+    """Return names and values of one statistic in an entry of tensors.jsonl, None as NaN; empty lists without it."""
     if tensors is None or not isinstance(tensors.get(group), dict):
         return [], []
     names, values = tensors.get("names", {}).get(group), tensors[group].get(key)

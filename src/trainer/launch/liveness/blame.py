@@ -12,24 +12,22 @@ class Blame:
         self._store, self._rank, self._size = store, rank, size
 
     def of_others(self, error: BaseException, step: int, place: str) -> News | None:
-        """Return the news about another rank that caused `error` here, or None if this rank did. step, place: of
-        main."""
+        """Return the news about another rank that caused `error`, or None if this one did. step, place: of main."""
         by_others, timed_out = of_a_collective(error)
         if timed_out:
             return self.waited_in_vain(place, waited_in(error))
         return self._store.wait_for_news(heartbeat.PATIENCE) or self._silent(step) if by_others else None
 
     def waited_in_vain(self, place: str, operation: str | None = None) -> News:
-        """Return the news for a collective operation that timed out. operation: its name; None: the one that main waits
-        in."""
+        """Return the news for a collective operation that timed out. operation: its name; None: main's current one."""
         if operation is None:
             operation = f"{pending_operation() or 'an operation'}, with main at {place}"
         self._store.set("late", self._rank, operation)
         return self._store.wait_for_news(heartbeat.PATIENCE) or self._absent()
 
     def _silent(self, step: int) -> News | None:
-        """Return the news about a rank that closed its connections without a neighbour seeing it end: one without a
-        pulse since."""
+        """Return the news about a rank that closed its connections unseen by its neighbours: one without a pulse
+        since."""
         others = [rank for rank in range(self._size) if rank != self._rank and not self._store.has("left", rank)]
         before = {rank: self._store.pulse(rank) for rank in others}
         news = self._store.wait_for_news(2.5 * heartbeat.PULSE_SECONDS)
@@ -44,8 +42,8 @@ class Blame:
         return News(f"error: {named} closed all connections and is gone, {when(step)}", 1, gone[0], self._rank, step)
 
     def _absent(self) -> News:
-        """Return the news about the ranks missing in a collective operation: those neither waiting, as this one does,
-        nor done."""
+        """Return the news about the ranks missing in a collective operation: those neither waiting as this one nor
+        done."""
         ranks = range(self._size)
         absent = [rank for rank in ranks if not self._store.has("late", rank) and not self._store.has("left", rank)]
         at = {rank: self._store.position(rank) for rank in ranks}

@@ -55,8 +55,7 @@ def _wait_status(descriptor: int | None) -> int | None:
 
 
 def of_a_collective(error: BaseException) -> tuple[bool, bool]:
-    """Return whether an error is that of a collective operation, which others may have caused, and whether it timed
-    out."""
+    """Return whether an error is that of a collective operation, which others may have caused, and a timeout."""
     from torch.distributed import DistError
 
     says = str(error).lower()

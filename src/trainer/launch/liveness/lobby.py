@@ -142,8 +142,7 @@ class Host(_Lobby):
         self._selector.register(self._listening, selectors.EVENT_READ, None)
 
     def socket_when_all_came(self) -> int:
-        """Return the listening socket, for the store, when all ranks are connected. Raises RunError if some do not
-        connect."""
+        """Return the listening socket, for the store, when all ranks are connected. Raises RunError after a timeout."""
         began, said, self._waits = time.monotonic(), False, True
         while missing := set(range(1, self._launch.size)) - self._came:
             waited = time.monotonic() - began

@@ -45,8 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def stopping() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop: Ctrl-C, a scheduler's, and a closed terminal's unless nohup
-    ignores it."""
+    """Return the signals that ask a process to stop: Ctrl-C, a scheduler's, and SIGHUP unless nohup ignores it."""
     hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears else [])]
 
@@ -123,14 +122,13 @@ class RankGroup:
         return connect(self.launch)
 
     def all_met(self) -> None:
-        """Mark that all ranks have met. From here on main handles signals itself: it never waits for a rank that may
-        not come."""
+        """Mark that all ranks have met. From here on main handles signals itself: it never waits for a missing rank."""
         self.met = True
         signal.set_wakeup_fd(-1)
 
     def leave(self, seconds: float = 60.0) -> None:
-        """Leave after the work is done. Returns when all ranks have left, or after `seconds`; their end is no failure
-        any more."""
+        """Leave after the work. Returns when all ranks have left, or after `seconds`; their end is no failure any
+        more."""
         if self._store is None or self._heartbeat is None:
             return
         self._store.set("left", self.launch.rank, "1")
@@ -311,8 +309,7 @@ class RankGroup:
         return Blame(self._store, self.launch.rank, self.launch.size)
 
     def _ensure_reported(self, news: News) -> None:
-        """Let rank 0 report, which has the screen and the run folder. The finder reports if rank 0 is gone or does
-        not."""
+        """Let rank 0 report, which has the screen and the run folder. Without it the finder reports."""
         assert self._store is not None
         rank = self.launch.rank
         self._store.set("seen", rank, "1")

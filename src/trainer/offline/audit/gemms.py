@@ -186,8 +186,7 @@ def _data(layer: Linear | GroupedLinear) -> Tensor:
 
 @contextmanager
 def _around(module: Any, name: str, after: Callable[..., None]) -> Iterator[None]:
-    """Call `after` with the result and the arguments of a module's function inside. Raises AttributeError if it is
-    missing."""
+    """Call `after` with result and arguments of a module's function inside. Raises AttributeError if it is missing."""
     function = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -90,8 +90,7 @@ def audit(
 def _probe_all(
     plan: Plan, tokens: int, device: torch.device, shortest: int
 ) -> tuple[dict[str, Probe], dict[str, Probe]]:
-    """Probe what `cuda` serves, once for equal shapes and recipes. Return the probes by the first row, and by each
-    row."""
+    """Probe what `cuda` serves, once for equal shapes and recipes. Return probes by first row, and by each row."""
     made: dict[tuple, Probe] = {}
     first: dict[str, Probe] = {}
     of_row: dict[str, Probe] = {}

@@ -1,0 +1,120 @@
+"""CSV and TSV: rows of a file whose first row names the columns, as RFC 4180 writes them (and tabs instead of commas).
+
+A field in quotes may hold line ends, and where a quote opens depends on everything before it: a file is read in order,
+by the process that deals out the blocks, a line at a time. What goes to the log is named by the line it begins in.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.data import SourceConfig
+from trainer.data.records import (
+    BLOCK_BYTES,
+    LONGEST_BYTES,
+    TOO_LONG,
+    Piece,
+    SkipLog,
+    check_column,
+    document,
+    unpack,
+    unpack_error,
+)
+
+OPEN = "a quote that is not closed: what follows it cannot be read"
+RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
+FIELDS = "not as many fields as the first row names"
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """Texts of rows that had to be read already, and the lines that they begin in."""
+
+    values: list[bytes]
+    lines: list[int]
+    label: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.values))
+
+    def pieces(self, fraction: float, log: SkipLog) -> Iterator[Piece]:
+        for value, line in zip(self.values, self.lines, strict=True):
+            yield from document(value, self.label, f"line {line}", fraction, log)
+
+
+def rows_of(path: Path, label: str, part: SourceConfig, delimiter: str, log: SkipLog) -> Iterator[RowsRead]:
+    """The rows of a file, compressed or not. Of one that is damaged, those before the damage. UserError if it does not
+    have the column."""
+    csv.field_size_limit(LONGEST_BYTES)
+    values: list[bytes] = []
+    lines: list[int] = []
+    names: list[str] = []
+    size = 0
+    try:
+        for line, row in _rows(path, label, delimiter, log):
+            if not names:
+                names = row
+                check_column(part, label, names, None)
+                column = names.index(part.text_column)
+            elif len(row) != len(names):
+                log.add(label, FIELDS, f"line {line}", which=f"{len(row)} of {len(names)}")
+            else:
+                values.append(row[column].encode("utf-8", "surrogateescape"))
+                lines.append(line)
+                size += len(values[-1])
+                if size >= BLOCK_BYTES:
+                    yield RowsRead(values, lines, label)
+                    values, lines, size = [], [], 0
+    except OSError as error:
+        log.lost(label, f"{unpack_error(error)}, after line {lines[-1] if lines else 1}")
+    if values:
+        yield RowsRead(values, lines, label)
+
+
+def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tuple[int, list[str]]]:
+    """Each row and the line that it begins in; blank lines are none. Bytes that are not UTF-8 become surrogates."""
+    rows = csv.reader(_text_lines(path), delimiter=delimiter, strict=True)
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            words = str(error)
+            if "end of data" in words:
+                log.add(label, OPEN, f"line {line}", count=0)
+                return
+            why = TOO_LONG if "limit" in words else RETURN if "new-line" in words else f"no CSV: {words}"
+            log.add(label, why, f"line {line}")
+            continue
+        if row is None:
+            return
+        if row:
+            yield line, row
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, the mark that some programs begin a file with left out. OSError for a longer one than can
+    be held."""
+    rest, first = b"", True
+    for data in unpack(path) if path.suffix in (".gz", ".zst") else _blocks(path):
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield _decoded(line + b"\n", first)
+            first = False
+        if len(rest) > LONGEST_BYTES:
+            raise OSError(None, f"a line is {TOO_LONG}")
+    if rest:
+        yield _decoded(rest, first)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block
+
+
+def _decoded(line: bytes, first: bool) -> str:
+    text = line.decode("utf-8", "surrogateescape")
+    return text.removeprefix("\ufeff") if first else text

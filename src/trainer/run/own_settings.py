@@ -1,0 +1,131 @@
+"""The settings that a command line changes: those of a run that exists, where it names one.
+
+    python train.py run.name=mine run.resume=auto trainer.max_steps=20       resumes with the run's own settings
+    python train.py --from-run runs/mine run.name=other optim.lr=1e-3        starts a run with the settings of another
+
+They are the run's `config.yaml`, or, if it was altered (`trainer.digests`), those that its newest checkpoint keeps. A
+run that was once started with `run.resume=auto` resumes by its name alone. Not taken over: secrets, which no run
+stores; what is about one start (`debug`, `profile`, `dry_run`, `gpu`, `force_memory`); and, by another run, the name
+and `run.resume`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from precision.errors import UserError
+from trainer.checkpoint import DamagedCheckpoint, checkpoint_step, list_checkpoints, read_meta
+from trainer.checkpoint.manifest import STATE, verify
+from trainer.config.paths import NO_PATHS
+from trainer.config_diff import HIDDEN, changed_keys, read_yaml
+from trainer.digests import read_stamped
+from trainer.run.location import CHECKPOINTS, CONFIG, state_of
+
+OF_ONE_START = "debug", "profile", "dry_run", "gpu", "force_memory"
+_ELSE = "start it with all its settings under another run.name"
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """tree: a config as plain values, but for `OF_ONE_START`. source: where it is from. secrets: keys that the run was
+    started with and that no file has."""
+
+    tree: dict[str, Any]
+    source: str
+    secrets: tuple[str, ...] = ()
+
+    def line(self, config: Mapping[str, Any]) -> str:
+        """What a run says about it. config: the run's, as `kept_tree` has it."""
+        ours = {key: value for key, value in config.items() if key not in OF_ONE_START}
+        changed = changed_keys(self.tree, ours) or "nothing"
+        missing = [key for key in self.secrets if _value(config, key) is None]
+        left_out = f"; not stored and not given: {', '.join(missing)}" if missing else ""
+        return f"settings of {self.source}; changed here: {changed}{left_out}"
+
+
+def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) -> OwnSettings | None:
+    """The settings to start from; None for those of configs/. UserError if there should be some and are none.
+
+    run: what the command line gives of that section, with the default of `dir`. restarted: by torchrun.
+    """
+    folder, resume = _to_resume(run, restarted)
+    if folder is not None:
+        try:
+            own = _read(folder, f"run.name={folder.name}")
+        except UserError:
+            if resume is not None:
+                raise
+            return None  # a run that is there is refused
+        if resume is not None or own.tree["run"].get("resume") != "never":
+            place = {"name": folder.name, "dir": str(folder.parent), "resume": "auto"}
+            return OwnSettings(own.tree | {"run": own.tree["run"] | place}, own.source, own.secrets)
+    if from_run is None:
+        return None
+    folder = Path(from_run)
+    if not folder.is_dir() or state_of(folder) != "run":
+        raise UserError(f"--from-run {from_run}: it is not the folder of a run; give one that has a {CONFIG}")
+    other = _read(folder, f"--from-run {from_run}")
+    place = {"name": None, "dir": str(folder.parent), "resume": "never"}
+    return OwnSettings(other.tree | {"run": other.tree["run"] | place}, other.source, other.secrets)
+
+
+def _to_resume(run: Mapping[str, Any], restarted: bool) -> tuple[Path | None, str | None]:
+    """The run folder that a command line may mean to resume, and the `run.resume` that it gives. What is not as it has
+    to be, opening the folder refuses."""
+    resume = "auto" if restarted else run.get("resume")
+    if isinstance(resume, str) and resume not in NO_PATHS:
+        path = Path(resume)
+        folder = path.parent.parent if checkpoint_step(path) is not None else path
+    else:
+        if resume not in (None, "auto") or run.get("name") is None:
+            return None, None
+        folder = Path(str(run["dir"])) / str(run["name"])
+    return (folder if os.path.isfile(folder / CONFIG) else None), resume  # no error of a name that is too long
+
+
+def _read(folder: Path, setting: str) -> OwnSettings:
+    """The settings of the run in `folder`. setting: the key that names it, for what is refused."""
+    path, source = folder / CONFIG, str(folder)
+    try:
+        tree = read_yaml(read_stamped(path, ""))
+        if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
+            raise yaml.YAMLError("no config of a run")
+    except (UserError, yaml.YAMLError):
+        checkpoint, tree = _of_a_checkpoint(folder)
+        if checkpoint is None:
+            raise UserError(f"{setting}: {path} was altered, and no checkpoint has its settings; {_ELSE}") from None
+        source = f"{checkpoint} ({CONFIG} was altered; to accept an edit: python scripts/accept_edit.py {path})"
+    return OwnSettings({key: tree[key] for key in tree if key not in OF_ONE_START}, source, _secrets(folder))
+
+
+def _of_a_checkpoint(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint whose config is whole, and that."""
+    for checkpoint in reversed(list_checkpoints(folder / CHECKPOINTS)):
+        try:
+            verify(checkpoint, only=STATE)
+        except DamagedCheckpoint:
+            continue
+        if (tree := read_meta(checkpoint).get("config")) is not None:
+            return checkpoint, tree
+    return None, {}
+
+
+def _secrets(folder: Path) -> tuple[str, ...]:
+    """Keys of secrets that the command lines of a run have given."""
+    lines = [
+        line.partition("=")
+        for path in folder.glob("overrides*.txt")
+        for line in path.read_text(errors="replace").split("\n")
+    ]
+    return tuple(sorted({key.lstrip("+~") for key, _, value in lines if value == HIDDEN}))
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
