@@ -25,6 +25,7 @@ from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig
 
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
+LONGEST_LINE = 1 << 22  # characters or bytes; a longer line is cut, or a file without lines would fill the memory
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ def whats_wrong(path: Path) -> str | None:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file, line ends untouched, in pieces of at least one line. Most files are one piece."""
+    """Yield the text of a file, line ends untouched, in pieces of whole lines (to LONGEST_LINE). Most are one piece."""
     with path.open(encoding="utf-8", newline="\n") as file:
         while piece := file.read(PIECE_CHARACTERS):
-            yield piece + file.readline()
+            yield piece + file.readline(LONGEST_LINE)
 
 
 def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
@@ -165,8 +166,8 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
     begin = num_bytes - int(num_bytes * validation_fraction)
     with path.open("rb") as file:
         file.seek(max(begin - 1, 0))
-        line = file.readline(num_bytes)
-        if begin - 1 + len(line) < num_bytes:
+        line = file.readline(LONGEST_LINE)
+        if line.endswith(b"\n") and begin - 1 + len(line) < num_bytes:
             return begin - 1 + len(line)
         file.seek(begin)
         return begin + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
@@ -174,12 +175,13 @@ def divide(path: Path, num_bytes: int, validation_fraction: float) -> int:
 
 def read_part(path: Path, begin: int, end: int) -> Iterator[str]:
     """Yield the text of the bytes [begin, end) of a file, like `read_pieces`. The ends come from `divide`."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         file.seek(begin)
         while begin < end and (piece := file.read(min(PIECE_CHARACTERS, end - begin))):
-            piece += file.readline(end - begin - len(piece))
+            piece += file.readline(min(LONGEST_LINE, end - begin - len(piece)))
             begin += len(piece)
-            yield piece.decode()
+            yield decoder.decode(piece, final=begin == end)
 
 
 def _is_excluded(name: str, exclude: Sequence[str]) -> bool:

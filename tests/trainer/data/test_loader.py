@@ -89,12 +89,18 @@ def test_resume_at_any_cursor_equals_the_uninterrupted_run(bins: Bins, steps: in
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-def test_ranks_together_read_the_batch_of_one_process(bins: Bins, world_size: int) -> None:
+def test_ranks_together_read_the_batch_of_one_process(
+    bins: Bins, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = Loader(bins, 16, 12, seed=0)
     ranks = [Loader(bins, 16, 12, seed=0) for _ in range(world_size)]
+    read, plain = list[int](), Bins.read
+    monkeypatch.setattr(Bins, "read", lambda self, *of: (read.append(1), plain(self, *of))[1])
     for _ in range(20):
         together = torch.cat([loader.next(rank, world_size) for rank, loader in enumerate(ranks)])
+        assert len(read) == 12, "windows: each is read by its rank alone"
         assert torch.equal(together, alone.next())
+        read.clear()
     assert all(loader.state_dict() == alone.state_dict() for loader in ranks)
 
 

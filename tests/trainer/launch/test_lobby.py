@@ -34,8 +34,11 @@ def main() -> int:
     """Exit code, as of train.py."""
     rank_group = RankGroup()
     fault, who = sys.argv[1], int(sys.argv[2])
-    heartbeat.PULSE_SECONDS, heartbeat.PATIENCE, lobby.RANK_0_SECONDS = 0.5, 2.0, 4.0
-    heartbeat.SILENCES = 9
+    # short where something is waited for in vain; elsewhere a loaded machine may take its time
+    heartbeat.PULSE_SECONDS, heartbeat.SILENCES = 0.5, 9 if fault == "SIGSTOP" else 240
+    heartbeat.PATIENCE = 20.0 if fault in ("refused", "mistake", "import") else 2.0
+    if fault == "none":
+        lobby.RANK_0_SECONDS = 4.0
 
     def run() -> None:
         launch = rank_group.board(os.environ)
