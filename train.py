@@ -36,8 +36,8 @@ def run(rank_group: "RankGroup") -> None:
     remarks = []
     for i, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         configs[i] = fitted(config, Degrees() if config.dry_run else resolve(config.parallel, launch.size))
-        lines = job.settings and job.settings.line(kept_tree(configs[i])), cut_line(config, configs[i])
-        remarks.append("\n".join(filter(None, lines)))
+        own = None if job.settings is None else job.settings.line(kept_tree(configs[i]))
+        remarks.append("\n".join(line for line in (own, cut_line(config, configs[i])) if line))
     plans = [check(config, None if config.dry_run else launch.size) for config in configs]
     for config, plan in zip(configs, plans, strict=True):
         if not config.dry_run:

@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from models.messages import exchange, gather, in_pieces, put_together, reduce, sum_of_pieces
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class ContextSplit:
     """This process's position in a context group: `rank` of `size`. Methods that communicate are collectives of the
-    group.
-
-    The operators are those that torch's own parallel code traces: compiled blocks contain them.
-    """
+    group."""
 
     def __init__(self, group: "ProcessGroup"):
         self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
@@ -60,7 +59,7 @@ class ContextSplit:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the group, without gradient."""
-        return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.name))
+        return reduce(x, "sum", self.name)
 
     def to_heads(self, x_BsHd: Tensor) -> Tensor:
         """Exchange own positions of all heads [B, S/c, H, d] for all positions of own heads [B, S, H/c, d]."""
@@ -103,33 +102,20 @@ class _ForHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BsR: Tensor, heads: int, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        gather = torch.ops._c10d_functional.all_gather_into_tensor
-        pieces_cBsR = _wait(gather(x_BsR.contiguous()[None], size, group))
-        return pieces_cBsR.transpose(0, 1).flatten(1, 2)[:, :, None].expand(-1, -1, heads, -1)
+        return put_together(gather(x_BsR, size, group))[:, :, None].expand(-1, -1, heads, -1)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         own_heads_BSR = grads[0].sum(2, dtype=torch.float32)
-        pieces_cBsR = own_heads_BSR.unflatten(1, (ctx.size, -1)).transpose(0, 1).contiguous()
-        scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-        return _wait(scatter(pieces_cBsR, "sum", ctx.size, ctx.group))[0].to(grads[0].dtype), None, None, None
+        summed_BsR = sum_of_pieces(in_pieces(own_heads_BSR, ctx.size), ctx.size, ctx.group)
+        return summed_BsR.to(grads[0].dtype), None, None, None
 
 
 def _to_heads(x_BsHd: Tensor, size: int, group: str) -> Tensor:
     pieces_cBshd = x_BsHd.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
-    return _exchange(pieces_cBshd, size, group).transpose(0, 1).flatten(1, 2)
+    return put_together(exchange(pieces_cBshd, size, group))
 
 
 def _to_positions(x_BShd: Tensor, size: int, group: str) -> Tensor:
-    pieces_cBshd = x_BShd.unflatten(1, (size, -1)).transpose(0, 1)
-    return _exchange(pieces_cBshd, size, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def _exchange(x: Tensor, size: int, group: str) -> Tensor:
-    """Send piece i of x [c, ...] to rank i; return the pieces received, piece i from rank i."""
-    ones = [1] * size
-    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group))
-
-
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+    pieces_cBshd = exchange(in_pieces(x_BShd, size), size, group)
+    return pieces_cBshd.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -37,10 +37,15 @@ import torch
 from torch import Tensor, nn
 
 from models.context import ContextSplit
+from models.messages import gather, in_pieces, put_together, reduce, start_gather, start_sum, sum_of_pieces, wait
 from precision import Linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+CUT = {"attn.q": 0, "attn.q_b": 0, "attn.kv_b": 0, "attn.o": 1, "lm_head": 0}
+"""The dimension of a weight [N, K] that is split over ranks, by op of the precision plan."""
 
 
 class TensorSplit(ContextSplit):
@@ -78,11 +83,11 @@ class TensorSplit(ContextSplit):
 
     def pieces(self, x: Tensor) -> Tensor:
         """Return the x of each rank, [t, ...], without gradient."""
-        return _all_gather(x[None], self.size, self.name)
+        return gather(x, self.size, self.name)
 
     def max(self, x: Tensor) -> Tensor:
         """Return the group's maximum, without gradient."""
-        return _wait(torch.ops._c10d_functional.all_reduce(x, "max", self.name))
+        return reduce(x, "max", self.name)
 
 
 class _Begin(torch.autograd.Function):
@@ -92,13 +97,13 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BsD: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
         ctx.dtype = x_BsD.dtype
-        pieces_tBsD = _start_gather(x_BsD[None], size, group)
+        pieces_tBsD = start_gather(x_BsD, size, group)
         ctx.mark_non_differentiable(pieces_tBsD)
         return x_BsD.new_empty(1, dtype=torch.float32).expand(x_BsD.shape), pieces_tBsD
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _wait(grads[0]).to(ctx.dtype), None, None
+        return wait(grads[0]).to(ctx.dtype), None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -107,57 +112,23 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, edge_BsD: Tensor, pieces_tBsD: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return _wait(pieces_tBsD).transpose(0, 1).flatten(1, 2)
+        return put_together(wait(pieces_tBsD))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        pieces_tBsD = _pieces(grads[0].float(), ctx.size)
-        return _start_sum(pieces_tBsD, ctx.size, ctx.group)[0], None, None, None
+        pieces_tBsD = in_pieces(grads[0].float(), ctx.size)
+        return start_sum(pieces_tBsD, ctx.size, ctx.group)[0], None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BSD: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return _scatter(x_BSD, size, group)
+        return sum_of_pieces(in_pieces(x_BSD, size), size, group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _gather(grads[0], ctx.size, ctx.group), None, None
-
-
-def _gather(x_BsD: Tensor, size: int, group: str) -> Tensor:
-    return _all_gather(x_BsD[None], size, group).transpose(0, 1).flatten(1, 2)
-
-
-def _scatter(x_BSD: Tensor, size: int, group: str) -> Tensor:
-    return sum_of_pieces(_pieces(x_BSD, size), size, group)
-
-
-def _pieces(x_BSD: Tensor, size: int) -> Tensor:
-    """View x as [t, B, S/t, D]."""
-    return x_BSD.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-
-
-def sum_of_pieces(pieces: Tensor, size: int, group: str) -> Tensor:
-    """Return the sum of all ranks' pieces [t, ...], piece j on rank j."""
-    return _wait(_start_sum(pieces, size, group))[0]
-
-
-def _start_sum(pieces: Tensor, size: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.reduce_scatter_tensor(pieces, "sum", size, group)
-
-
-def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    return _wait(_start_gather(x, size, group))
-
-
-def _start_gather(x: Tensor, size: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
-
-
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+        return put_together(gather(grads[0], ctx.size, ctx.group)), None, None
 
 
 class SplitLookup(torch.autograd.Function):

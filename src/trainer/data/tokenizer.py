@@ -12,6 +12,7 @@ The end-of-text token follows each document. Text that happens to spell it is en
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +64,7 @@ def tokenizer_file(tokenizer: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it warns at each attempt
     name, _, revision = tokenizer.partition("@")
     try:
         return Path(hf_hub_download(name, TOKENIZER, revision=revision or None, local_files_only=True))

@@ -34,23 +34,21 @@ are given. The result is a first estimate, to be replaced by a measurement (`scr
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.flops import arriving, flops_per_token
 from precision import Plan
-from precision.errors import UserError
-from trainer.config import Config, OptimizerName, Recompute, Switch
-from trainer.forecast.memory import forecast, forecast_memory, parameters, travels_in_fp8
-from trainer.forecast.muon import muon_size
+from trainer.config import Config, Recompute, Switch
+from trainer.forecast.memory import forecast, parameters, travels_in_fp8
+from trainer.forecast.muon import busiest, muon_size
 from trainer.forecast.once import once
-from trainer.forecast.stages import check_stages, goes_round, idle_share, microbatches_of, stage_models
-from trainer.forecast.tensor import check_tensor, tensor_bytes
-from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
+from trainer.forecast.stages import blocks_of_stages, idle_share, stage_models
+from trainer.forecast.tensor import tensor_bytes
+from trainer.parallel.mesh import Degrees, FsdpPolicy
 
 SPARE = 0.9  # usable share of a GPU's memory: the rest is for the allocator, libraries and temporaries of ops
 DRAG = 0.5  # share of the shorter time that is added where messages and arithmetic overlap
-NEAR = 0.9  # of the fastest layout's speed: layouts that cannot reach it are not examined further
 TRAVEL = 2.5  # time for tokens to experts over the time for their bytes
 HOST = 0.0185  # seconds of Python a block and microbatch, both passes: 2.0 s for 27 blocks and 4 (docs/benchmarks.md)
 AGAIN = {
@@ -137,6 +135,20 @@ class Cost:
 
 def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost:
     """Return the cost of a config's step with these degrees, from its `trainer`, `recompute` and `parallel`."""
+    held, policy = forecast(config, plan, degrees, machine.memory)
+    return timed(config, plan, degrees, machine, policy, sum(held.values()), busiest(config, plan, degrees))
+
+
+def timed(
+    config: Config,
+    plan: Plan,
+    degrees: Degrees,
+    machine: Machine,
+    policy: FsdpPolicy,
+    memory: float = 0.0,
+    busiest: float = 1.0,
+) -> Cost:
+    """Return `cost` for an FSDP policy, its memory, and the load of Muon's busiest rank over the mean."""
     m, t, d = config.model, config.trainer, degrees
     microbatches = max(t.global_batch_size // (t.microbatch_size * d.data), 1)
     passed = t.microbatch_size * t.sequence_length * microbatches // d.sequence  # tokens through a rank's stage
@@ -146,10 +158,11 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     compute = tokens * (per_token + AGAIN[config.recompute] * (per_token - head)) / machine.flops
     if d.world > 1:
         compute = max(compute, HOST * microbatches * (m.num_layers + m.num_mtp_layers) / d.pipeline)
-    compute += muon_size(config, plan, d).flops / machine.flops
+    compute += muon_size(config, plan, d).flops * busiest / machine.flops
 
-    held, policy = forecast(config, plan, d, machine.memory)
-    hidden = max(_shared(own, rows, d, machine, policy, microbatches) for own, rows, _ in stage_models(config, plan, d))
+    counts = tuple(blocks_of_stages(config, plan, d.pipeline))
+    stages = _of_stages(plan, d, config.parallel.fp8_all_gather, counts, config=config)
+    hidden = max(_shared(numbers, d, machine, policy, microbatches) for numbers in stages)
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), 2)
     to_each = arriving(m, d.expert) / d.expert
     waiting = machine.dispatch_seconds(2 * tokens * to_each * m.hidden_size * (travel + 2) * m.num_moe_blocks, d.expert)
@@ -169,7 +182,7 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
         config.recompute,
         t.microbatch_size,
         microbatches,
-        sum(held.values()),
+        memory,
         compute,
         hidden,
         waiting,
@@ -179,13 +192,21 @@ def cost(config: Config, plan: Plan, degrees: Degrees, machine: Machine) -> Cost
     )
 
 
-def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
-    """Return the seconds in which a rank of a stage gathers and reduces sharded weights. config, plan: of the stage."""
-    others, experts = parameters(plan, config=config.model)
-    experts /= d.expert
+class _Shared(NamedTuple):
+    """Numbers of parameters of a rank's stages, all and those gathered in FP8: outside the routed experts, and in
+    them."""
+
+    others: float
+    experts: float
+    halved: float
+    halved_experts: float
+
+
+def _shared(numbers: _Shared, d: Degrees, machine: Machine, policy: FsdpPolicy, microbatches: int) -> float:
+    """Return the seconds in which a rank of a stage gathers and reduces sharded weights."""
+    others, experts, halved, halved_experts = numbers
     gathers = 1 if policy.keep_gathered else 2 * microbatches
     reduces = microbatches if policy.reduce_each_microbatch else 1
-    halved, halved_experts = _in_fp8(plan, d, config.parallel.fp8_all_gather)
     seconds = 0.0
     for number, in_fp8, ranks, stride in (
         (others, halved, d.cut, 1),
@@ -202,118 +223,20 @@ def _shared(config: Config, plan: Plan, d: Degrees, machine: Machine, policy: Fs
 
 
 @once
+def _of_stages(plan: Plan, d: Degrees, choice: Switch, counts: tuple[int, ...], config: Config) -> list[_Shared]:
+    """Return the numbers of each kind of rank: ranks differ by their stages. counts: blocks of each stage."""
+    found = []
+    for own, rows, _ in stage_models(config, plan, d):
+        others, experts = parameters(rows, config=own.model)
+        found.append(_Shared(others, experts / d.expert, *_in_fp8(rows, d, choice)))
+    return found
+
+
 def _in_fp8(plan: Plan, d: Degrees, choice: Switch) -> tuple[float, float]:
     """Return the number of parameters gathered in FP8: outside the routed experts, and in those of a rank."""
     sizes = [0.0, 0.0]
-    for row in plan.gemms.values():
+    for row in plan.gemms.values() if d.pipeline == 1 else ():  # with stages none does
         if travels_in_fp8(choice, row, d):
             kept = d.expert if row.op == "moe.experts" else 1
             sizes[row.op == "moe.experts"] += row.in_features * row.out_features * row.groups / kept
     return sizes[0], sizes[1]
-
-
-def layouts(
-    config: Config, plan: Plan, machine: Machine, sequences: int, given: Mapping[str, int] | None = None
-) -> Iterator[Cost]:
-    """Yield layouts of `sequences` sequences per GPU and step that fit. `given` fixes sizes of axes and stages a rank;
-    only it brings tensor groups. Microbatches of a context group are skipped if a smaller group computes the same
-    pieces with fewer messages. Several stages a rank are tried if they may come near the fastest layout so far."""
-    t, given = replace(config.trainer, global_batch_size=sequences * machine.gpus), dict(given or {})
-    per_rank, fastest = given.pop("stages_per_rank", None), 0.0
-    for degrees in _degrees(machine.gpus, config, given.pop("tensor", 1)):
-        if any(getattr(degrees, axis) != size for axis, size in given.items()):
-            continue
-        share = t.global_batch_size // degrees.data  # of a context group
-        if _states(config, plan, degrees) > SPARE * machine.memory:
-            continue
-        sizes = [n for n in range(1, share // degrees.pipeline + 1) if share % n == 0]
-        for recompute in Recompute:
-            for size in sizes:
-                if math.gcd(size, degrees.context) > 1:
-                    continue
-                run = replace(config, trainer=replace(t, microbatch_size=size), recompute=recompute)
-                found = _with_stages(run, plan, degrees, machine, per_rank)
-                one = next(found, None)
-                if one is None and degrees.pipeline > 1:
-                    break  # larger ones need more
-                while one is not None:
-                    yield one
-                    fastest = max(fastest, one.tokens_per_second)
-                    near = one.tokens / (one.step - one.idle) >= NEAR * fastest
-                    one = next(found, None) if near else None
-
-
-def _with_stages(config: Config, plan: Plan, degrees: Degrees, machine: Machine, given: int | None) -> Iterator[Cost]:
-    """Yield a layout with 1, 2 and 4 stages a rank, or `given` stages, as long as it fits."""
-    p, m = degrees.pipeline, microbatches_of(config, degrees)
-    for v in (given,) if given else (1, 2, 4):
-        if v > 1 and (p == 1 or p * v > config.model.num_layers + 1 or not goes_round(m, p)):
-            return
-        one = cost(replace(config, parallel=replace(config.parallel, stages_per_rank=v)), plan, degrees, machine)
-        if one.memory > SPARE * machine.memory:
-            return
-        yield one
-
-
-def _states(config: Config, plan: Plan, d: Degrees) -> float:
-    """Return the bytes that every stage needs at least: masters, gradients and one moment in BF16."""
-    sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
-    return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
-
-
-def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
-    """Return the number of GPUs, the machine's doubled repeatedly, that a layout fits into; None if 2^11 times do not
-    do."""
-    config = replace(config, recompute=Recompute.full)
-    for gpus in (machine.gpus << n for n in range(1, 12)):
-        trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
-        for degrees in _degrees(gpus, config):
-            if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
-                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
-                if sum(memory.values()) <= SPARE * machine.memory:
-                    return gpus
-    return None
-
-
-def ranked(found: Iterable[Cost]) -> list[Cost]:
-    """Sort the fastest first; ties by simplicity, then by the fewest microbatches, which load the host least."""
-    return sorted(found, key=_rank)
-
-
-def _rank(c: Cost) -> tuple[float, ...]:
-    d, order = c.degrees, list(Recompute)
-    layout = d.pipeline, d.context, d.tensor, d.expert, d.replicate, c.stages_per_rank
-    return -float(f"{c.tokens_per_second:.3g}"), *layout, order.index(c.recompute), c.microbatches, c.memory
-
-
-def _degrees(gpus: int, config: Config, tensor: int = 1) -> Iterator[Degrees]:
-    """Yield every combination with tensor groups of this size that can train this config: stages if nothing refuses
-    them, context groups that divide both heads and positions."""
-    for pipeline in _divisors(gpus):
-        stage = gpus // pipeline
-        if stage % tensor:
-            continue
-        for context in _divisors(math.gcd(config.model.num_heads, config.trainer.sequence_length, stage // tensor)):
-            for replicate in _divisors(stage // (context * tensor)):
-                cut = stage // (replicate * tensor)
-                for expert in _divisors(math.gcd(stage, config.model.num_experts)):
-                    degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
-                    if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
-                        yield degrees
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _trains(config: Config, degrees: Degrees) -> bool:
-    """Return whether the config can train with these degrees, apart from its batch size."""
-    if degrees.context > 1 and config.optim.name is OptimizerName.muon:
-        return False
-    enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
-    try:
-        check_tensor(config, degrees)
-        check_stages(replace(config, trainer=enough), degrees)
-    except UserError:
-        return False
-    return True

@@ -12,9 +12,10 @@ from precision import Plan
 from precision.errors import UserError
 from trainer.config import Config, Recompute
 from trainer.config.timeline import widest
-from trainer.forecast.cost import PER_NODE, SPARE, Machine, fewest
+from trainer.forecast.cost import PER_NODE, SPARE, Machine
 from trainer.forecast.gpus import Target
 from trainer.forecast.memory import GIB, forecast
+from trainer.forecast.search import fewest
 from trainer.parallel.mesh import Degrees
 
 

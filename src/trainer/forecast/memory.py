@@ -11,7 +11,8 @@
                       block, with selective all but attention's interior, and that of one block
     head              gradients of the head's weight, one per use, that wait for the backward pass
     communication     buffers for weights and gradients, tokens on their way to experts, keys and values between the
-                      heads of a context group; latents and the output of o of a tensor group
+                      heads of a context group; latents and the output of o of a tensor group; messages between
+                      stages
     BF16 shadow       with health.shadow_every: BF16 copies of the FP8 weights, beside these, while it runs
 
 In a step of one microbatch, activations are freed as gradients are made, block by block: both are given at the peak of
@@ -23,6 +24,7 @@ Not included: temporaries of ops, fragmentation, the libraries' workspaces, the 
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import torch
@@ -43,18 +45,29 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 GIB = 2**30
 ROOM = 0.8  # of a GPU's memory: the limit of the forecast for settings that save messages
 
+Held = Callable[[FsdpPolicy], dict[str, float]]
+"""A rank's memory by category, for an FSDP policy."""
+
 
 def pick_fsdp_policy(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> FsdpPolicy:
     """Return the FSDP policy of `parallel.reduce_each_microbatch` and `parallel.reshard_after_forward`. auto: the
     fewest messages that fit into `total` bytes of GPU memory; on a CPU (None) reduce once a step, and free."""
+    return _pick(config, list(_ranks_differing(config, plan, degrees)), total)
+
+
+def _pick(config: Config, ranks: list[Held], total: float | None) -> FsdpPolicy:
+    ways = _ways(config)
+    if total is None:
+        return FsdpPolicy(ways[0].reduce_each_microbatch, ways[-1].keep_gathered)
+    return next((way for way in ways if sum(_most(ranks, way).values()) <= ROOM * total), ways[-1])
+
+
+def _ways(config: Config) -> list[FsdpPolicy]:
+    """Return the policies that the config leaves open: the fewest messages first, the least memory last."""
     reduce, reshard = config.parallel.reduce_each_microbatch, config.parallel.reshard_after_forward
     each = (False, True) if reduce is Switch.auto else (reduce is Switch.true,)
     keeps = (True, False) if reshard is Switch.auto else (reshard is Switch.false,)
-    if total is None:
-        return FsdpPolicy(each[0], keeps[-1])
-    ways = [FsdpPolicy(e, k) for e in each for k in keeps]
-    fits = (way for way in ways if sum(forecast_memory(config, plan, degrees, way).values()) <= ROOM * total)
-    return next(fits, ways[-1])
+    return [FsdpPolicy(e, k) for e in each for k in keeps]
 
 
 def total_memory(device: torch.device) -> float | None:
@@ -70,17 +83,29 @@ def forecast_memory(
     plan: of the model. policy: from `pick_fsdp_policy`; None: as on a CPU. graphs: whether CUDA graphs are recorded.
     """
     policy = policy or pick_fsdp_policy(config, plan, degrees, None)
-    if degrees.pipeline == 1:
-        return _of_a_rank(config, plan, degrees, policy, graphs)
-    stages = stage_models(config, plan, degrees)
-    found = (_of_a_rank(own, rows, degrees, policy, False, kept) for own, rows, kept in stages)
-    return max(found, key=lambda memory: sum(memory.values()))
+    return _most(_ranks_differing(config, plan, degrees, graphs), policy)
 
 
-def _of_a_rank(
-    config: Config, plan: Plan, degrees: Degrees, policy: FsdpPolicy, graphs: bool, microbatches: float = 1
-) -> dict[str, float]:
-    """microbatches: number of microbatches with activations in memory."""
+def exceeds(config: Config, plan: Plan, degrees: Degrees, room: float) -> bool:
+    """Return whether a rank needs more bytes than `room` under every FSDP policy. Cheaper than a whole forecast."""
+    way = _ways(config)[-1]
+    return any(sum(held(way).values()) > room for held in _ranks_differing(config, plan, degrees))
+
+
+def _most(ranks: Iterable[Held], policy: FsdpPolicy) -> dict[str, float]:
+    """Return the memory of the rank that holds most."""
+    return max((held(policy) for held in ranks), key=lambda memory: sum(memory.values()))
+
+
+def _ranks_differing(config: Config, plan: Plan, degrees: Degrees, graphs: bool = False) -> Iterator[Held]:
+    """Yield one function for each kind of rank: ranks differ by their stages."""
+    for own, rows, kept in stage_models(config, plan, degrees):
+        between = _between_stages(config, plan, kept) if degrees.pipeline > 1 else 0.0
+        yield _of_a_rank(own, rows, degrees, graphs and degrees.pipeline == 1, kept, between)
+
+
+def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, microbatches: float, between: float) -> Held:
+    """microbatches: number with activations in memory. between: bytes per token for messages between stages."""
     model, t = config.model, config.trainer
     tokens = t.microbatch_size * t.sequence_length // degrees.sequence
     shared, experts = parameters(plan, config=config.model)
@@ -98,36 +123,53 @@ def _of_a_rank(
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
-    if config.health.shadow_every:
-        memory["BF16 shadow"] = _shadow(plan, degrees, policy.keep_gathered)
-    if degrees.world == 1:
-        return memory
-    wholes = _wholes(plan, degrees, config=config.model)  # FP32 bytes of the parameters that a rank gathers, by block
-    largest = max(size for name, size in wholes.items() if name)
-    memory["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
-    if not policy.reduce_each_microbatch and not one_microbatch:
-        memory["gradients"] += sum(wholes.values())
-    else:
-        memory["gradients"] += largest
-    # two buffers for weights, a block's and the next one's; one for a block's gradients
-    memory["communication"] = (
-        2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0) + largest
-    )
+    wholes, largest, communication = {}, 0.0, 0.0  # bytes in FP32 of what a rank gathers, by part
+    if degrees.world > 1:
+        wholes = _wholes(plan, degrees, config=config.model)
+        largest = max(size for name, size in wholes.items() if name)
+        communication = _communication(config, plan, degrees, tokens) + largest + tokens * between
+
+    def held(policy: FsdpPolicy) -> dict[str, float]:
+        found = dict(memory)
+        if config.health.shadow_every:
+            found["BF16 shadow"] = _shadow(plan, degrees, policy.keep_gathered)
+        if degrees.world > 1:
+            found["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
+            once = not policy.reduce_each_microbatch and not one_microbatch
+            found["gradients"] += sum(wholes.values()) if once else largest
+            found["communication"] = communication
+        return found
+
+    return held
+
+
+def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) -> float:
+    """Return the bytes of message buffers, without a block's gradients. tokens: of a rank and microbatch."""
+    model = config.model
+    # two buffers for weights: a block's and the next one's
+    size = 2 * max(_buffered(plan, degrees, config.parallel.fp8_all_gather).values(), default=0.0)
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
     if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
         width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
         if (capacity := _capacity(config)) is None:
-            memory["communication"] += 2 * tokens * arriving(model, degrees.expert) * width
+            size += 2 * tokens * arriving(model, degrees.expert) * width
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
             slots, _ = room(capacity, tokens, K, degrees.expert, each)
             inbox = config.parallel.dispatch is not Dispatch.slots  # in addition to the send and the receive buffer
-            memory["communication"] += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
+            size += (2 + inbox) * degrees.expert * slots * (width + inbox * 8 * K)
     if degrees.context > 1:
-        memory["communication"] += 2 * tokens * _exchanged(plan)
+        size += 2 * tokens * _exchanged(plan)
     if degrees.tensor > 1:  # gathered, and its gradient in FP32
-        memory["communication"] += tokens * gathered_bytes(plan, degrees, model.hidden_size)
-    return memory
+        size += tokens * gathered_bytes(plan, degrees, model.hidden_size)
+    return size
+
+
+def _between_stages(config: Config, plan: Plan, microbatches: float) -> float:
+    """Return the bytes per token for messages between stages: the output of a stage and, with MTP, the embedded
+    tokens, for each microbatch with activations in memory; and two messages in flight."""
+    streams, stages = 2 if config.model.num_mtp_layers else 1, config.parallel.stages_per_rank
+    return streams * (microbatches * stages + 2) * config.model.hidden_size * plan.tensors["residual"].format.bytes
 
 
 def _exchanged(plan: Plan) -> float:
@@ -156,9 +198,11 @@ def records_graphs(config: Config, plan: Plan, degrees: Degrees, total: float | 
 def forecast(config: Config, plan: Plan, degrees: Degrees, total: float | None) -> tuple[dict[str, float], FsdpPolicy]:
     """Return `forecast_memory` with automatic settings resolved, and the FSDP policy. total: bytes of a GPU; None:
     CPU."""
-    policy = pick_fsdp_policy(config, plan, degrees, total)
-    graphs = total is not None and records_graphs(config, plan, degrees, total)
-    return forecast_memory(config, plan, degrees, policy, graphs), policy
+    ranks = list(_ranks_differing(config, plan, degrees))
+    policy = _pick(config, ranks, total)
+    if total is not None and records_graphs(config, plan, degrees, total):
+        ranks = list(_ranks_differing(config, plan, degrees, graphs=True))
+    return _most(ranks, policy), policy
 
 
 def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:

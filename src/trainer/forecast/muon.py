@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.matrices import division
+from models.tensor import CUT
 from precision import Plan
 from precision.rows import GemmRow
-from trainer.config import Config
+from trainer.config import Config, OptimizerName
+from trainer.forecast.once import once
 from trainer.optim.build import muon_layouts, muon_rows
 from trainer.optim.exchange import fragment
 from trainer.optim.orthogonalise import DTYPES, flops, polynomials
-from trainer.optim.owners import assign
+from trainer.optim.owners import Layout, Run, assign
 from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
@@ -30,6 +32,7 @@ def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> Muo
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None
         ranks = degrees.expert * degrees.expert_shard if row.op == "moe.experts" else degrees.cut
+        ranks *= degrees.tensor if row.op in CUT else 1
         steps = len(polynomials(config.optim.muon.coefficients, config.optim.muon.steps))
         shapes = division(config.model, row).shapes((row.out_features, row.in_features))
         matrices += row.groups * sum(count for count, _, _ in shapes)
@@ -42,8 +45,7 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
     """Return two figures of the chosen owners: FLOPs of the busiest rank over the mean, and the bytes that the rank
     with the largest messages sends per step, to owners and back."""
     assert config.optim.muon is not None
-    muon, layouts = config.optim.muon, muon_layouts(config, plan, degrees)
-    runs, work = assign(layouts, len(polynomials(muon.coefficients, muon.steps)), degrees.world)
+    layouts, runs, work = _owners(config, plan, degrees)
     sent = np.zeros(degrees.world)
     for run in runs:
         layout = layouts[run.name]
@@ -54,7 +56,27 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
             if part.ranks[replica] != run.owner:
                 sent[part.ranks[replica]] += numbers
             sent[run.owner] += numbers * sum(holder != run.owner for holder in part.ranks)
-    return float(work.max() / work.mean()), float(sent.max()) * DTYPES[muon.iteration].itemsize
+    return float(work.max() / work.mean()), float(sent.max()) * DTYPES[config.optim.muon.iteration].itemsize
+
+
+def busiest(config: Config, plan: Plan, degrees: Degrees) -> float:
+    """Return the FLOPs of the busiest rank over the mean; 1 with AdamW."""
+    if config.optim.name is not OptimizerName.muon or degrees.world == 1:
+        return 1.0
+    return _busiest(plan, degrees, config=config)
+
+
+@once
+def _busiest(plan: Plan, degrees: Degrees, config: Config) -> float:
+    work = _owners(config, plan, degrees)[2]
+    return float(work.max() / work.mean())
+
+
+def _owners(config: Config, plan: Plan, degrees: Degrees) -> tuple[dict[str, Layout], list[Run], np.ndarray]:
+    """Return the layouts by row of the plan, the runs, and FLOPs by rank."""
+    assert config.optim.muon is not None
+    muon, layouts = config.optim.muon, muon_layouts(config, plan, degrees)
+    return layouts, *assign(layouts, len(polynomials(muon.coefficients, muon.steps)), degrees.world)
 
 
 def _elements(row: GemmRow) -> int:

@@ -1,12 +1,13 @@
 """The planner: the fastest of all layouts of a config that fit into some GPUs, as a table and a command.
 
-It is what scripts/plan_parallelism.py prints. `trainer.forecast.cost` has the arithmetic.
+It is what scripts/plan_parallelism.py prints. `trainer.forecast.cost` has the arithmetic, `trainer.forecast.search` the
+search.
 """
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from itertools import product
+from itertools import islice, product
 
 import torch
 
@@ -15,10 +16,11 @@ from precision import Plan
 from precision.errors import UserError
 from precision.hardware import Gpu
 from trainer.config import Config, GpuChoice
-from trainer.forecast.cost import RATES, Cost, Machine, fewest, layouts, ranked
+from trainer.forecast.cost import RATES, Cost, Machine
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import GIB
 from trainer.forecast.preflight import check_sizes
+from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import stages_line
 from trainer.parallel.mesh import Degrees
 
@@ -59,13 +61,15 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
         for gpus, link, network in product(options.gpus, options.node_link, options.network)
     ]
 
-    def fastest_first(machine: Machine) -> list[Cost]:
-        return ranked(one for n in options.sequences for one in layouts(config, plan, machine, n, given))
+    search = Search(config, plan, given)
+
+    def fastest(machine: Machine, rows: int) -> list[Cost]:
+        return list(islice(search.fastest_first(machine, options.sequences), rows))
 
     if len(machines) > 1:
-        return compared([(machine, next(iter(fastest_first(machine)), None)) for machine in machines])
-    machine, found = machines[0], fastest_first(machines[0])
-    if not found:
+        return compared([(machine, next(iter(fastest(machine, 1)), None)) for machine in machines])
+    machine, best = machines[0], fastest(machines[0], options.rows)
+    if not best:
         enough = fewest(config, plan, machine)
         more = f"{enough} would do" if enough else "none are enough"
         free = f"leave out {' '.join(f'parallel.{axis}={size}' for axis, size in given.items())}, " if given else ""
@@ -73,12 +77,7 @@ def planned(config: Config, options: Namespace, given: Mapping[str, int], words:
             f"--gpus={machine.gpus}: no layout fits into {memory / GIB:g} GiB a GPU; {free}take more GPUs ({more}), "
             "or a shorter trainer.sequence_length"
         )
-    best, seen = [], set()
-    for one in found:  # the fastest for each choice of degrees
-        if one.degrees not in seen:
-            seen.add(one.degrees)
-            best.append(one)
-    first, lines = best[0], [table(best[: options.rows])]
+    first, lines = best[0], [table(best)]
     if first.degrees.pipeline > 1:
         lines.append(stages_line(_as_run(config, first), plan, first.degrees))
     return "\n\n".join([*lines, command(first, machine.gpus, options.per_node, rest)])

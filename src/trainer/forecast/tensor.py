@@ -1,15 +1,17 @@
 """Context and tensor parallelism before a run: what they do not support, and sizes of parts and messages."""
 
 import math
+from typing import NamedTuple
 
+from models.tensor import CUT
 from precision import Plan
 from precision.errors import refuse
 from precision.rows import GemmRow
-from trainer.config import Config, OptimizerName, Recompute
+from trainer.config import Config, Recompute
+from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
 READ = ("attn.q", "attn.q_b", "attn.kv_b")  # what the tensor group gathers
-CUT = (*READ, "attn.o", "lm_head")
 WIDTH = 16  # elements that an FP8 GEMM reads at a time
 
 
@@ -20,15 +22,14 @@ def parts(row: GemmRow, degrees: Degrees) -> int:
 
 def cut_parameters(plan: Plan) -> float:
     """Return the number of parameters that `parallel.tensor` cuts, without the embedding."""
-    return float(sum(row.in_features * row.out_features for row in plan.gemms.values() if row.op in CUT))
+    return _widths(plan).cut
 
 
 def kept_bytes(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Return the bytes of activations, per token of its own, that a rank of a tensor group keeps for other ranks'
     positions: the inputs of its heads. With recomputation, of one block."""
-    rows = [row for row in plan.gemms.values() if row.op in READ]
     blocks = 1 if config.recompute is Recompute.none else config.model.num_layers + config.model.num_mtp_layers
-    return (degrees.tensor - 1.0) * sum(row.in_features * row.recipe.input.bytes for row in rows) / blocks
+    return (degrees.tensor - 1.0) * _widths(plan).kept / blocks
 
 
 def gathered_bytes(plan: Plan, degrees: Degrees, hidden_size: int) -> float:
@@ -42,11 +43,30 @@ def tensor_bytes(plan: Plan, degrees: Degrees, forwards: int) -> tuple[float, fl
     """Return the bytes that a rank of a tensor group sends per own token in `forwards` forward passes and a backward
     pass: those that overlap with GEMMs (inputs of queries, keys and values, and their gradient), and those waited for
     (around o)."""
-    reads = sum(row.in_features for row in plan.gemms.values() if row.op in ("attn.q", "attn.q_b"))
-    reads += sum(row.out_features for row in plan.gemms.values() if row.op == "attn.kv_a")
-    made = sum(row.out_features for row in plan.gemms.values() if row.op == "attn.o")
-    others = degrees.tensor - 1.0
-    return others * (forwards * 2 + 4) * reads, others * (forwards * 2 + 2) * made
+    of, others = _widths(plan), degrees.tensor - 1.0
+    return others * (forwards * 2 + 4) * of.reads, others * (forwards * 2 + 2) * of.made
+
+
+class _Widths(NamedTuple):
+    """Sums over all blocks: parameters that are cut; per token, bytes kept of the inputs of READ, and the widths of the
+    inputs of queries, keys and values, and of the outputs of o."""
+
+    cut: float
+    kept: float
+    reads: int
+    made: int
+
+
+@once
+def _widths(plan: Plan) -> _Widths:
+    rows = list(plan.gemms.values())
+    return _Widths(
+        cut=float(sum(row.in_features * row.out_features for row in rows if row.op in CUT)),
+        kept=sum(row.in_features * row.recipe.input.bytes for row in rows if row.op in READ),
+        reads=sum(row.in_features for row in rows if row.op in ("attn.q", "attn.q_b"))
+        + sum(row.out_features for row in rows if row.op == "attn.kv_a"),
+        made=sum(row.out_features for row in rows if row.op == "attn.o"),
+    )
 
 
 def check_context(config: Config, degrees: Degrees) -> None:
@@ -57,9 +77,6 @@ def check_context(config: Config, degrees: Degrees) -> None:
             fits = math.gcd(*lengths.values())
             fix = f"set {next(n for n in range(degrees.context, 0, -1) if fits % n == 0)}, or another divisor"
             refuse("parallel.context", degrees.context, f"it does not divide {key}={value}", fix)
-    if config.optim.name is OptimizerName.muon and degrees.context > 1:
-        why = "optim.name=muon does not know ranks that share sequences"
-        refuse("parallel.context", degrees.context, why, "set parallel.context=1, or optim=adamw_wsd")
 
 
 def check_tensor(config: Config, degrees: Degrees) -> None:
@@ -87,9 +104,6 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
         if heads * width % WIDTH:
             why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
             refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
-    if config.optim.name is OptimizerName.muon:
-        why = "optim.name=muon updates whole matrices"
-        refuse("parallel.tensor", t, why, f"{off}, or optim=adamw_wsd")
     if config.health.shadow_every:
         why = f"its passes know no parallel.tensor={t}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

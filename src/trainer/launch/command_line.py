@@ -158,7 +158,7 @@ def _composed(configs: Path, name: str, arguments: list[str], base: Settings | N
         settings = HydraConfig.get()
         sweeps.append(settings.mode is RunMode.MULTIRUN)
         overrides = [str(override) for override in OmegaConf.to_container(settings.overrides.task) or []]
-        jobs.append(Job(tree, overrides, base))
+        jobs.append(Job(tree, overrides if base is None else [o.removeprefix("++") for o in overrides], base))
 
     primary = name if base is None else register(configs, name, base.tree)
     typed, sys.argv[1:] = sys.argv[1:], arguments if base is None else forced(configs, arguments)

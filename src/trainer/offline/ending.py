@@ -6,8 +6,8 @@ The text is sampled from the weights in memory, only in a single process. Errors
 import shlex
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +78,7 @@ def what_next(run: Path, length: TrainerConfig, steps: int, launch: Launch) -> l
     return [
         ("see its curves", f"python scripts/dashboard.py {place}"),
         ("let it write", f'python scripts/sample.py {place} --prompt "The "'),
+        ("evaluate it", f"python scripts/evaluate.py {place}"),
         *([("train on", f"{start} run.resume={place} {further}")] if start else []),
         ("export it", f"python scripts/export_hf.py {place} {export}"),
     ]
@@ -96,21 +97,27 @@ def ending(summary: "Summary", run: "Run", launch: Launch) -> str:
 
 
 def sweep_table(done: Sequence[tuple["Summary", Sequence[str]]]) -> str:
-    """Return a line for each run of a sweep: its distinguishing overrides and its result."""
+    """Return the runs of a sweep, a line each: what sets it apart, and the result. In a terminal that is too narrow for
+    that, what sets a run apart is on a line of its own."""
     common = set.intersection(*(set(overrides) for _, overrides in done))
-    rows = [("run", "differs in", "validation loss", "tokens/s", "peak GiB", "skipped steps")]
+    rows, apart = [("run", "validation loss", "tokens/s", "peak GiB", "skipped steps")], ["differs in"]
     for s, overrides in done:
-        own = shown([override for override in overrides if override not in common])
-        numbers = (
-            f"{s.validation_loss:.4f}",
-            f"{s.tokens_per_second:,.0f}",
-            f"{s.peak_memory_gib:.2f}",
-            str(s.skipped_steps),
-        )
-        rows.append((s.folder.name, own, *numbers))
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        loss, rate, memory = f"{s.validation_loss:.4f}", f"{s.tokens_per_second:,.0f}", f"{s.peak_memory_gib:.2f}"
+        rows.append((s.folder.name, loss, rate, memory, str(s.skipped_steps)))
+        apart.append(shown([override for override in overrides if override not in common]))
+    wide = [(row[0], own, *row[1:]) for row, own in zip(rows, apart, strict=True)]
+    table = _aligned(wide, 2)
+    if max(map(len, table)) <= get_terminal_size((sys.maxsize, 0)).columns:
+        return "\n".join(table)
+    rows[0] = "run", "loss", "tok/s", "GiB", "skipped"
+    return "\n".join(f"{line}\n    {own}" for line, own in zip(_aligned(rows, 1), apart, strict=True))
+
+
+def _aligned(rows: Sequence[Sequence[str]], texts: int) -> list[str]:
+    """Return rows as lines of columns, of which the first `texts` are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [
-        [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        [cell.ljust(w) if i < texts else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         for row in rows
     ]
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    return ["  ".join(row).rstrip() for row in cells]

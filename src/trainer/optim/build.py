@@ -4,6 +4,7 @@ import torch
 
 from models import DeepSeek
 from models.matrices import division
+from models.tensor import CUT
 from precision import Plan
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
@@ -50,7 +51,8 @@ def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:
 def muon_layouts(config: Config, plan: Plan, degrees: Degrees) -> dict[str, Layout]:
     """Return the positions of these weights' matrices on the ranks, by row of the plan."""
     return {
-        name: layout(_shape(row), division(config.model, row), degrees) for name, row in muon_rows(config, plan).items()
+        name: layout(_shape(row), division(config.model, row), degrees, CUT.get(row.op))
+        for name, row in muon_rows(config, plan).items()
     }
 
 

@@ -22,38 +22,43 @@ if TYPE_CHECKING:
 
 
 class Fragment(NamedTuple):
-    """The rows of a run's matrices in one part: `rows` of each matrix, from its row `top`; the first of them is row
-    `begin` of the part."""
+    """The elements of a run's matrices in one part: `rows` of each matrix, from its row `top`, and `columns` from its
+    column `left`; the first of them is at row `begin` and column `column` of the part."""
 
     run: Run
     top: int
     rows: int
     begin: int
     period: int
+    left: int
+    columns: int
+    column: int
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.run.count * self.rows * self.run.box.columns
+        return self.run.count * self.rows * self.columns
 
     def of(self, part: Tensor) -> Tensor:
         """View part [rows, K], contiguous, as [matrices, rows, columns]."""
-        (_, width), box = part.shape, self.run.box
-        start = part.storage_offset() + self.begin * width + box.column
-        size, stride = (self.run.count, self.rows, box.columns), (self.period * width, width, 1)
+        _, width = part.shape
+        start = part.storage_offset() + self.begin * width + self.column
+        size, stride = (self.run.count, self.rows, self.columns), (self.period * width, width, 1)
         return part.as_strided(size, stride, start)
 
     def within(self, matrices: Tensor) -> Tensor:
-        """Return the same rows of whole matrices [matrices, A, B]."""
-        return matrices[:, self.top : self.top + self.rows]
+        """Return the same elements of whole matrices [matrices, A, B]."""
+        return matrices[:, self.top : self.top + self.rows, self.left : self.left + self.columns]
 
 
 def fragment(run: Run, layout: Layout, number: int) -> Fragment:
     """Return the fragment of a run in part `number`, one of its parts."""
-    part, top = layout.parts[number], run.begin * layout.division.period + run.box.row
-    begin = max(part.begin - top, 0)
-    rows = min(part.end - top, run.box.rows) - begin
-    return Fragment(run, begin, rows, top + begin - part.begin, layout.division.period)
+    part, box, period = layout.parts[number], run.box, layout.division.period
+    top = run.begin * period + box.row
+    begin, left = max(part.begin - top, 0), max(part.left - box.column, 0)
+    rows = min(part.end - top, box.rows) - begin
+    columns = min(part.left + part.columns - box.column, box.columns) - left
+    return Fragment(run, begin, rows, top + begin - part.begin, period, left, columns, box.column + left - part.left)
 
 
 @dataclass
@@ -131,10 +136,7 @@ class Parcel(NamedTuple):
         """Wait, on the device. Returns [matrices, rows, columns] by fragment."""
         self.work.wait()
         pieces = self.arriving.split([f.numel for f in self.fragments])
-        return {
-            f: piece.view(f.run.count, f.rows, f.run.box.columns)
-            for f, piece in zip(self.fragments, pieces, strict=True)
-        }
+        return {f: piece.view(f.run.count, f.rows, f.columns) for f, piece in zip(self.fragments, pieces, strict=True)}
 
 
 class Packing:
@@ -146,7 +148,7 @@ class Packing:
         order = [(rank, f) for rank in sorted(to) for f in to[rank]]
         pieces = self._buffer.split([f.numel for _, f in order])
         self.slots = {
-            (rank, f): piece.view(f.run.count, f.rows, f.run.box.columns)
+            (rank, f): piece.view(f.run.count, f.rows, f.columns)
             for (rank, f), piece in zip(order, pieces, strict=True)
         }
 

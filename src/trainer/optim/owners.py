@@ -1,14 +1,16 @@
 """Owners: each matrix is orthogonalised by one rank, with FLOPs spread evenly over ranks.
 
-Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Some logical matrices (`models.matrices`) lie
-within one rank's rows: always experts, since a stack is cut between experts, and heads if a part's rows are a multiple
-of a head's. Their holder owns them; with replicas, one of the holders. A matrix that is cut belongs to one of the ranks
-that hold a part of it.
+Ranks hold rows of a weight (`parallel.fsdp`), replicas the same rows. Ranks of a tensor group hold rows of heads,
+columns of heads (attn.o), or the same rows (`models.tensor`). Some logical matrices (`models.matrices`) lie within one
+rank's rows: always experts, since a stack is cut between experts, and heads if a part's rows are a multiple of a
+head's. Their holder owns them; with replicas, one of the holders. A matrix that is cut belongs to one of the ranks that
+hold a part of it.
 
 Owners are assigned longest first: the costliest matrix goes to the least loaded rank. Everything follows from shapes
 and degrees, so ranks agree without a message, and the forecast matches the step.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,21 +25,25 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees
 
 
 class Part(NamedTuple):
-    """Rows [begin:end] of a weight, and the ranks that hold them: one in each replica."""
+    """Rows [begin:end] of a weight, `columns` of them from column `left`, and the ranks that hold this: one in each
+    replica."""
 
     begin: int
     end: int
     ranks: tuple[int, ...]
+    left: int
+    columns: int
 
 
 @dataclass(frozen=True)
 class Layout:
     """Positions of a weight's logical matrices. columns: of the weight. parts: its rows, in order; a stack [E, N, K]
-    counts as [E N, K]."""
+    counts as [E N, K]. beside: number of consecutive parts that share the columns of the same rows."""
 
     columns: int
     division: Division
     parts: tuple[Part, ...]
+    beside: int = 1
 
     @property
     def boxes(self) -> list[Box]:
@@ -75,27 +81,43 @@ class Run(NamedTuple):
             yield self._replace(begin=begin, end=min(begin + step, self.end))
 
 
-def layout(shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS) -> Layout:
-    """Return the layout of a weight [R, K], cut by rows, or of a stack [E, N, K], spread and cut by experts."""
-    d = degrees
-    if len(shape) == 2:
-        ranks = [tuple(r * d.shard + s for r in range(d.replicate)) for s in range(d.shard)]
-        return Layout(shape[1], division, tuple(_cut(0, shape[0], 1, ranks)))
-    own, parts = shape[0] // d.expert, []
-    for e in range(d.expert):
-        ranks = [
-            tuple((r * d.expert_shard + s) * d.expert + e for r in range(d.expert_replicate))
-            for s in range(d.expert_shard)
-        ]
-        parts += _cut(e * own, (e + 1) * own, shape[1], ranks)
-    return Layout(shape[2], division, tuple(parts))
+def layout(
+    shape: tuple[int, ...], division: Division, degrees: Degrees = ONE_PROCESS, cut: int | None = None
+) -> Layout:
+    """Return the layout of a weight [R, K], cut by rows, or of a stack of experts [E, N, K], spread and cut by
+    experts. cut: the dimension that a tensor group cuts first; None: its ranks hold the same."""
+    d, (*outer, K) = degrees, shape
+
+    def ranks(shard: int, *tensor: int) -> tuple[int, ...]:
+        """Return the ranks with these parts, of each replica."""
+        return tuple((r * d.cut + shard) * d.tensor + t for r in range(d.replicate) for t in tensor)
+
+    parts: list[Part] = []
+    if len(outer) == 2 and d.expert > 1:
+        own = outer[0] // d.expert
+        for e in range(d.expert):
+            holders = [
+                tuple((r * d.expert_shard + s) * d.expert + e for r in range(d.expert_replicate))
+                for s in range(d.expert_shard)
+            ]
+            parts += _cut(e * own, (e + 1) * own, outer[1], K, holders)
+    elif cut == 0:
+        own = outer[0] // d.tensor
+        for t in range(d.tensor):
+            parts += _cut(t * own, (t + 1) * own, 1, K, [ranks(s, t) for s in range(d.cut)])
+    elif cut == 1:
+        for s, part in enumerate(_cut(0, outer[0], 1, K // d.tensor, [()] * d.cut)):
+            parts += [part._replace(ranks=ranks(s, t), left=t * part.columns) for t in range(d.tensor)]
+    else:
+        parts += _cut(0, outer[0], math.prod(outer[1:]), K, [ranks(s, *range(d.tensor)) for s in range(d.cut)])
+    return Layout(K, division, tuple(parts), d.tensor if cut == 1 else 1)
 
 
-def _cut(begin: int, end: int, rows: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
+def _cut(begin: int, end: int, rows: int, columns: int, ranks: list[tuple[int, ...]]) -> Iterator[Part]:
     """Yield parts as torch.chunk cuts them: all but the last have equal length, and some ranks may have none."""
     length = -(-(end - begin) // len(ranks))
     for start, holders in zip(range(begin, end, length), ranks, strict=False):
-        yield Part(start * rows, min(start + length, end) * rows, holders)
+        yield Part(start * rows, min(start + length, end) * rows, holders, 0, columns)
 
 
 def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[Run], np.ndarray]:
@@ -131,16 +153,17 @@ def assign(layouts: Mapping[str, Layout], steps: int, ranks: int) -> tuple[list[
 @cache
 def _places(of: Layout, box: Box) -> list[tuple[int, int, int, int]]:
     """Return groups [begin:end] whose matrix lies in the parts [first:last]."""
-    period, found = of.division.period, []
-    starts = [part.begin for part in of.parts]
-    for i, part in enumerate(of.parts):
+    period, found, n = of.division.period, [], of.beside
+    rows = of.parts[::n]
+    starts = [part.begin for part in rows]
+    for i, part in enumerate(rows):
         begin = -(-(part.begin - box.row) // period)
         end = (part.end - box.row - box.rows) // period + 1
         if begin < end:
-            found.append((begin, end, i, i + 1))
+            found.append((begin, end, i * n, (i + 1) * n))
         group = (part.end - box.row) // period
         top = group * period + box.row
         first = bisect_right(starts, top) - 1
         if top < part.end < top + box.rows and first == i:
-            found.append((group, group + 1, first, bisect_right(starts, top + box.rows - 1)))
+            found.append((group, group + 1, first * n, bisect_right(starts, top + box.rows - 1) * n))
     return found

@@ -136,11 +136,44 @@ class _ShardedStage(PipelineStage):
     part: _Part
     microbatches: int
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_buffers():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_buffers():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_buffers(self) -> Iterator[None]:
+        """Keep torch from allocating receive buffers for all microbatches of a step: each is allocated on receipt."""
+        device, self.device = self.device, torch.device("meta")
+        yield
+        self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _place(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        _place(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.around.clock.computes():
-            return super().forward_one_chunk(*args, **kwargs)
+            made = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _place(self.args_recv_info[fwd_chunk_id], "meta")  # now only the backward pass holds it
+        return made
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         last = bwd_chunk_id == self.microbatches - 1
         with self.around.clock.computes(), self.around.backward(self.part.stage, last):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _place(self.grad_recv_info[bwd_chunk_id], "meta")
+
+
+def _place(infos: Sequence[Any], device: torch.device | str) -> None:
+    """Replace torch's receive buffers by new ones on this device; on meta they need no memory."""
+    for info in infos:
+        if (buffer := getattr(info, "buffer", None)) is not None:
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

@@ -96,13 +96,14 @@ def on_hub(cache: Path, tokenizer: Path, commit: str) -> None:
 
 
 def test_a_name_on_the_hub_is_read_from_its_cache_or_refused_in_a_line(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"^data\.tokenizer=owner/name: the hub cannot be reached, [^\n]*$"):
         tokenizer_file("owner/name")
+    assert not caplog.records, "nothing else is printed"
     on_hub(tmp_path / "hub", prepared.tokenizer_path, "0" * 40)
     for name in ("owner/name", f"owner/name@{'0' * 40}"):
         assert file_hash(tokenizer_file(name)) == prepared.tokenizer_hash

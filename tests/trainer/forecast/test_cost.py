@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from composed import config_of
 from models import DeepSeek
 from models.flops import arriving
 from precision import Plan
-from trainer.config import Config, GpuChoice, Switch
-from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost, fewest, layouts, ranked
+from trainer.config import Config, GpuChoice, Recompute, Switch
+from trainer.forecast.cost import DRAG, HOST, SPARE, TRAVEL, Machine, cost
 from trainer.forecast.dry_run import report
 from trainer.forecast.gpus import KNOWN
 from trainer.forecast.memory import parameters
+from trainer.forecast.search import Search, fewest
 from trainer.forecast.stages import idle_share, stage_models
 from trainer.parallel.mesh import Degrees
 
@@ -106,18 +108,30 @@ def test_the_fewest_gpus_that_do_are_found(moonlight: tuple[Config, Plan]) -> No
     assert enough is not None and enough > 8
     one = replace(moonlight[0].trainer, microbatch_size=1, global_batch_size=1)
     for gpus, some in ((enough // 2, False), (enough, True)):
-        found = layouts(replace(moonlight[0], trainer=one), moonlight[1], replace(small, gpus=gpus), 1)
+        found = Search(replace(moonlight[0], trainer=one), moonlight[1]).fastest_first(replace(small, gpus=gpus), [1])
         assert any(found) is some
     assert fewest(*moonlight, replace(small, memory=2**20)) is None
 
 
 def test_layouts_fit_and_come_fastest_first(moonlight: tuple[Config, Plan]) -> None:
-    found = ranked(layouts(*moonlight, H200S, 8))
+    found = list(Search(*moonlight).fastest_first(H200S, [8]))
     speeds = [float(f"{one.tokens_per_second:.3g}") for one in found]
-    assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) > 4
+    assert speeds == sorted(speeds, reverse=True) and len({one.degrees for one in found}) == len(found) > 4
     assert all(one.memory <= SPARE * H200S.memory and one.degrees.world == 8 for one in found)
     assert all(one.microbatch * one.microbatches * one.degrees.data == 64 for one in found)
-    assert not list(layouts(*moonlight, replace(H200S, gpus=1), 8))
+    assert not list(Search(*moonlight).fastest_first(replace(H200S, gpus=1), [8]))
+
+
+def test_the_fastest_of_all_comes_first(moonlight: tuple[Config, Plan]) -> None:
+    """Of all that a search without bounds looks at: each microbatch, recomputation and number of stages a rank."""
+    given, speeds = asdict(Degrees(shard=4, pipeline=2)), []
+    for size, recompute, v in product((1, 2, 4, 8), Recompute, (1, 2, 4)):
+        trainer = replace(moonlight[0].trainer, microbatch_size=size, global_batch_size=64)
+        made = with_(replace(moonlight[0], trainer=trainer, recompute=recompute), stages_per_rank=v)
+        one = cost(made, moonlight[1], Degrees(**given), H200S)
+        speeds += [one.tokens_per_second] if one.memory <= SPARE * H200S.memory else []
+    (best,) = Search(*moonlight, given).fastest_first(H200S, [8])
+    assert best.tokens_per_second == pytest.approx(max(speeds), rel=5e-3), "as equal as three digits are"
 
 
 def test_tokens_of_an_expert_group_on_two_nodes_take_links_and_network_at_once() -> None:
@@ -163,7 +177,7 @@ def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> 
     """Memory and bubble, of layouts that a run accepts."""
     config, plan = replace(moonlight[0], gpu=GpuChoice.h200, dry_run=True), moonlight[1]
     machine = replace(H200S, memory=KNOWN[GpuChoice.h200].memory)
-    staged = [one for one in layouts(config, plan, machine, 8) if one.degrees.pipeline > 1]
+    staged = [one for one in Search(config, plan).fastest_first(machine, [8]) if one.degrees.pipeline > 1]
     assert {one.degrees.pipeline for one in staged} >= {2, 4, 8}
     assert {one.stages_per_rank for one in staged} >= {1, 2}
     for one in staged[:: len(staged) // 4]:
@@ -177,7 +191,7 @@ def test_layouts_with_stages_equal_a_dry_run(moonlight: tuple[Config, Plan]) -> 
 
 def test_stages_are_not_searched_where_they_are_refused(moonlight: tuple[Config, Plan]) -> None:
     config = with_(moonlight[0], fp8_all_gather=Switch.true)
-    assert {one.degrees.pipeline for one in layouts(config, moonlight[1], H200S, 2)} == {1}
+    assert {one.degrees.pipeline for one in Search(config, moonlight[1]).fastest_first(H200S, [2])} == {1}
 
 
 def test_a_stage_of_dense_blocks_alone_has_no_experts_to_send_to() -> None:

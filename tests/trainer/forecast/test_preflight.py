@@ -342,7 +342,6 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
             ("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"),
             r"tensor=2: a rank's 1 heads of",
         ),
-        (("parallel.tensor=2", "optim=muon_wsd"), r"parallel\.tensor=2: optim\.name=muon updates whole matrices; set"),
         (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: its passes know no parallel\.tensor=2; set"),
     ],
 )

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from models.generate import Sampling, generate
 from trainer.checkpoint import list_checkpoints
 from trainer.config import Config
@@ -32,6 +34,7 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
     commands = dict(what_next(Path("runs/a"), steps, 6, ALONE))
     assert commands["see its curves"] == "python scripts/dashboard.py runs/a"
     assert commands["train on"] == "python train.py run.resume=runs/a trainer.max_steps=12"
+    assert commands["evaluate it"] == "python scripts/evaluate.py runs/a"
     assert commands["export it"] == "python scripts/export_hf.py runs/a a-hf"
     most = 6 * steps.global_batch_size * steps.sequence_length
     tokens = replace(steps, max_steps=None, max_tokens=most)
@@ -41,7 +44,7 @@ def test_the_commands_name_the_run_and_a_length_in_its_own_unit(config: Configs)
     assert "train on" not in dict(what_next(Path("runs/a"), steps, 6, Launch(size=4, local_size=2)))
 
 
-def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
+def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     done = [
         (summary("x", 3.5), ["trainer.seed=1", "optim.lr=1e-3"]),
         (summary("y", 3.25), ["trainer.seed=2", "optim.lr=1e-3"]),
@@ -50,6 +53,10 @@ def test_a_sweep_ends_with_a_table_of_what_sets_its_runs_apart() -> None:
     assert head.split("  ")[0] == "run" and "validation loss" in head
     assert [row.split()[:3] for row in rows] == [["x", "trainer.seed=1", "3.5000"], ["y", "trainer.seed=2", "3.2500"]]
     assert "optim.lr" not in "".join(rows)
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = sweep_table(done).splitlines()
+    assert [line.split() for line in narrow[2:4]] == [["x", "3.5000", "1,234", "0.50", "0"], ["trainer.seed=1"]]
+    assert max(map(len, narrow)) <= 40
 
 
 def test_a_run_ends_with_text_and_commands_that_work(config: Configs, run_python: RunPython) -> None:

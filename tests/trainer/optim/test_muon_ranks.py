@@ -3,8 +3,6 @@
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import composed
 import numpy as np
 import pytest
 import torch
+from ranks import run_cases
 from torch import Tensor
 
 from models.matrices import Division
@@ -33,8 +32,8 @@ STEPS = 3
 RUN = ["trainer.device=cpu", "precision=fp32", "precision.backend=reference", f"trainer.max_steps={STEPS}"]
 RUN += ["trainer.global_batch_size=4", "trainer.microbatch_size=1", "trainer.sequence_length=16", "data=text"]
 RUN += ["data.path=.", "optim.warmup_steps=0", "optim=muon_wsd", "optim.muon.iteration=fp32", "optim.lr=1e-2"]
-RUN += ["model.vocab_size=64", "model.hidden_size=48", "model.num_layers=2", "model.num_heads=3"]
-RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=8", "model.v_head_dim=16"]
+RUN += ["model.vocab_size=64", "model.hidden_size=48", "model.num_layers=2", "model.num_heads=6"]
+RUN += ["model.kv_lora_rank=32", "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16"]
 RUN += ["model.intermediate_size=96", "model.moe_intermediate_size=32", "model.num_experts=4"]
 RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in each step
 FSDP, HSDP, DDP = ("parallel=fsdp",), ("parallel=hsdp", "parallel.shard=2"), ("parallel=hsdp", "parallel.shard=1")
@@ -45,6 +44,8 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "fsdp fp32": FSDP,
         "fsdp bf16": (*FSDP, BF16),
         "ep fp32": (*FSDP, "parallel.expert=2"),
+        "tensor fp32": ("parallel.tensor=2",),
+        "context fp32": ("parallel.context=2",),
         "dropped": FSDP,
     },
     4: {
@@ -54,6 +55,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "ep fp32": (*FSDP, "parallel.expert=2"),
         "ep over replicas fp32": (*HSDP, "parallel.expert=4"),
         "rounds fp32": (*HSDP, "parallel.expert=2"),
+        "ep tensor fp32": (*FSDP, "parallel.expert=2", "parallel.tensor=2"),
         "dropped": (*HSDP, "parallel.expert=2"),
     },
 }
@@ -118,21 +120,6 @@ def train(name: str, keys: tuple[str, ...], world: World) -> dict[str, Any]:
     return result | {"weights": {key: value.tolist() for key, value in after.items()}}
 
 
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    if size > 1:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-    results = {name: train(name, keys, world) for name, keys in CASES[size].items()}
-    if rank == 0:
-        out.write_text(json.dumps(results))
-    if size > 1:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def results(ask_ranks: Callable[..., Any]) -> dict[int, dict[str, Any]]:
     """What each world size computed."""
@@ -167,7 +154,7 @@ def test_a_dropped_step_changes_no_bit_on_any_rank(results: dict[int, Any], size
 def test_a_step_has_two_messages_and_experts_without_replicas_none(
     results: dict[int, Any], size: int, name: str
 ) -> None:
-    result, replicas = results[size][name], name.split()[0] in ("hsdp", "ddp", "rounds")
+    result, replicas = results[size][name], name.split()[0] in ("hsdp", "ddp", "rounds", "tensor")
     assert (result["experts"] > 0) is replicas
     assert result["messages"] > 2 * STEPS if name == "rounds fp32" else result["messages"] == 2 * STEPS
 
@@ -182,6 +169,7 @@ DIVISIONS = {
     "experts": ((12, 64, 96), Division((32, 32))),
 }
 DEGREES = [Degrees(*each) for each in ((1, 1, 1), (1, 4, 1), (1, 5, 1), (2, 4, 2), (3, 1, 3), (2, 2, 4), (1, 8, 4))]
+DEGREES += [Degrees(*each) for each in ((2, 5, 1, 1, 1, 4), (1, 3, 1, 2, 1, 2), (1, 3, 4, 1, 1, 4))]
 
 
 def places(run: Run) -> list[tuple[int, int, int]]:
@@ -191,7 +179,8 @@ def places(run: Run) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_every_matrix_has_one_owner_that_holds_some_of_it(degrees: Degrees) -> None:
-    layouts = {name: layout(shape, division, degrees) for name, (shape, division) in DIVISIONS.items()}
+    cuts = {"q": 0, "kv_b": 0, "o": 1}
+    layouts = {n: layout(shape, division, degrees, cuts.get(n)) for n, (shape, division) in DIVISIONS.items()}
     runs, work = assign(layouts, 5, degrees.world)
     for name, each in layouts.items():
         found = sorted(place for run in runs if run.name == name for place in places(run))
@@ -234,4 +223,4 @@ def test_the_forecast_knows_the_bytes_that_are_sent(results: dict[int, dict[str,
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(CASES, train, Path(sys.argv[1]))

@@ -4,9 +4,7 @@ one process does: losses, gradients, verdicts, evaluation.
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import composed
 import pytest
 import torch
+from ranks import run_cases
 from torch.distributed.tensor import DTensor
 
 from precision import Linear
@@ -119,7 +118,7 @@ def gradients(engine: Engine) -> dict[str, list[float]]:
     return found
 
 
-def train(case: Case, world: World) -> dict[str, Any]:
+def train(_: str, case: Case, world: World) -> dict[str, Any]:
     """Each step's metrics, and the first one's gradients; the same on all ranks."""
     config = composed.config_of([*RUN, *case.keys])
     engine = build_engine(config, world.device, world=world)
@@ -155,19 +154,6 @@ def train(case: Case, world: World) -> dict[str, Any]:
     found = {"lines": lines, "gradients": first, "validation": held_out, "amaxes": amaxes, "held": [held, forecast]}
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
     return found
-
-
-def main(out: Path, chosen: dict[int, dict[str, Case]]) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(torch.device("cpu"), rank, rank, size, size)
-    if size > 1:
-        torch.distributed.init_process_group("gloo")
-    found = {name: train(case, world) for name, case in chosen[size].items()}
-    if rank == 0:
-        out.write_text(json.dumps(found))
-    if size > 1:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -251,4 +237,4 @@ def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), TO_THE_END if sys.argv[2:] else CASES)
+    run_cases(TO_THE_END if sys.argv[2:] else CASES, train, Path(sys.argv[1]))

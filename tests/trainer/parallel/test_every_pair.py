@@ -1,26 +1,25 @@
 """Every axis of the mesh, alone and with each other one, trains as one process does: 20 steps, in FP32 within 1e-5.
 
-The first ten steps from the seed, the others from the checkpoint that one process wrote after ten. The ranks run this
-file as a program, over gloo: all cases of a world size one after the other.
+The first ten steps from the seed, the others from the checkpoint that one process wrote after ten. A pair in FP8 is
+nearer to one process in FP8 than that is to FP32; a number that is none drops the step on all ranks of a pair. The
+ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import composed
 import pytest
 import torch
+from ranks import gradients, run_cases
 
 from trainer.checkpoint import Checkpointer, checkpoint_name, read
 from trainer.launch.world import World
-from trainer.parallel.collectives import all_sum
-from trainer.parallel.shard_views import copies, local
-from trainer.step.engine import Engine, build_engine
+from trainer.step.engine import build_engine
 from trainer.step.train_step import train_step
 
 STEPS, SAVED, LENGTH, BATCH = 20, 10, 16, 4
@@ -46,18 +45,11 @@ EIGHT = {
     "replicate context tensor": AXES["replicate"] + AXES["context"] + AXES["tensor"],
 }
 CASES: dict[int, dict[str, tuple[str, ...]]] = {1: {"one": ()}, 2: ALONE | WITH_EXPERT, 4: PAIRS | FOUR, 8: EIGHT}
-
-
-def gradients(engine: Engine, world: World) -> dict[str, list[float]]:
-    """Sum and norm of each parameter's first moment, which after one step is a tenth of its gradient, of all parts."""
-    names, sums = [], []
-    for name, state in engine.optimizer.state_dict().items():
-        moment = local(state["exp_avg"]).double()
-        own = torch.zeros(2).double() if moment.is_meta else torch.stack([moment.sum(), moment.square().sum()])
-        names.append(name)
-        sums.append(own / copies(state["exp_avg"]))
-    total, squares = all_sum([torch.stack(sums)], world)[0].unbind(1)
-    return dict(zip(names, torch.stack([total, squares.sqrt()], 1).tolist(), strict=True))
+ALIKE = [(size, name) for size in (2, 4, 8) for name in CASES[size]]
+FP8, PAIR = ("precision=fp8_delayed",), AXES["context"] + AXES["tensor"]
+CASES[1] |= {"fp8": FP8}
+CASES[4] |= {"fp8 context tensor": FP8 + PAIR, "fp8 tensor pipeline": FP8 + AXES["tensor"] + AXES["pipeline"]}
+CASES[4] |= {"spoilt context tensor": PAIR, "spoilt tensor pipeline": AXES["tensor"] + AXES["pipeline"]}
 
 
 def train(name: str, keys: tuple[str, ...], world: World, folder: Path) -> dict[str, Any]:
@@ -67,33 +59,24 @@ def train(name: str, keys: tuple[str, ...], world: World, folder: Path) -> dict[
     lines, first = [], {}
     for step in range(1, STEPS + 1):
         if step == SAVED + 1 and world.many:
-            engine.load_state(read(folder / "one" / checkpoint_name(SAVED), engine.restorable_tensors())[0])
+            one = folder / ("fp8" if FP8[0] in keys else "one")
+            engine.load_state(read(one / checkpoint_name(SAVED), engine.restorable_tensors())[0])
         tokens = torch.randint(0, 64, (BATCH, LENGTH + 1), generator=generator)
+        handles = []
+        if name.startswith("spoilt") and step == 3 and world.rank == 1:
+            block = engine.model.layers[0 if engine.model.pipeline is None else engine.model.pipeline.stages[0].begin]
+            handles.append(block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:])))
         result = train_step(engine, step, engine.share_of(tokens), 1)
+        for handle in handles:
+            handle.remove()
         lines.append({key: float(result.metrics[key]) for key in (*LOSSES, "optim/grad_norm")})
+        lines[-1] |= {"ok": float(result.verdict.ok), "norm": float(engine.optimizer.norms(torch.tensor(True))[0])}
         first = first or gradients(engine, world)
         if step == SAVED and not world.many:
             checkpointer = Checkpointer(folder / name, 0, lambda *_, **__: None, world)
             checkpointer.save(step, engine.state(), {})
             checkpointer.close()
     return {"lines": lines, "gradients": first}
-
-
-def main(out: Path, folder: Path) -> None:
-    """As one of the ranks."""
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control = None
-    if size > 1:
-        torch.distributed.init_process_group("gloo")
-        control = cast(torch.distributed.ProcessGroup, torch.distributed.new_group(backend="gloo"))
-    world, found = World(torch.device("cpu"), rank, rank, size, size, control=control), {}
-    for name, keys in CASES[size].items():
-        found[name] = train(name, keys, world, folder)
-        if rank == 0:
-            out.write_text(json.dumps(found))
-    if size > 1:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +86,7 @@ def runs(ask_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size in (2, 4, 8) for name in CASES[size]])
+@pytest.mark.parametrize(("size", "name"), ALIKE)
 def test_losses_and_gradients_are_those_of_one_process(runs: dict[int, Any], size: int, name: str) -> None:
     ours, one = runs[size][name], runs[1]["one"]
     for key in LOSSES:
@@ -113,5 +96,22 @@ def test_losses_and_gradients_are_those_of_one_process(runs: dict[int, Any], siz
         assert ours["gradients"][parameter][1] == pytest.approx(norm, rel=1e-5, abs=1e-8), parameter
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in CASES[4] if name.startswith("fp8")])
+def test_a_pair_in_fp8_is_nearer_to_fp8_than_that_is_to_fp32(runs: dict[int, Any], name: str) -> None:
+    def far(a: Any, b: Any) -> float:
+        return max(abs(x["loss/lm"] - y["loss/lm"]) for x, y in zip(a["lines"], b["lines"], strict=True))
+
+    assert far(runs[4][name], runs[1]["fp8"]) < far(runs[1]["fp8"], runs[1]["one"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in CASES[4] if name.startswith("spoilt")])
+def test_a_number_that_is_none_drops_the_step_on_all(runs: dict[int, Any], name: str) -> None:
+    before, spoilt, after = runs[4][name]["lines"][1:4]
+    assert [line["ok"] for line in (before, spoilt, after)] == [1, 0, 1]
+    assert before["norm"] == spoilt["norm"] != after["norm"]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_cases(CASES, partial(train, folder=Path(sys.argv[2])), Path(sys.argv[1]))

@@ -1,18 +1,18 @@
-"""Stages of a pipeline train as one process does: losses, gradients, verdicts, evaluation, checkpoints.
+"""Stages of a pipeline train as one process does: losses, norms, verdicts, evaluation, checkpoints.
 
 The ranks run this file as a program, over gloo: all cases of a world size one after the other.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import composed
 import pytest
 import torch
+from ranks import run_cases
 
 from models.stage import divide, divide_in_turn
 from precision.errors import UserError
@@ -21,10 +21,8 @@ from trainer.forecast.memory import forecast_memory
 from trainer.forecast.preflight import check
 from trainer.forecast.stages import blocks_of_stages, idle_share
 from trainer.launch.world import World
-from trainer.parallel.collectives import all_sum
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.shard_views import local
-from trainer.step.engine import Engine, build_engine
+from trainer.step.engine import build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
@@ -79,22 +77,6 @@ CASES = {
 LOSSES = ("loss/total", "loss/lm", "loss/mtp", "loss/balance")
 
 
-def gradients(engine: Engine, world: World) -> dict[str, list[float]]:
-    """Sum and norm of each parameter's first moment, which after one step is a tenth of its gradient, of all parts."""
-    degrees, names, sums = engine.degrees, [], []
-    for name, state in engine.optimizer.state_dict().items():
-        moment = local(state["exp_avg"]).double()
-        own = (
-            torch.zeros(2, dtype=torch.float64)
-            if moment.is_meta
-            else torch.stack([moment.sum(), moment.square().sum()])
-        )
-        names.append(name)
-        sums.append(own.cpu() / degrees.replicate)
-    total, squares = all_sum([torch.stack(sums)], world)[0].unbind(1)
-    return dict(zip(names, torch.stack([total, squares.sqrt()], 1).tolist(), strict=True))
-
-
 def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
     """What each step says; the same on all ranks."""
     config = composed.config_of([*RUN, *case.keys])
@@ -107,7 +89,6 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
         state, _ = read(folder / case.reads / checkpoint_name(SAVED), engine.restorable_tensors())
         engine.load_state(state)
         begin = SAVED + 1
-    first: dict[str, list[float]] = {}
     for step in range(begin, STEPS + 1):
         handles = []
         if case.spoil == world.rank and step == 2:
@@ -122,32 +103,21 @@ def train(name: str, case: Case, world: World, folder: Path) -> dict[str, Any]:
         line["bias"] = float(torch.stack(engine.model.router_bias).double().abs().sum())
         line["scale"] = float(engine.arena.scale.double().sum())
         lines.append(line)
-        first = first or gradients(engine, world)
         if case.saves and step == SAVED:
             checkpointer = Checkpointer(folder / name, 0, lambda *_, **__: None, world)
             checkpointer.save(step, engine.state(), {})
             checkpointer.close()
     held_out = mean_loss(engine.model, [batch[:1] for batch in batches[:3]], 1, world)
-    found = {"lines": lines, "validation": held_out, "gradients": first}
+    found = {"lines": lines, "validation": held_out}
     if engine.pipelined is not None:
         found["idle"] = [share for (share,) in world.gather_numbers([engine.pipelined.clock.idle_share])]
+        schedule: Any = engine.pipelined._schedule
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            received = [info for chunks in (stage.args_recv_info, stage.grad_recv_info) for info in chunks.values()]
+            buffers = [getattr(info, "buffer", None) for infos in received for info in infos]
+            assert all(buffer is None or buffer.is_meta for buffer in buffers), "between steps there are none"
     assert all(str(other) == str(found) for other in world.gather(found)), "the same on every rank"
     return found
-
-
-def main(out: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    control = None
-    if size > 1:
-        torch.distributed.init_process_group("gloo")
-        control = cast(torch.distributed.ProcessGroup, torch.distributed.new_group(backend="gloo"))
-    world = World(torch.device("cpu"), rank, rank, size, size, control=control)
-    found = {name: train(name, case, world, folder) for name, case in CASES[size].items()}
-    if rank == 0:
-        out.write_text(json.dumps(found))
-    if size > 1:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -273,4 +243,4 @@ def test_what_does_not_go_together_is_refused(keys: list[str], world: int, messa
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_cases(CASES, partial(train, folder=Path(sys.argv[2])), Path(sys.argv[1]))

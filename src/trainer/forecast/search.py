@@ -1,0 +1,217 @@
+"""The search for the fastest layouts: degrees, stages, microbatches and recomputation that fit into a machine.
+
+The search is best first. Degrees have an upper bound of their speed: no bubble, no recomputation. Each layout of these
+degrees has one, too: its speed if memory allowed FSDP's fewest messages. The search always takes the largest bound. It
+replaces degrees by their layouts, and forecasts the memory of a layout; one that fits gets its speed. A speed above all
+remaining bounds is the fastest of all, so the search needs few memory forecasts. Memory does not depend on bandwidths:
+machines that differ only in bandwidths share the forecasts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count, groupby
+
+from precision import Plan
+from precision.errors import UserError
+from trainer.config import Config, Recompute
+from trainer.forecast.cost import SPARE, Cost, Machine, timed
+from trainer.forecast.memory import exceeds, forecast, forecast_memory, parameters
+from trainer.forecast.muon import busiest
+from trainer.forecast.stages import check_stages, goes_round, stage_models
+from trainer.forecast.tensor import check_tensor
+from trainer.parallel.mesh import Degrees, FsdpPolicy, fits_expert
+
+FEWEST = FsdpPolicy(reduce_each_microbatch=False, keep_gathered=True)
+STAGES = (1, 2, 4)  # a rank
+AGAIN = {Recompute.none: [Recompute.selective], Recompute.selective: [Recompute.full], Recompute.full: []}
+"""The next choice, which needs less memory and is no faster."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A layout: sequences per GPU and step, degrees, recomputation, microbatch, stages per rank."""
+
+    sequences: int
+    degrees: Degrees
+    recompute: Recompute
+    size: int
+    per_rank: int
+
+
+class Search:
+    """The search for layouts of a config. `given` fixes sizes of axes and stages per rank."""
+
+    def __init__(self, config: Config, plan: Plan, given: Mapping[str, int] | None = None):
+        self._config, self._plan, self._given = config, plan, dict(given or {})
+        self._per_rank = self._given.pop("stages_per_rank", None)
+        self._held: dict[tuple[float, _Candidate], tuple[FsdpPolicy, float, float] | None] = {}
+
+    def fastest_first(self, machine: Machine, sequences: Sequence[int]) -> Iterator[Cost]:
+        """Yield the fastest layout that fits, of each choice of degrees, with one of these numbers of sequences per GPU
+        and step. Ties by simplicity, then by the fewest microbatches, which load the host least."""
+        done: set[Degrees] = set()
+        for _, equals in groupby(self._in_order(machine, sequences, done), key=_speed):
+            for one in sorted(equals, key=_rank):
+                if one.degrees not in done:
+                    done.add(one.degrees)
+                    yield one
+
+    def _in_order(self, machine: Machine, sequences: Sequence[int], done: set[Degrees]) -> Iterator[Cost]:
+        """Yield layouts that fit, the fastest first. done: degrees to skip, which the caller may extend."""
+        queue: list[tuple[float, int, tuple[Degrees, int] | _Candidate | Cost]] = []
+        too_large: dict[_Candidate, int] = {}  # the smallest microbatch that does not fit, of layouts that differ in it
+        number = count()
+
+        def push(speed: float, what: tuple[Degrees, int] | _Candidate | Cost) -> None:
+            heappush(queue, (-speed, next(number), what))
+
+        for degrees in self._degrees(machine):
+            for n in sequences:
+                if (share := n * machine.gpus // degrees.data) >= degrees.pipeline:
+                    size = _divisors(share, share // degrees.pipeline)[-1]
+                    one = _Candidate(n, degrees, Recompute.none, size, self._per_rank or 1)
+                    bound = self._timed(one, machine)
+                    push(bound.tokens / (bound.step - bound.idle), (degrees, n))
+        while queue:
+            _, _, one = heappop(queue)
+            if isinstance(one, tuple):
+                for each in self._candidates(machine, *one) if one[0] not in done else ():
+                    push(self._timed(each, machine).tokens_per_second, each)
+                continue
+            if one.degrees in done:
+                continue
+            if isinstance(one, Cost):
+                yield one
+                continue
+            for recompute in AGAIN[one.recompute]:
+                slower = replace(one, recompute=recompute)
+                push(self._timed(slower, machine).tokens_per_second, slower)
+            kind = replace(one, size=0)
+            several = one.size * one.degrees.data < one.sequences * machine.gpus
+            if several and one.size > too_large.get(kind, one.size):
+                continue
+            if (fits := self._memory(one, machine)) is not None:
+                found = self._timed(one, machine, *fits)
+                push(found.tokens_per_second, found)
+            elif several:  # larger ones need more; a single one frees activations as it makes gradients
+                too_large[kind] = min(one.size, too_large.get(kind, one.size))
+
+    def _degrees(self, machine: Machine) -> Iterator[Degrees]:
+        for degrees in _degrees(machine, self._config, self._given):
+            if _states(self._config, self._plan, degrees) <= SPARE * machine.memory:
+                yield degrees
+
+    def _candidates(self, machine: Machine, degrees: Degrees, sequences: int) -> Iterator[_Candidate]:
+        """Yield the layouts without recomputation. Microbatches of a context group are skipped if a smaller group
+        computes the same pieces with fewer messages."""
+        share = sequences * machine.gpus // degrees.data  # of a group with the same sequences
+        for size in _divisors(share, share // degrees.pipeline):
+            if math.gcd(size, degrees.context) == 1:
+                for per_rank in self._stages(degrees, share // size):
+                    yield _Candidate(sequences, degrees, Recompute.none, size, per_rank)
+
+    def _stages(self, degrees: Degrees, microbatches: int) -> Iterator[int]:
+        """Yield numbers of stages per rank."""
+        p, blocks = degrees.pipeline, self._config.model.num_layers
+        for v in (self._per_rank,) if self._per_rank else STAGES:
+            if v == 1 or (p > 1 and p * v <= blocks + 1 and goes_round(microbatches, p)):
+                yield v
+
+    def _run(self, one: _Candidate, machine: Machine) -> Config:
+        size = one.sequences * machine.gpus
+        trainer = replace(self._config.trainer, microbatch_size=one.size, global_batch_size=size)
+        parallel = replace(self._config.parallel, stages_per_rank=one.per_rank)
+        return replace(self._config, trainer=trainer, recompute=one.recompute, parallel=parallel)
+
+    def _timed(
+        self,
+        one: _Candidate,
+        machine: Machine,
+        policy: FsdpPolicy = FEWEST,
+        memory: float = 0.0,
+        most: float = 1.0,
+    ) -> Cost:
+        return timed(self._run(one, machine), self._plan, one.degrees, machine, policy, memory, most)
+
+    def _memory(self, one: _Candidate, machine: Machine) -> tuple[FsdpPolicy, float, float] | None:
+        """Return the FSDP policy, the bytes, and the load of Muon's busiest rank; None if the layout does not fit."""
+        key = machine.memory, one
+        if key not in self._held:
+            self._held[key] = None
+            run, room = self._run(one, machine), SPARE * machine.memory
+            if not exceeds(run, self._plan, one.degrees, room):
+                held, policy = forecast(run, self._plan, one.degrees, machine.memory)
+                self._held[key] = policy, sum(held.values()), busiest(run, self._plan, one.degrees)
+        return self._held[key]
+
+
+def _states(config: Config, plan: Plan, d: Degrees) -> float:
+    """Return the bytes that every stage needs at least: masters, gradients and one moment in BF16."""
+    sizes = (parameters(rows, config=own.model) for own, rows, _ in stage_models(config, plan, d))
+    return 10 * max(others / d.cut + experts / (d.expert * d.expert_shard) for others, experts in sizes)
+
+
+def fewest(config: Config, plan: Plan, machine: Machine) -> int | None:
+    """Return the number of GPUs (the machine's, doubled repeatedly) that a layout fits into; None if 2^11 times are too
+    few."""
+    config = replace(config, recompute=Recompute.full)
+    for gpus in (machine.gpus << n for n in range(1, 12)):
+        trainer = replace(config.trainer, microbatch_size=1, global_batch_size=gpus)
+        for degrees in _degrees(replace(machine, gpus=gpus), config, {}):
+            if degrees.replicate == 1 and _states(config, plan, degrees) <= SPARE * machine.memory:
+                memory = forecast_memory(replace(config, trainer=trainer), plan, degrees, FsdpPolicy(True, False))
+                if sum(memory.values()) <= SPARE * machine.memory:
+                    return gpus
+    return None
+
+
+def _speed(c: Cost) -> float:
+    """Return the speed to three digits; layouts that agree in these are ties."""
+    return float(f"{c.tokens_per_second:.3g}")
+
+
+def _rank(c: Cost) -> tuple[float, ...]:
+    d, order = c.degrees, list(Recompute)
+    layout = d.pipeline, d.context, d.tensor, d.expert, d.replicate, c.stages_per_rank
+    return *layout, order.index(c.recompute), c.microbatches, c.memory
+
+
+def _degrees(machine: Machine, config: Config, given: Mapping[str, int]) -> Iterator[Degrees]:
+    """Yield every combination that can train this config: stages if nothing refuses them, context groups that divide
+    both heads and positions, tensor groups within a node."""
+
+    def sizes(axis: str, of: int) -> list[int]:
+        return [n for n in ([given[axis]] if axis in given else _divisors(of)) if of % n == 0]
+
+    heads, node = config.model.num_heads, min(machine.gpus, machine.per_node)
+    for pipeline in sizes("pipeline", machine.gpus):
+        stage = machine.gpus // pipeline
+        for tensor in sizes("tensor", stage):
+            if "tensor" not in given and node % tensor:
+                continue
+            for context in sizes("context", math.gcd(heads, config.trainer.sequence_length, stage // tensor)):
+                for replicate in sizes("replicate", stage // (context * tensor)):
+                    cut = stage // (replicate * tensor)
+                    if given.get("shard", cut // context) != cut // context:
+                        continue
+                    for expert in sizes("expert", math.gcd(stage, config.model.num_experts)):
+                        degrees = Degrees(replicate, cut // context, expert, context, pipeline, tensor)
+                        if fits_expert(expert, cut * tensor, stage) and _trains(config, degrees):
+                            yield degrees
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [n for n in range(1, (most or number) + 1) if number % n == 0]
+
+
+def _trains(config: Config, degrees: Degrees) -> bool:
+    """Return whether the config can train with these degrees, apart from its batch size."""
+    enough = replace(config.trainer, microbatch_size=1, global_batch_size=degrees.stage * degrees.pipeline)
+    try:
+        check_tensor(config, degrees)
+        check_stages(replace(config, trainer=enough), degrees)
+    except UserError:
+        return False
+    return True
