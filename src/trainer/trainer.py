@@ -29,7 +29,8 @@ from trainer.build import Run, build
 from trainer.config import Config
 from trainer.config.timeline import LossWeights, Stretch, Timeline, widest
 from trainer.data import validation_batches
-from trainer.forecast.memory import forecast, what_grew
+from trainer.forecast.fits import what_grew
+from trainer.forecast.memory import forecast
 from trainer.launch.device import pick_device
 from trainer.launch.signals import StopSignals
 from trainer.launch.world import World

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, and the settings that would.
+"""Whether a run fits into memory, and the settings that would; what to do where it did not.
 
 The forecast omits temporaries of ops, so a run that it finds too large is too large. Settings are tried in the order of
 docs/parallelism.md: recompute=selective, smaller microbatches, recompute=full. Recommended settings leave a tenth of
@@ -76,3 +76,31 @@ def _elsewhere(config: Config, plan: Plan, degrees: Degrees, target: Target) -> 
     if enough is None:
         return "choose a smaller model"
     return f"{enough} such GPUs hold it (scripts/plan_parallelism.py --gpus {enough}), or choose a smaller model"
+
+
+def what_grew(forecast: dict[str, float], allocated: float, total: float) -> str:
+    """Return the message for a full GPU of `total` bytes with `allocated` in use: the category that grew, and what
+    helps.
+
+    forecast: of this run, from `forecast_memory`.
+    """
+    steady = sum(forecast[name] for name in ("parameters", "gradients", "optimizer"))
+    rest = {name: size for name, size in forecast.items() if name not in ("parameters", "gradients", "optimizer")}
+    passing = max(allocated - steady, 0.0)
+    more = passing - sum(rest.values())  # weights, gradients and moments have exactly their forecast size
+    above = f", {more / GIB:.1f} GiB above the forecast" if more > 0.05 * total else ""
+    largest = max(rest, key=lambda name: rest[name]) if passing >= steady else "optimizer"
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in forecast.items())
+    helps = {
+        "activations": "lower trainer.microbatch_size, or set recompute=selective (less) or full (least)",
+        "head": "lower trainer.microbatch_size, or model.vocab_size",
+        "compute weights": "set parallel.reshard_after_forward=true, or raise parallel.shard or parallel.expert",
+        "BF16 shadow": "set health.shadow_every=0",
+        "communication": "raise parallel.expert, or lower trainer.microbatch_size",
+        "optimizer": "spread it over more GPUs (parallel.shard), or train a smaller model",
+    }
+    grew = "weights, gradients and optimizer" if largest == "optimizer" else largest
+    return (
+        f"out of GPU memory: {allocated / GIB:.1f} of {total / GIB:.1f} GiB in use; most of it by {grew}{above} "
+        f"(forecast, GiB: {named}); {helps[largest]}"
+    )

@@ -13,8 +13,9 @@ from precision.linear import gemm_layers
 from trainer.config import Config
 from trainer.forecast import preflight
 from trainer.forecast.dry_run import report
+from trainer.forecast.fits import what_grew
 from trainer.forecast.gpus import Target
-from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy, what_grew
+from trainer.forecast.memory import ROOM, forecast_memory, pick_fsdp_policy
 from trainer.forecast.preflight import check, fitted, without_effect
 from trainer.parallel.mesh import Degrees, FsdpPolicy, resolve
 from trainer.step.engine import build_model
