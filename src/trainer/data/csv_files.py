@@ -97,16 +97,21 @@ def _rows(path: Path, label: str, delimiter: str, log: SkipLog) -> Iterator[tupl
 def _text_lines(path: Path) -> Iterator[str]:
     """Lines with their ends, the mark that some programs begin a file with left out. OSError for a longer one than can
     be held."""
-    rest, first = b"", True
+    rest: list[bytes] = []  # of a line that continues in the next block
+    size, first = 0, True
     for data in unpack(path) if path.suffix in (".gz", ".zst") else _blocks(path):
-        *whole, rest = (rest + data).split(b"\n")
+        *whole, tail = data.split(b"\n")
+        if whole:
+            whole[0], rest, size = b"".join([*rest, whole[0]]), [], 0
         for line in whole:
             yield _decoded(line + b"\n", first)
             first = False
-        if len(rest) > LONGEST_BYTES:
+        rest.append(tail)
+        size += len(tail)
+        if size > LONGEST_BYTES:
             raise OSError(None, f"a line is {TOO_LONG}")
-    if rest:
-        yield _decoded(rest, first)
+    if size:
+        yield _decoded(b"".join(rest), first)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

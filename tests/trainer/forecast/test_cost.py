@@ -44,7 +44,7 @@ def test_one_gpu_sends_nothing(moonlight: tuple[Config, Plan]) -> None:
     assert alone.step == alone.compute == pytest.approx(64 * 4096 * 17.174074368e9 / 500e12)
 
 
-def with_(config: Config, **parallel: Switch) -> Config:
+def with_(config: Config, **parallel: Switch | int) -> Config:
     return replace(config, parallel=replace(config.parallel, **parallel))
 
 

@@ -99,6 +99,7 @@ def main() -> int:
         rank_group.board(os.environ)
         if fault in ("absent", "wrong") and rank_group.launch.rank == 1:
             time.sleep(5)
+            Path(folder).touch()  # when
             fail({"absent": "kill", "wrong": "mistake"}[fault], 1)
         world = init(torch.device("cpu"), rank_group, timeout)
         if fault == "waits":
