@@ -92,7 +92,7 @@ class RunConfig:
     """Folder of all runs."""
     resume: str
     """never: an existing run is an error; auto: resume from its newest valid checkpoint, or start; or the path of a run
-    or of one of its checkpoints."""
+    or of one of its checkpoints. A resumed run has its own settings, which the command line changes."""
     init_from: str | None
     """A run, or one of its checkpoints, whose weights a new run starts from; null: random weights."""
 

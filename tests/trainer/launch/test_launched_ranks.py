@@ -230,7 +230,7 @@ def test_ranks_that_differ_in_their_config_are_refused(overrides: Any, tmp_path:
 
 
 def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: Any, tmp_path: Path, start: Start):
-    common = overrides("parallel=fsdp", "run.name=a", "checkpoint.every=4", "data.cache_dir=cache")
+    common = overrides("parallel=fsdp", "run.name=a", "run.resume=auto", "checkpoint.every=4", "data.cache_dir=cache")
     common = [word for word in common if not word.startswith("logging.console")]
     folder = tmp_path / "runs" / "a"
 
@@ -247,8 +247,8 @@ def test_a_run_of_two_is_stopped_saved_killed_and_resumes_by_itself(overrides: A
     assert [event["kind"] for event in lines(folder / "events.jsonl")].count("signal") == 1
     assert f"{step}/1000  loss" in (folder / "logs" / "rank1.log").read_text()
 
-    # a killed rank: torchrun starts both again, and they resume from the last checkpoint, all with the run's settings
-    more = ["run.name=a", "run.resume=auto", f"trainer.max_steps={step + 40}"]
+    # a killed rank: torchrun starts both again, and they resume from the last checkpoint, with the run's settings
+    more = ["run.name=a", f"trainer.max_steps={step + 40}"]
     process = start([*QUIET, *TWO, "--max_restarts=1", TRAIN, *more], tmp_path)
     wait_for(folder / "checkpoints" / f"step_{(step // 4 + 2) * 4:08d}", process)
     victim = processes_of(process.pid)[0]
