@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def run(rank_group: "RankGroup") -> None:
     """Run everything that the command line asks for, after checking all of it."""
-    from trainer.launch.command_line import compose
+    from trainer.launch.composition import compose
 
     launch = rank_group.board(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LENGTHS = {"cpu": 64, "cuda": 256}  # tokens of a sequence, at most

@@ -21,7 +21,8 @@ from math import inf
 from pathlib import Path
 
 from precision.errors import UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 
 def main() -> int:

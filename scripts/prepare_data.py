@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from precision.errors import UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 if TYPE_CHECKING:
     from trainer.data import Prepared

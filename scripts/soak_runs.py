@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from soak_bits import Wrong, differs, metrics, state
 
-import trainer.launch.command_line as command_line
+import trainer.launch.composition as composition
 import trainer.run.run_folder as run_folder
 from trainer.checkpoint import list_checkpoints
 from trainer.files import parse_line
@@ -62,10 +62,10 @@ def warm_up(folder: Path) -> None:
     gc.freeze()  # else each fork copies what it collects
 
 
-def composed(words: list[str]) -> command_line.Job:
+def composed(words: list[str]) -> composition.Job:
     """Return the job for these words on the command line."""
     sys.argv = [str(ROOT / "train.py"), *words]
-    return command_line.compose(ROOT / "configs")[0]
+    return composition.compose(ROOT / "configs")[0]
 
 
 @dataclass
@@ -176,7 +176,7 @@ def new_events(place: Path, base: Path) -> set[str]:
 
 
 def fork(
-    job: command_line.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None
+    job: composition.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None
 ) -> int:
     """Run python train.py in its own process, with an already composed command line. Returns the process number."""
     sys.stdout.flush()
@@ -188,7 +188,7 @@ def fork(
         for stream in (1, 2):
             os.dup2(descriptor, stream)
         os.environ.update({key: str(value) for key, value in environment.items()})
-        command_line.compose = lambda *_: [job]
+        composition.compose = lambda *_: [job]
         train(after)
     finally:
         os._exit(128 + signal.SIGINT)  # interrupted before it had begun

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from precision.errors import UserError
 from trainer.files import replace_file
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 
 def main() -> int:

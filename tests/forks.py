@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded", Deprecati
 IMPORTED = (
     "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch.distributed.run", "torch._dynamo", "numpy", "hydra", "omegaconf", "rich.progress", "tokenizers",
-    "trainer.launch.command_line", "trainer.trainer", "trainer.parallel.fsdp",
+    "trainer.launch.composition", "trainer.trainer", "trainer.parallel.fsdp",
 )  # fmt: skip
 
 

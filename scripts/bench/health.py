@@ -26,7 +26,8 @@ import measure
 import torch
 
 from precision.errors import UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 if TYPE_CHECKING:
     from trainer.health.health import Health

@@ -17,7 +17,7 @@ from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind, gem
 from precision.backends.availability import te_missing, te_refusal
 from precision.config import Accumulation, BackendChoice, Granularity
 from precision.hardware import detect
-from trainer.launch.command_line import compose
+from trainer.launch.composition import compose
 
 CONFIGS = ROOT / "configs"
 OURS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")

@@ -26,7 +26,8 @@ from torch import Tensor
 from precision.errors import UserError
 from trainer.config import Config, load
 from trainer.forecast.preflight import check
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 from trainer.optim import muon as optimizer
 from trainer.optim.build import muon_layouts
 from trainer.optim.muon import batches, canonical

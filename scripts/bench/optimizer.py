@@ -26,7 +26,8 @@ from precision import Plan
 from precision.errors import UserError
 from trainer.config import load
 from trainer.forecast.preflight import check
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIVE_BLOCKS = ["model=moonlight_16b", "model.num_layers=5", "model.vocab_size=32768"]

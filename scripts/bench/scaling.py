@@ -32,7 +32,8 @@ import measure
 import torch
 
 from precision.errors import RunError, UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 from trainer.launch.liveness.rank_group import RankGroup
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

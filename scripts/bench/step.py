@@ -39,7 +39,8 @@ import torch
 from measure import Timing, both, show
 
 from precision.errors import RunError, UserError
-from trainer.launch.command_line import Parser, compose, guarded
+from trainer.launch.command_line import Parser, guarded
+from trainer.launch.composition import compose
 from trainer.step.microbatch import GraphedMicrobatch
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

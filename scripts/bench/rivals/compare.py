@@ -43,7 +43,8 @@ import measure  # noqa: E402
 import torch  # noqa: E402
 from work import WORK, Work  # noqa: E402
 
-from trainer.launch.command_line import Parser, compose, guarded  # noqa: E402
+from trainer.launch.command_line import Parser, guarded  # noqa: E402
+from trainer.launch.composition import compose  # noqa: E402
 
 CONFIGS = HERE.parents[2] / "configs"
 OURS, THEIRS = ("bf16", "fp8_delayed", "fp8_jit", "fp8_block"), ("bf16", "delayed", "blockwise", "tensorwise")

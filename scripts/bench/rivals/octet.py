@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.launch.command_line import compose, guarded
+from trainer.launch.command_line import guarded
+from trainer.launch.composition import compose
 from trainer.launch.liveness.rank_group import RankGroup
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

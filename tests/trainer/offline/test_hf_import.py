@@ -24,7 +24,7 @@ from trainer.checkpoint.manifest import seal, write_file
 from trainer.checkpoint.state_tree import split
 from trainer.checkpoint.storage import SafetensorsWriter
 from trainer.config import load
-from trainer.launch.command_line import compose
+from trainer.launch.composition import compose
 from trainer.offline import row_reader
 from trainer.offline.hf_export import Numbers, export, plain_model
 from trainer.offline.hf_fp8 import KeptQuantizer, dequantize, grid_shape, spread

@@ -16,7 +16,8 @@ from trainer.config import Config, load
 from trainer.config.paths import kept_tree
 from trainer.config_diff import without_secrets
 from trainer.digests import accept_stamped, stamped
-from trainer.launch.command_line import Job, compose, guarded
+from trainer.launch.command_line import guarded
+from trainer.launch.composition import Job, compose
 from trainer.launch.launcher import Launch
 from trainer.run.location import CHECKPOINTS
 from trainer.run.own_settings import own_settings
