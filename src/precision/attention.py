@@ -99,10 +99,11 @@ class _CpuCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         q, k, v, out, lse, bias = ctx.saved_tensors
-        wide = [grads[0].float(), q.float(), k.float(), v.float(), out.float(), lse]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        wide = [t.to(dtype) for t in (grads[0], q, k, v, out)]
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        bias = None if bias is None else bias.float()
-        made = flash(*wide, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+        bias = None if bias is None else bias.to(dtype)
+        made = flash(*wide, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
         return *(dx.to(q.dtype) for dx in made), None, None
 
 

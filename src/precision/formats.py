@@ -82,7 +82,7 @@ def fp8_values(data: Tensor) -> Tensor:
     bits.bitwise_and_(-0x78100000)  # sign, 4 exponent bits and 3 mantissa bits; the sign extension is masked away
     values = bits.view(torch.float32).mul_(2.0**120)
     is_nan = data.view(torch.int8).bitwise_and(0x7F).eq(0x7F)
-    return values.masked_fill_(is_nan, torch.nan) if is_nan.any() else values
+    return values.masked_fill_(is_nan, torch.nan)
 
 
 def static_scale(bound: float, largest: float) -> float:
