@@ -48,9 +48,10 @@ test: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/pyright
 
+# three workers on two cores: some tests wait for processes that give up or die
 # PYTHONDONTWRITEBYTECODE would have each of a thousand programs compile what it imports
 suite: $(VENV)/.installed-test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"

@@ -24,7 +24,7 @@ from trainer.step.engine import Engine, build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
-STEPS, LONG, LENGTH, BATCH, END = 6, 20, 24, 2, 7
+STEPS, LONG, LENGTH, BATCH, END = 4, 20, 24, 2, 7
 RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={LONG}", "optim.warmup_steps=2"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=2", "model.num_mtp_layers=2"]

@@ -22,26 +22,26 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
 
 CASES = {
     1: {"fp32": Case((FP32,))}
-    | {name: Case((f"precision={name}",), steps=3) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
+    | {name: Case((f"precision={name}",), steps=2) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
         "fsdp fp32": Case((*FSDP, FP32)),
-        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=3),
-        "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), steps=3),
-        "ep fp32": Case((*EP, FP32), steps=3),
-        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), steps=3),
-        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=3),
-        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=3),
-        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=3),
-        "ep fp8_jit": Case((*EP, "precision=fp8_jit"), steps=3),
+        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=2),
+        "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), steps=2),
+        "ep fp32": Case((*EP, FP32), steps=2),
+        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), steps=2),
+        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=2),
+        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=2),
+        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=2),
+        "ep fp8_jit": Case((*EP, "precision=fp8_jit"), steps=2),
         "spoilt": Case((*FSDP, "precision=fp8_delayed"), steps=4, spoil=1),
         "ep spoilt": Case((*EP, "precision=fp8_delayed"), steps=4, spoil=1),
     },
     4: {
         "hsdp fp32": Case((*HSDP, FP32)),
-        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), steps=3),
+        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), steps=2),
         "ep fp32": Case((*EP, FP32)),
-        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32), steps=3),
-        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block"), steps=3),
+        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32), steps=2),
+        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block"), steps=2),
         "spoilt": Case((*HSDP, FP32), steps=4, spoil=2),
     },
 }
