@@ -67,7 +67,7 @@ def test_it_computes_as_the_bf16_model_does_and_then_as_before(
         assert torch.equal(operand.data.view(torch.uint8), data.view(torch.uint8))
     for ours, theirs in zip(losses_and_gradients(model, tokens), before, strict=True):
         assert torch.equal(ours, theirs)
-    assert not torch.equal(before[0], inside[0])
+    assert not all(torch.equal(*both) for both in zip(before, inside, strict=True)), "FP8 shows; a loss may be equal"
 
 
 def test_it_is_itself_again_after_a_failure(recipe: Recipe, small_model: ModelConfig) -> None:

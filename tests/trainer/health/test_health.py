@@ -94,9 +94,9 @@ def test_training_does_not_notice(config: Configs, recipe: str, more: list[str])
     assert all(math.isfinite(line[f"act/kurtosis_{place}"]) for place in ("qkv", "ffn", "block"))
     assert ("fp8/error_worst" in line) == ("shadow/loss_gap" in line) == (recipe != "bf16")
     if recipe != "bf16":
-        # FP8 shows, as the rounding that it is: E4M3 has 3 bits, E5M2 2
-        assert 0 < line["fp8/error_mean"] < 2**-3 and line["shadow/loss_gap"] != 0
-        assert 0 < line["shadow/cosine_mean"] < 1
+        # FP8 shows, as the rounding that it is: E4M3 has 3 bits, E5M2 2; BF16 has 8. A loss may be equal
+        assert 0 < line["fp8/error_mean"] < 2**-3 and math.isfinite(line["shadow/loss_gap"])
+        assert 0 < line["shadow/cosine_mean"] < 1 - 2**-16
 
 
 def test_a_step_sees_every_cast_of_every_microbatch(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
