@@ -27,12 +27,12 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "git": _git_state(),
-        "packages": _packages(),
+        "packages": packages(),
     }
 
 
 @cache
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Return versions by name. Of a package installed twice, the one that an import finds; broken installations without
     a name are skipped."""
     found = [(each["Name"], each["Version"]) for one in distributions() if (each := one.metadata) and "Name" in each]
