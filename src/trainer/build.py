@@ -27,6 +27,7 @@ from trainer.checkpoint import (
     verifying_together,
 )
 from trainer.config import Config
+from trainer.config.paths import kept_tree
 from trainer.config.timeline import Timeline, widest, with_epochs
 from trainer.data import Loader, Prepared, check_whole, find_or_build
 from trainer.data.document_masking import set_document_masking
@@ -185,10 +186,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     t, timeline = config.trainer, Timeline(config.trainer)
     gpus = find_gpus(config.health.power, world)
     engine = build_engine(config, world.device, saved, world)
-    if config.run.init_from is not None and again:
-        why = "without effect: the run resumes from a checkpoint of its own"
-        notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
-    elif config.run.init_from is not None:
+    if config.run.init_from is not None and not again:
         init_from(engine.restorable_tensors()["model"], Path(config.run.init_from), world, notes)
     if data is None:
         data, about_data = _find_data(config, world)
@@ -203,6 +201,10 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
     def check(meta: dict[str, Any], path: Path) -> None:
         check_resumable(config, meta, path)
         loader.check(read_values(path, "loader"))
+        begun, given = meta.get("config", {}).get("run", {}).get("init_from"), kept_tree(config)["run"]["init_from"]
+        if given is not None and given != begun:
+            why = "without effect: the run resumes from a checkpoint of its own"
+            notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
 
     with ExitStack() as on_error:
         folder = RunFolder.open(

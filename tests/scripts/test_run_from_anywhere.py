@@ -42,9 +42,9 @@ def test_a_run_is_used_from_anywhere(small_runs: Any, run_python: Run, tmp_path:
     assert not any(there.iterdir()), "the cache is where it was"
 
     more = ["run.dir=../here/runs", "trainer.max_steps=3", "data.cache_dir=own"]  # all else is the run's own
-    assert "changed here: trainer.max_steps 2 -> 3, data.cache_dir" in say(
-        there, ROOT / "train.py", "run.name=mine", *more, "logging.console.enabled=true"
-    )
+    told = say(there, ROOT / "train.py", "run.name=mine", *more, "logging.console.enabled=true")
+    for text in (told, (run / "logs" / "rank0.log").read_text()):
+        assert "changed here: trainer.max_steps 2 -> 3, data.cache_dir" in text
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 3 and (there / "own").is_dir() and not (there / "runs").exists(), "what is given now holds"
     data = yaml.safe_load((run / "config.yaml").read_text())["data"]

@@ -278,8 +278,11 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_resumes(config: Config
     check_origin(config(*keys))
     _, same = train(config(*keys))
     assert same == run
+    text = "run.init_from={}: without effect: the run resumes from a checkpoint of its own"
+    assert not any("init_from" in line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config")
+    train(config(*keys[:2], f"run.init_from={tmp_path / 'another'}", "trainer.max_steps=7"))
     told = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config"]
-    assert f"run.init_from={origin}: without effect: the run resumes from a checkpoint of its own" in told
+    assert told == [text.format(tmp_path / "another")]
     with pytest.raises(ValueError, match=r"run\.init_from=.*no checkpoint there"):
         Trainer(config("run.name=new", "run.resume=auto", keys[-1]))
 

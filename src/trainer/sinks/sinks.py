@@ -186,6 +186,11 @@ class Sinks:
         """Show what the run will do: labels and values, in the log, and on the screen if it shows progress."""
         self._rows(rows, self._screen.row if self._show_events else lambda *row: None)
 
+    def log(self, text: str) -> None:
+        """Write lines that are on the screen already to the log."""
+        for line in text.splitlines():
+            self._log.write(line)
+
     def _rows(self, rows: Iterable[tuple[str, str]], show: Callable[[str, str], None]) -> None:
         for label, value in rows:
             self._log.write(f"{label}: {value}")
