@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel import compiler_internals
 from trainer.parallel.fsdp_internals import AllGather, ReduceScatter, groups, let_dynamo_guard
+from trainer.step.pipelined_step import _ShardedStage
 
 ROOT = Path(__file__).parents[3]
 PRIVATE = re.compile(
@@ -65,6 +67,11 @@ def test_each_private_part_of_fsdp_is_where_it_is_expected(linear: nn.Module) ->
     assert shard.gathered
     shard.gathered = []
     assert shard.gathered == []
+
+
+def test_each_part_of_a_stage_that_is_overridden_is_torchs() -> None:
+    overridden = {name for name, member in vars(_ShardedStage).items() if inspect.isfunction(member)}
+    assert {name for name in overridden if not hasattr(PipelineStage, name)} == {"_without_buffers"}
 
 
 def test_dynamo_has_the_limit() -> None:
