@@ -90,7 +90,7 @@ def _owners(config: Config, plan: Plan, degrees: Degrees) -> str:
     machine = Machine(degrees.world, min(degrees.world, PER_NODE), 0.0, 1.0, NODE_LINK, NETWORK)
     return (
         f"\n             a rank: {mean} FLOPs, {busiest:.3f} times that at most; sends at most {short(sent)}B a step, "
-        f"{1e3 * machine.seconds(sent, degrees.world):.1f} ms beside the arithmetic"
+        f"{1e3 * machine.seconds(sent, degrees.stage):.1f} ms beside the arithmetic"
     )
 
 

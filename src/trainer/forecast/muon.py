@@ -1,5 +1,6 @@
 """Sizes of Muon's part of a step: matrices, elements, FLOPs of the orthogonalisation, owners, messages."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from precision import Plan
 from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.forecast.once import once
+from trainer.forecast.stages import blocks_of_stages, stage_models
 from trainer.optim.build import muon_layouts, muon_rows
 from trainer.optim.exchange import fragment
 from trainer.optim.orthogonalise import DTYPES, flops, polynomials
@@ -27,7 +29,8 @@ class MuonSize:
 
 
 def muon_size(config: Config, plan: Plan, degrees: Degrees = ONE_PROCESS) -> MuonSize:
-    """Return the number of all matrices, a rank's elements, and its FLOPs if all ranks, replicas too, share evenly."""
+    """Return the number of all matrices, a rank's elements, and its FLOPs if all ranks, replicas too, share evenly.
+    Elements are those of a rank that has all of the plan's blocks: with a pipeline, of a stage's plan."""
     matrices, elements, work = 0, 0.0, 0.0
     for row in muon_rows(config, plan).values():
         assert config.optim.muon is not None
@@ -45,8 +48,16 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
     """Return two figures of the chosen owners: FLOPs of the busiest rank over the mean, and the bytes that the rank
     with the largest messages sends per step, to owners and back."""
     assert config.optim.muon is not None
-    layouts, runs, work = _owners(config, plan, degrees)
-    sent = np.zeros(degrees.world)
+    found = list(_owners(config, plan, degrees))
+    work = max(float(work.max()) for _, _, work in found)
+    sent = max(_sent(layouts, runs, degrees.stage) for layouts, runs, _ in found)
+    mean = muon_size(config, plan, degrees).flops
+    return work / mean, sent * DTYPES[config.optim.muon.iteration].itemsize
+
+
+def _sent(layouts: dict[str, Layout], runs: list[Run], ranks: int) -> float:
+    """Return the numbers that the rank with the largest messages sends per step."""
+    sent = np.zeros(ranks)
     for run in runs:
         layout = layouts[run.name]
         parts = layout.parts[run.first : run.last]
@@ -56,27 +67,30 @@ def muon_load(config: Config, plan: Plan, degrees: Degrees) -> tuple[float, floa
             if part.ranks[replica] != run.owner:
                 sent[part.ranks[replica]] += numbers
             sent[run.owner] += numbers * sum(holder != run.owner for holder in part.ranks)
-    return float(work.max() / work.mean()), float(sent.max()) * DTYPES[config.optim.muon.iteration].itemsize
+    return float(sent.max())
 
 
 def busiest(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Return the FLOPs of the busiest rank over the mean; 1 with AdamW."""
     if config.optim.name is not OptimizerName.muon or degrees.world == 1:
         return 1.0
-    return _busiest(plan, degrees, config=config)
+    return _busiest(plan, degrees, tuple(blocks_of_stages(config, plan, degrees.pipeline)), config=config)
 
 
 @once
-def _busiest(plan: Plan, degrees: Degrees, config: Config) -> float:
-    work = _owners(config, plan, degrees)[2]
-    return float(work.max() / work.mean())
+def _busiest(plan: Plan, degrees: Degrees, counts: tuple[int, ...], config: Config) -> float:
+    """counts: blocks of each stage."""
+    most = max(float(work.max()) for _, _, work in _owners(config, plan, degrees))
+    return most / muon_size(config, plan, degrees).flops
 
 
-def _owners(config: Config, plan: Plan, degrees: Degrees) -> tuple[dict[str, Layout], list[Run], np.ndarray]:
-    """Return the layouts by row of the plan, the runs, and FLOPs by rank."""
+def _owners(config: Config, plan: Plan, degrees: Degrees) -> Iterator[tuple[dict[str, Layout], list[Run], np.ndarray]]:
+    """Yield the layouts by row of the plan, the runs, and FLOPs by rank, of each kind of pipeline stage."""
     assert config.optim.muon is not None
-    muon, layouts = config.optim.muon, muon_layouts(config, plan, degrees)
-    return layouts, *assign(layouts, len(polynomials(muon.coefficients, muon.steps)), degrees.world)
+    steps = len(polynomials(config.optim.muon.coefficients, config.optim.muon.steps))
+    for own, rows, _ in stage_models(config, plan, degrees):
+        layouts = muon_layouts(own, rows, degrees)
+        yield layouts, *assign(layouts, steps, degrees.stage)
 
 
 def _elements(row: GemmRow) -> int:

@@ -10,7 +10,7 @@ from models.stage import Pipeline, Stage, block_flops, divide, divide_in_turn
 from precision import Plan
 from precision.errors import refuse
 from precision.rows import CoreRow, GemmRecipe, GemmRow, TensorRow
-from trainer.config import Config, OptimizerName, Switch
+from trainer.config import Config, Switch
 from trainer.forecast.once import once
 from trainer.parallel.mesh import Degrees
 
@@ -190,8 +190,6 @@ def check_stages(config: Config, degrees: Degrees) -> None:
             why,
             f"set {rounds * least}, or another multiple of {least}",
         )
-    if config.optim.name is OptimizerName.muon:
-        refuse("parallel.pipeline", p, "optim.name=muon does not know stages", f"{off}, or optim=adamw_wsd")
     if config.parallel.fp8_all_gather is Switch.true:
         why = f"with parallel.pipeline={p} weights travel in BF16"
         refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")

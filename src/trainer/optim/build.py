@@ -13,7 +13,7 @@ from trainer.launch.world import World
 from trainer.optim.adamw import LearningRate, Optimizer
 from trainer.optim.muon import Muon
 from trainer.optim.owners import Layout, layout
-from trainer.parallel.mesh import ONE_PROCESS, Degrees
+from trainer.parallel.mesh import ONE_PROCESS, Degrees, stage_group
 
 
 def build_optimizer(
@@ -24,7 +24,8 @@ def build_optimizer(
     world: World | None = None,
     degrees: Degrees = ONE_PROCESS,
 ) -> Optimizer:
-    """Build the optimizer of the plan's model. world, degrees: the ranks that share its weights, and their layout.
+    """Build the optimizer of the plan's model. world, degrees: the ranks that share its weights, and their layout; with
+    several this is a collective.
     Raises ValueError if Muon would miss a weight that it should update: such a model needs a rule."""
     timeline, c, no_decay = Timeline(config.trainer), config.optim, model.no_decay()
     schedule = LearningRate(c, timeline.steps, timeline.steps_of(c.warmup_steps), rates(timeline))
@@ -35,7 +36,7 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and name not in known and not name.endswith(".router.weight"):
             raise ValueError(f"optim.name=muon: no rule lists the matrices in {name}; set optim.name=adamw")
-    return Muon(model, no_decay, c, schedule, device, found, world)
+    return Muon(model, no_decay, c, schedule, device, found, world, degrees, stage_group(degrees, device.type))
 
 
 def muon_rows(config: Config, plan: Plan) -> dict[str, GemmRow]:

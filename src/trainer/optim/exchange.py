@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.optim.owners import Layout, Run
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
+    from torch.distributed import ProcessGroup, Work
 
 
 class Fragment(NamedTuple):
@@ -152,8 +152,9 @@ class Packing:
             for (rank, f), piece in zip(order, pieces, strict=True)
         }
 
-    def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int) -> Parcel:
-        """Start the exchange and return at once. come: what others send, by rank. A collective of all `ranks`."""
+    def send(self, come: Mapping[int, Sequence[Fragment]], ranks: int, group: "ProcessGroup | None") -> Parcel:
+        """Start the exchange and return at once. come: what others send, by rank. A collective of the `group`, which
+        has this number of `ranks`; None: of all."""
         import torch.distributed as dist
 
         order = [f for rank in sorted(come) for f in come[rank]]
@@ -163,7 +164,7 @@ class Packing:
         out = [size * self._numbers.get(rank, 0) for rank in range(ranks)]
         # as bytes: gloo does not support every dtype
         work = dist.all_to_all_single(
-            arriving.view(torch.uint8), self._buffer.view(torch.uint8), into, out, async_op=True
+            arriving.view(torch.uint8), self._buffer.view(torch.uint8), into, out, group=group, async_op=True
         )
         assert work is not None
         return Parcel(self._buffer, arriving, order, work)

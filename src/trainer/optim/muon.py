@@ -13,7 +13,7 @@ AdamW updates the embedding, head, norms and (unless `optim.muon.router`) router
 clip. The momentum has the parameter's name, shape and sharding: checkpoints are independent of matrices and owners. If
 ranks share weights, one owner (`owners`) orthogonalises each matrix. A matrix that only the owner holds needs no
 message. The others travel in rounds (`exchange`) that overlap with the computation of the previous round and of
-matrices without messages.
+matrices without messages. Pipeline stages do this each for their own matrices, all at the same time.
 
 A skipped step writes nothing: new momentum and weights are *selected* by `ok`, since NaN x 0 is NaN. An expert without
 tokens still moves along its old momentum.
@@ -26,6 +26,7 @@ a GPU with Triton, the elementwise parts before and after the iteration are a ke
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,11 @@ from trainer.optim.adamw import LearningRate, Optimizer, foreach_norm
 from trainer.optim.exchange import Fragment, Packing, Parcel, Round, fragment, rounds
 from trainer.optim.orthogonalise import DTYPES, has_kernels, orthogonalise, polynomials
 from trainer.optim.owners import Layout, Run, assign
+from trainer.parallel.mesh import ONE_PROCESS, Degrees
 from trainer.parallel.shard_views import local, shared_like
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 AT_ONCE = 1 << 26
 """Elements in a batch: 128 MiB in BF16. The iteration needs about four times that."""
@@ -66,7 +71,7 @@ class Step:
 
 class Muon(Optimizer):
     """Muon for the parameters in `layouts`, AdamW for the model's others; see `Optimizer`. With several ranks `step` is
-    a collective, too."""
+    a collective, too. degrees: of the ranks; group: those of this rank's pipeline stage, None with one stage."""
 
     def __init__(
         self,
@@ -77,17 +82,22 @@ class Muon(Optimizer):
         device: torch.device,
         layouts: Mapping[str, Layout],
         world: World | None = None,
+        degrees: Degrees = ONE_PROCESS,
+        group: "ProcessGroup | None" = None,
     ):
         super().__init__(model, no_decay, config, schedule, device, world, elsewhere=layouts.keys())
         assert config.muon is not None
-        self._layouts, self._muon, self._decay = dict(layouts), config.muon, config.weight_decay
+        self._muon, self._decay = config.muon, config.weight_decay
+        self._layouts = {name: each for name, each in layouts.items() if not self._parts[name].is_meta}  # this stage's
+        self._ranks, self._group = degrees.stage, group
         self._triples = polynomials(config.muon.coefficients, config.muon.steps)
         self._dtype = DTYPES[config.muon.iteration]
         self._momentum = {name: torch.zeros_like(self._parts[name], dtype=self._moments) for name in layouts}
-        runs, _ = assign(layouts, len(self._triples), self._world.size)
-        alone, self._rounds = rounds(runs, layouts, self._world.rank, AT_ONCE)
+        runs, _ = assign(self._layouts, len(self._triples), self._ranks)
+        alone, self._rounds = rounds(runs, self._layouts, self._world.rank % self._ranks, AT_ONCE)
         self._alone = list(batches(alone, AT_ONCE))
-        self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in layouts}  # of the last update
+        self._squares: dict[str, dict[Fragment, Tensor]] = {name: {} for name in self._layouts}  # of the last update
+        self._muon_place = torch.tensor([i for i, name in enumerate(layouts) if name in self._layouts], device=device)
         self._kernels = has_kernels(device)
 
     def step(self, ok: Tensor, committed: Tensor, norm: Tensor | None = None, attempted: int | None = None) -> Tensor:
@@ -140,7 +150,7 @@ class Muon(Optimizer):
         for rows in this.here:
             mine = matrices.get(rows.run)
             self._advance(step, rows, packing.slots.get((rows.run.owner, rows)) if mine is None else rows.within(mine))
-        return Travel(this, ready, matrices, packing.send(this.receives, self._world.size))
+        return Travel(this, ready, matrices, packing.send(this.receives, self._ranks, self._group))
 
     def _send_back(self, coming: Travel) -> Travel:
         """Orthogonalise the received matrices, and start sending the updates to the ranks that need them."""
@@ -152,7 +162,7 @@ class Muon(Optimizer):
         packing = Packing(this.returns, self._dtype, self._lr.device)
         for (_, rows), slot in packing.slots.items():
             slot.copy_(rows.within(updates[rows.run]))
-        return Travel(this, done, updates, packing.send(this.awaits, self._world.size))
+        return Travel(this, done, updates, packing.send(this.awaits, self._ranks, self._group))
 
     def _finish(self, step: Step, back: Travel) -> None:
         """Apply the updates of a round to the rows of this rank."""
@@ -206,9 +216,9 @@ class Muon(Optimizer):
         mine = [self._parts[name].detach() for name in self._layouts]
         none = self._lr.new_zeros((), dtype=torch.float64)
         moved = torch.stack([sum((s.double().sum() for s in kept.values()), none) for kept in self._squares.values()])
-        return torch.cat(
-            [super()._norms_of_parts(), torch.stack([moved.sqrt(), torch.stack(foreach_norm(mine)).double()])], 1
-        )
+        own = torch.stack([moved.sqrt(), torch.stack(foreach_norm(mine)).double()])
+        norms = own.new_zeros(2, len(self._momentum)).index_copy_(1, self._muon_place, own)
+        return torch.cat([super()._norms_of_parts(), norms], 1)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return AdamW's moments and step counts and Muon's momentum by parameter name, sharded as the parameters."""

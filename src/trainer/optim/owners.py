@@ -6,6 +6,9 @@ rank's rows: always experts, since a stack is cut between experts, and heads if 
 head's. Their holder owns them; with replicas, one of the holders. A matrix that is cut belongs to one of the ranks that
 hold a part of it.
 
+With a pipeline each stage has matrices of its own, and their owners are among its ranks. Ranks are numbered within the
+stage.
+
 Owners are assigned longest first: the costliest matrix goes to the least loaded rank. Everything follows from shapes
 and degrees, so ranks agree without a message, and the forecast matches the step.
 """

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from precision.errors import refuse
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.config import ParallelConfig
@@ -191,6 +192,16 @@ class Mesh:
     tensor: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
     stage: DeviceMesh | None = None
+
+
+def stage_group(degrees: Degrees, device_type: str) -> ProcessGroup | None:
+    """Return the ranks of this rank's stage; None, the default group, with one stage. A collective, as `build_mesh`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if degrees.pipeline == 1:
+        return None
+    sizes = degrees.pipeline, degrees.stage
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "stage"))["stage"].get_group()
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:

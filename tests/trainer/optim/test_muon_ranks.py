@@ -17,7 +17,10 @@ from ranks import run_cases
 from torch import Tensor
 
 from models.matrices import Division
-from trainer.forecast.muon import muon_load
+from trainer.checkpoint import ShardView
+from trainer.forecast.muon import busiest, muon_load, muon_size
+from trainer.forecast.preflight import check
+from trainer.forecast.stages import stage_models
 from trainer.launch.world import World
 from trainer.optim import muon as muon_module
 from trainer.optim.exchange import Packing, rounds
@@ -25,7 +28,7 @@ from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import flops
 from trainer.optim.owners import Run, assign, layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.shard_views import local, shard_view
+from trainer.parallel.shard_views import shard_view
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import train_step
 
@@ -47,6 +50,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "ep fp32": (*FSDP, "parallel.expert=2"),
         "tensor fp32": ("parallel.tensor=2",),
         "context fp32": ("parallel.context=2",),
+        "pipeline fp32": ("parallel.pipeline=2",),
         "dropped": FSDP,
     },
     4: {
@@ -57,6 +61,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "ep over replicas fp32": (*HSDP, "parallel.expert=4"),
         "rounds fp32": (*HSDP, "parallel.expert=2"),
         "ep tensor fp32": (*FSDP, "parallel.expert=2", "parallel.tensor=2"),
+        "pipeline fp32": ("parallel.pipeline=2", "parallel.shard=2"),
         "dropped": (*HSDP, "parallel.expert=2"),
     },
 }
@@ -71,9 +76,8 @@ def weights(engine: Engine, world: World) -> dict[str, np.ndarray]:
     mine = {}
     for name, tensor in held.items():
         view = shard_view(tensor)
-        plain = isinstance(view, Tensor)
-        offset, shape = ((0,) * tensor.dim(), tensor.shape) if plain else (view.offsets, view.shape)
-        mine[name] = local(tensor).detach().numpy().copy(), offset, tuple(shape)
+        view = ShardView.whole(view) if isinstance(view, Tensor) else view
+        mine[name] = view.data.numpy().copy(), view.offsets, tuple(view.shape)
     wholes = {name: np.full(shape, np.nan, np.float32) for name, (_, _, shape) in mine.items()}
     for theirs in world.gather(mine):
         for name, (part, offset, _) in theirs.items():
@@ -93,11 +97,11 @@ def train(name: str, keys: tuple[str, ...], world: World, out: Path) -> dict[str
     result: dict[str, Any] = {"experts": 0, "messages": 0, "sent": 0, "norms": []}
     send = Packing.send
 
-    def counted(self: Packing, come: Any, ranks: int) -> Any:
+    def counted(self: Packing, come: Any, *ranks: Any) -> Any:
         result["messages"] += 1
         result["sent"] += self._buffer.nbytes
         result["experts"] += sum(rows.numel for _, rows in self.slots if ".experts." in rows.run.name)
-        return send(self, come, ranks)
+        return send(self, come, *ranks)
 
     Packing.send = counted  # type: ignore[method-assign]
     before: dict[str, np.ndarray] = {}
@@ -161,7 +165,8 @@ def test_a_step_has_two_messages_and_experts_without_replicas_none(
 ) -> None:
     result, replicas = results[size][name], name.split()[0] in ("hsdp", "ddp", "rounds", "tensor")
     assert (result["experts"] > 0) is replicas
-    assert result["messages"] > 2 * STEPS if name == "rounds fp32" else result["messages"] == 2 * STEPS
+    alone = (size, name) == (2, "pipeline fp32")  # in its stage
+    assert result["messages"] > 2 * STEPS if name == "rounds fp32" else result["messages"] == 2 * STEPS * (not alone)
 
 
 DIVISIONS = {
@@ -225,6 +230,14 @@ def test_whole_heads_on_a_rank_need_no_message(rows: int, messages: bool) -> Non
 def test_the_forecast_knows_the_bytes_that_are_sent(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
     sent, forecast = results[size][name]["sent"]
     assert sent == forecast
+
+
+def test_the_busiest_owner_is_in_the_stage_with_most_work() -> None:
+    config = composed.config_of([*RUN, "model.num_layers=3", "model.vocab_size=512"])
+    plan, degrees = check(config), Degrees(pipeline=2)
+    first, last = (muon_size(own, rows).flops for own, rows, _ in stage_models(config, plan, degrees))
+    assert first != last
+    assert busiest(config, plan, degrees) == pytest.approx(2 * max(first, last) / (first + last))
 
 
 if __name__ == "__main__":
