@@ -4,9 +4,9 @@
     python scripts/soak.py --faults 200 --first 400 --seed 3      one part of many, with other faults than the rest
 
 A *course* trains a tiny model on the CPU, undisturbed: the reference. Each fault (`soak_faults.py`) is applied to a
-copy of the course's folder after step 6, or to a run that starts from nothing; the copy is then resumed to the end.
-Courses differ by recipe, by bad steps (one is skipped; or a streak of them, so that the run rewinds) and by ranks:
-every fourth has two, started without torchrun. The result of a fault is one of
+copy of the course's folder after step 6, or to a run that starts from nothing; the copy is then resumed to the end, by
+`run.name` alone. Courses differ by recipe, by bad steps (one is skipped; or a streak of them, so that the run rewinds)
+and by ranks: every fourth has two, started without torchrun. The result of a fault is one of
 
     noticed   refused in one line; or reported (event, warning), and the run ends with the reference's bits
     same      the run ends with the reference's bits: the damaged part decides nothing, or is written again

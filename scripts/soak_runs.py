@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from soak_bits import Wrong, differs, metrics, state
 
-import trainer.launch.composition as composition
 import trainer.run.run_folder as run_folder
 from trainer.checkpoint import list_checkpoints
 from trainer.files import parse_line
@@ -32,8 +31,7 @@ COMMON = [
     "model.moe_intermediate_size=32", "model.num_experts=4", "trainer.global_batch_size=4", "trainer.microbatch_size=2",
     "trainer.sequence_length=24", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "optim.warmup_steps=4",
     "eval.every=0", "eval.at_end=4", "logging.every=1", "logging.console.enabled=false", "checkpoint.every=2",
-    "checkpoint.keep=0", "data=text", "data.validation_fraction=0.01", "health.dashboard=false", "run.name=run",
-    "run.resume=auto",
+    "checkpoint.keep=0", "data=text", "data.validation_fraction=0.01", "health.dashboard=false", "run.resume=auto",
 ]  # fmt: skip
 
 
@@ -52,20 +50,14 @@ def warm_up(folder: Path) -> None:
     def list_modules() -> None:
         names.write_text("\n".join(sys.modules))
 
-    words = [*COMMON, "parallel=fsdp", f"data.path={folder / 'corpus'}", f"run.dir={folder / 'warm'}"]
-    os.waitpid(fork(composed(words), {}, folder / "printed.txt", list_modules), 0)
+    words = [*COMMON, "parallel=fsdp", "run.name=run", f"data.path={folder / 'corpus'}", f"run.dir={folder / 'warm'}"]
+    os.waitpid(fork(words, {}, folder / "printed.txt", list_modules), 0)
     for name in names.read_text().split():
         if name not in known and name not in sys.modules:
             importlib.import_module(name)
     environment = run_folder.environment()
     run_folder.environment = lambda: environment
     gc.freeze()  # else each fork copies what it collects
-
-
-def composed(words: list[str]) -> composition.Job:
-    """Return the job for these words on the command line."""
-    sys.argv = [str(ROOT / "train.py"), *words]
-    return composition.compose(ROOT / "configs")[0]
 
 
 @dataclass
@@ -104,14 +96,17 @@ class Job:
 class Course:
     """One training: its undisturbed reference, and copies of its folder that are disturbed.
 
-    place: a copy's folder, with `runs/run` and `data`.
+    place: a copy's folder, with `runs/run` and `data`. words: the command line of a start. A run that has a config is
+    resumed by its name, with `debug.inject`, which holds for one start.
     """
 
     def __init__(self, folder: Path, words: list[str], ranks: int) -> None:
         self.folder, self.ranks, self.base, place = folder, ranks, folder / "base", folder / "copy"
         folder.mkdir()
-        words = [*COMMON, *words, f"data.path={folder.parent / 'corpus'}"]
-        self.job = composed([*words, f"run.dir={place / 'runs'}", f"data.cache_dir={place / 'data'}"])
+        self.config, named = place / "runs" / "run" / "config.yaml", ["run.name=run", f"run.dir={place / 'runs'}"]
+        self.by_name = [*named, *(word for word in words if word.startswith("debug."))]
+        data = [f"data.path={folder.parent / 'corpus'}", f"data.cache_dir={place / 'data'}"]
+        self.words = [*COMMON, *words, *named, *data]
         job = self.start()
         printed = job.end()
         if any(job.codes):
@@ -136,7 +131,8 @@ class Course:
         return place
 
     def start(self) -> Job:
-        """Start or resume the run in the copy, with as many processes as the course has."""
+        """Start the run in the copy or resume it, with as many processes as the course has."""
+        words = self.by_name if self.config.exists() else self.words
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -144,7 +140,7 @@ class Course:
         for rank, output in enumerate(job.outputs):
             launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
             launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            job.processes.append(fork(self.job, launch if self.ranks > 1 else {}, output))
+            job.processes.append(fork(words, launch if self.ranks > 1 else {}, output))
         return job
 
     def verdict(self, place: Path, refusable: bool) -> str:
@@ -175,10 +171,8 @@ def new_events(place: Path, base: Path) -> set[str]:
     return set(messages(place / "runs/run/events.jsonl") - messages(base / "runs/run/events.jsonl"))
 
 
-def fork(
-    job: composition.Job, environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None
-) -> int:
-    """Run python train.py in its own process, with an already composed command line. Returns the process number."""
+def fork(words: list[str], environment: dict[str, Any], output: Path, after: Callable[[], None] | None = None) -> int:
+    """Run python train.py with these words in its own process. Returns the process number."""
     sys.stdout.flush()
     process = os.fork()
     if process:
@@ -188,7 +182,7 @@ def fork(
         for stream in (1, 2):
             os.dup2(descriptor, stream)
         os.environ.update({key: str(value) for key, value in environment.items()})
-        composition.compose = lambda *_: [job]
+        sys.argv = [str(ROOT / "train.py"), *words]
         train(after)
     finally:
         os._exit(128 + signal.SIGINT)  # interrupted before it had begun
