@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import Counter
@@ -19,6 +20,7 @@ TEMPORARY = ".new"
 """Suffix of files that are not complete yet."""
 _LONGEST_LINE = 1 << 20
 """Bytes that hold a line of metrics."""
+_STEP = re.compile(rb'\{"step": (\d{1,18})\b')
 
 
 class Trimmed(NamedTuple):
@@ -39,6 +41,22 @@ def trim(path: Path, last_step: int | None) -> Trimmed:
             file.seek(0)
             replace_file(path, (line for line in file if _belongs(line, last_step)))
     return dropped
+
+
+def thin(path: Path) -> None:
+    """Drop half of the lines of a JSON-lines file that begin with a step, and spread the rest evenly over the steps.
+    Atomic. Lines of similar length are counted separately, so that long ones, which come less often, stay in part."""
+    with path.open("rb") as file:
+        lines = [(len(line).bit_length(), int(found[1]) if (found := _STEP.match(line)) else None) for line in file]
+        counts = Counter(kind for kind, step in lines if step is not None)
+        end = max((step for _, step in lines if step is not None), default=0) + 1
+        kept = {  # the last line of each of counts / 2 equal ranges of steps
+            (number, None) if step is None else (kind, step * counts[kind] // (2 * end)): number
+            for number, (kind, step) in enumerate(lines)
+        }
+        numbers = set(kept.values())
+        file.seek(0)
+        replace_file(path, (line for number, line in enumerate(file) if number in numbers))
 
 
 def _belongs(line: bytes, last_step: int | None) -> bool | None:

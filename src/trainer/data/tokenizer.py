@@ -24,12 +24,15 @@ from precision.errors import UserError
 from trainer.config.data import TOKENIZER, is_on_hub
 
 Flag = TypeVar("Flag")
+LONGEST_WORD = 1024
+"""Bytes of a word in training, whose time grows with the square of a word's length. Longer ones are cut."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab_size` entries (fewer if the text has no more pairs to merge)."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -38,6 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_text: str) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 

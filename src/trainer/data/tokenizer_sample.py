@@ -45,12 +45,14 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
     weights = [reader.part.weight or 1.0 for reader in readers]
     next_report = 0.0
     for reader, weight in zip(readers, weights, strict=True):
-        share = max(int(num_bytes * weight / sum(weights)), 1)
+        left = share = max(int(num_bytes * weight / sum(weights)), 1)
         for block in reader.sample(share):
             for piece in block.pieces(validation_fraction, log):
                 if not piece.held_out:
-                    taken += piece.num_bytes
+                    taken, left = taken + piece.num_bytes, left - piece.num_bytes
                     yield piece.text
+                if left <= 0 and not piece.ends_document:
+                    break  # within a long file
             if time.monotonic() >= next_report:
                 report(what, min(taken, num_bytes), 0)
                 next_report = time.monotonic() + REPORT_SECONDS

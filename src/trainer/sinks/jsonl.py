@@ -11,22 +11,31 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.files import open_own, trim
+from trainer.files import open_own, thin, trim
 
 
 class JsonLines:
     """Appends objects to `path`, one a line. Thread-safe.
 
     A failing write does not raise: training is worth more than a line about it. `warn` is called when writes begin to
-    fail, and when they work again.
+    fail, and when they work again. limit: bytes beyond which half of the lines is dropped (`trainer.files.thin`); the
+    first time, `say` is called.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        warn: Callable[[str], None],
+        limit: float = math.inf,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._path = path
         self._warn = warn
+        self._limit, self._say = limit, say
         self._lost = 0
         self._half: int | None = None
         self._file = _open(path)
@@ -47,8 +56,24 @@ class JsonLines:
                 self._lost += 1
                 if self._lost == 1:
                     news = f"{self._path} cannot be written ({error.strerror or error}); lines are being lost"
+            if not self._file.closed and os.fstat(self._file.fileno()).st_size > self._limit:
+                self._thin()
         if news is not None:
             self._warn(news)
+
+    def _thin(self) -> None:
+        if self._say is not None:
+            self._say(
+                f"{self._path} has more than {self._limit:,} bytes: it keeps fewer lines of its steps from now on"
+            )
+            self._say = None
+        self._file.close()
+        with suppress(OSError):  # on a full disk: tried again at twice the size
+            thin(self._path)
+        self._file = _open(self._path)
+        size = os.fstat(self._file.fileno()).st_size
+        if size > self._limit * 3 / 4:
+            self._limit = 2 * size
 
     def _append(self, line: bytes) -> bool:
         """Write a whole line, or raise OSError and write nothing. Return whether the file was missing and recreated."""

@@ -39,6 +39,7 @@ from trainer.sinks.wandb_tracker import WandbTracker
 _EVENT_STYLES = {"checkpoint": "dim", "resume": "cyan", "signal": "yellow", "profile": "cyan", "power": "cyan"}
 _OF_ALL = frozenset({"power", "rollback"})  # all ranks reach these alike: rank 0 shows them
 _ALARM = "yellow"
+_TENSORS_LIMIT = 512 << 20  # bytes; a resume reads 61 MB/s
 _LAST_WORD_SECONDS = 3.0  # the other ranks wait for it
 
 
@@ -99,7 +100,7 @@ class Sinks:
         if rank != 0:
             return
         self._metrics = JsonLines(run.path / METRICS, self._alarm("disk"))
-        self._tensors = JsonLines(run.path / TENSORS, self._alarm("disk"))
+        self._tensors = JsonLines(run.path / TENSORS, self._alarm("disk"), _TENSORS_LIMIT, self._say)
         self._events = JsonLines(run.path / EVENTS, self._alarm("disk"))
         if logging.wandb.enabled:
             config = cast(dict[str, Any], without_secrets(OmegaConf.to_container(OmegaConf.load(run.path / CONFIG))))

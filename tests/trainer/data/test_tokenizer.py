@@ -1,6 +1,8 @@
 """Any text comes back from its tokens, and the same text gives the same tokenizer."""
 
 import shutil
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from precision.errors import UserError
 from trainer.config.data import Source, check_data
 from trainer.data import DataConfig, Prepared, load_tokenizer, prepare
 from trainer.data.tokenizer import (
+    LONGEST_WORD,
     encode_pieces,
     end_of_text_id,
     file_hash,
@@ -20,6 +23,7 @@ from trainer.data.tokenizer import (
     tokenizer_file,
     train_tokenizer,
 )
+from trainer.data.tokenizer_sample import new_tokenizer
 
 END = "<|endoftext|>"
 TEXTS = ["def f(self):\n        return self.x\n" * 50, "import os, sys\nfor line in sys.stdin:\n    print(line)\n" * 40]
@@ -124,3 +128,29 @@ def test_a_name_on_the_hub_is_read_from_its_cache_or_refused_in_a_line(
             UserError, match=r"there is no such file or folder: give a tokenizer\.json, a name on the hub"
         ):
             check_data(DataConfig(tokenizer=wrong), 512)
+
+
+def test_a_line_without_end_is_read_and_trained_on_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training took time with the square of the longest word, and read a text file to its end."""
+    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARACTERS", 1 << 16)
+    monkeypatch.setattr("trainer.data.corpus.LONGEST_LINE", 1 << 16)
+    size = 5_000_000
+    (tmp_path / "line.txt").write_bytes(np.random.default_rng(0).integers(97, 123, size, dtype=np.uint8).tobytes())
+    read: list[str] = []
+
+    def train(texts: Iterable[str], vocab_size: int, end_of_text: str) -> Tokenizer:
+        return train_tokenizer((read.append(text) or text for text in texts), vocab_size, end_of_text)
+
+    monkeypatch.setattr("trainer.data.tokenizer_sample.train_tokenizer", train)
+    data = DataConfig(Source.text, str(tmp_path / "line.txt"), tokenizer_sample_mb=1, validation_fraction=0.1)
+    began = time.process_time()
+    tokenizer = new_tokenizer(data, 512)
+    assert tokenizer.get_vocab_size() == 512
+    assert 1_000_000 <= sum(map(len, read)) <= 1_000_000 + 2 * (1 << 16)
+    assert time.process_time() - began < 60, "16 minutes with words of 65,536 letters"
+    assert tokenizer.decode(tokenizer.encode(read[0]).ids) == read[0]
+
+
+def test_only_words_longer_than_any_are_cut_in_training() -> None:
+    short, long = "ab" * (LONGEST_WORD // 2), "ab" * LONGEST_WORD
+    assert train_tokenizer([short, short], 300, END).to_str() == train_tokenizer([long], 300, END).to_str()

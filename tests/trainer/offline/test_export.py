@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.checkpoint import read, read_meta
 from trainer.offline.export import export_run
 from trainer.offline.hf_export import Numbers, saved_model
 from trainer.offline.hf_fp8 import dequantize
+from trainer.offline.saved_model import open_run
 from trainer.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
@@ -283,6 +285,27 @@ def test_the_checkpoint_records_its_training_and_not_the_run_folder(runs: Path, 
     (copied / "tokenizer.json").write_text((copied / "tokenizer.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"tokenizer\.json: was altered"):
         export_run(copied, tmp_path / "other", Numbers.bf16)
+
+
+def test_an_altered_end_of_text_is_not_exported_nor_evaluated(runs: Path, tmp_path: Path) -> None:
+    """config.yaml's is not asked; the checkpoint's is covered by its manifest."""
+    shutil.copytree(runs / "fp32", run := tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("end_of_text: <|endoftext|>", "end_of_text: def"))
+    assert (run / "config.yaml").read_text() != config
+    export_run(run, tmp_path / "out", Numbers.bf16)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
+    assert open_run(run).config.data.end_of_text == "<|endoftext|>"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    state = (checkpoint / "state.json").read_text()
+    (checkpoint / "state.json").write_text(state.replace('"end_of_text": "<|endoftext|>"', '"end_of_text": "def"'))
+    assert (checkpoint / "state.json").read_text() != state
+    for name in (run, checkpoint):
+        with pytest.raises(ValueError, match=r"damaged|state\.json"):
+            export_run(name, tmp_path / "other", Numbers.bf16)
+        with pytest.raises(ValueError, match=r"damaged|state\.json"):
+            open_run(name)
+    assert not (tmp_path / "other").exists()
 
 
 def test_dequantised_fp8_is_what_transformers_reads(exported: dict[str, Path]) -> None:

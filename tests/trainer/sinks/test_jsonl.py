@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,39 @@ def test_a_half_line_that_cannot_be_taken_back_at_once_is_later(
     sink.write({"step": 3})
     sink.close()
     assert lines(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_file_that_grows_beyond_its_limit_keeps_lines_of_all_steps(tmp_path: Path) -> None:
+    """Every tenth line is ten times as long: neither kind disappears, in no part of the run."""
+    limit, said, path, steps = 60_000, [], tmp_path / "x.jsonl", range(10, 20_010, 10)
+    sink = JsonLines(path, pytest.fail, limit, said.append)
+    sink.write({"names": {"fp8": ["a", "b"]}})
+    for step in steps:
+        sink.write({"step": step, "padding": "x" * (1000 if step % 100 == 0 else 100)})
+        assert path.stat().st_size <= limit
+    sink.close()
+    head, *rest = lines(path)
+    found = [entry["step"] for entry in rest]
+    assert head == {"names": {"fp8": ["a", "b"]}} and found == sorted(set(found)) and found[-1] == steps[-1]
+    for eighth in range(8):
+        here = [step for step in found if step * 8 // (steps[-1] + 1) == eighth]
+        assert any(step % 100 == 0 for step in here) and any(step % 100 for step in here), eighth
+    assert len(said) == 1 and f"{path} has more than 60,000 bytes" in said[0]
+
+
+def test_a_file_that_cannot_be_made_shorter_grows_and_is_tried_again_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def full(path: Path) -> None:
+        tried.append(path.stat().st_size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.sinks.jsonl.thin", full)
+    sink = JsonLines(tmp_path / "x.jsonl", pytest.fail, 1000, lambda text: None)
+    for step in range(1000):
+        sink.write({"step": step})
+    sink.close()
+    assert [entry["step"] for entry in lines(tmp_path / "x.jsonl")] == list(range(1000))
+    assert tried and all(later >= 2 * earlier for earlier, later in pairwise(tried))
