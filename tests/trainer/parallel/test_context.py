@@ -24,8 +24,8 @@ from trainer.step.engine import Engine, build_engine
 from trainer.step.evaluation import mean_loss
 from trainer.step.train_step import train_step
 
-STEPS, LONG, LENGTH, BATCH, END = 4, 20, 24, 2, 7
-RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={LONG}", "optim.warmup_steps=2"]
+STEPS, LONG, LENGTH, BATCH, END = 2, 20, 24, 2, 7
+RUN = ["trainer.device=cpu", "precision.backend=reference", f"trainer.max_steps={LONG}", "optim.warmup_steps=1"]
 RUN += [f"trainer.global_batch_size={BATCH}", "trainer.microbatch_size=1", f"trainer.sequence_length={LENGTH}"]
 RUN += ["model.vocab_size=64", "model.hidden_size=64", "model.num_layers=2", "model.num_mtp_layers=2"]
 RUN += ["model.balance_loss_weight=0.01", "data=text", "data.path=.", "optim.lr=5e-4"]
@@ -34,10 +34,10 @@ RUN += ["optim.qk_clip=1"]  # below any head's log-sum-exp: all are clipped in e
 
 class Case(NamedTuple):
     """A run. keys: overrides. documents: attention stays within them. spoil: the rank whose loss is not a number in
-    step 3."""
+    step 2."""
 
     keys: tuple[str, ...]
-    steps: int = 3
+    steps: int = STEPS
     documents: bool = False
     spoil: int | None = None
 
@@ -55,30 +55,27 @@ Q_LATENT, CLIP = "model.q_lora_rank=32", "optim.qk_clip=1"
 RECIPES = ("fp8_delayed", "fp8_jit", "fp8_block")
 
 
+# each axis alone meets every option; documents and latent queries, of which neither meets the other, share a run
 CASES = {
-    1: {"plain": Case((FP32,), STEPS), "documents": Case((FP32,), documents=True)}
-    | {"q latent": Case((FP32, Q_LATENT, CLIP))}
+    1: {"plain": Case((FP32,)), "documents": Case((FP32, Q_LATENT, CLIP), documents=True)}
     | {name: Case((f"precision={name}",), 1) for name in ("bf16", *RECIPES)},
     2: {
-        "plain": Case((FP32, context(2)), STEPS),
-        "plain expert": Case((FP32, context(2), EP), STEPS),
+        "plain expert": Case((FP32, context(2), EP)),
         "plain full": Case((FP32, context(2), FULL)),
-        "documents": Case((FP32, context(2), "recompute=selective"), documents=True),
-        "q latent": Case((FP32, context(2), Q_LATENT, CLIP)),
-        "spoilt": Case((FP32, context(2)), 4, spoil=1),
-        "plain tensor": Case((FP32, tensor(2)), STEPS),
+        "documents": Case((FP32, context(2), "recompute=selective", Q_LATENT, CLIP), documents=True),
+        "spoilt": Case((FP32, context(2)), 3, spoil=1),
+        "plain tensor": Case((FP32, tensor(2))),
         "plain tensor expert": Case((FP32, tensor(2), EP, FULL)),
-        "documents tensor": Case((FP32, tensor(2), "recompute=selective"), documents=True),
-        "q latent tensor": Case((FP32, tensor(2), Q_LATENT, CLIP)),
-        "spoilt tensor": Case((FP32, tensor(2)), 4, spoil=1),
+        "documents tensor": Case((FP32, tensor(2), "recompute=selective", Q_LATENT, CLIP), documents=True),
+        "spoilt tensor": Case((FP32, tensor(2)), 3, spoil=1),
     }
     | {name: Case((f"precision={name}", context(2)), 1) for name in RECIPES}
     | {f"{name} tensor": Case((f"precision={name}", tensor(2)), 1) for name in RECIPES},
     4: {
-        "plain shard": Case((FP32, context(2), "parallel.shard=2"), STEPS),
+        "plain shard": Case((FP32, context(2), "parallel.shard=2")),
         "plain four": Case((FP32, context(4))),
         "plain tensor shard": Case((FP32, tensor(2), "parallel.shard=2")),
-        "documents tensor context": Case((FP32, tensor(2), context(2)), documents=True),
+        "documents tensor context": Case((FP32, tensor(2), context(2), Q_LATENT, CLIP), documents=True),
         "plain replicate expert": Case((FP32, context(2), "parallel.replicate=2", EP)),
     },
 }
@@ -138,7 +135,7 @@ def train(_: str, case: Case, world: World) -> dict[str, Any]:
     engine.optimizer.grad_norms = seen  # type: ignore[method-assign]
     for step in range(1, case.steps + 1):
         handles = []
-        if case.spoil == world.rank and step == 3:
+        if case.spoil == world.rank and step == 2:
             _, block = engine.model.iter_blocks()[1]
             handles.append(block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:])))
         result = train_step(engine, step, engine.share_of(batch(generator)), 1)
@@ -181,8 +178,7 @@ def test_in_fp32_the_curve_is_that_of_one_process(runs: dict[int, Any], size: in
         assert gap(ours, theirs, key) < 1e-5
     assert gap(ours, theirs, "optim/grad_norm") < 1e-3 and gap(ours, theirs, "norm") < 1e-3
     assert gap(ours, theirs, "bias") == 0, "loads are those of whole sequences"
-    if len(ours["lines"]) == len(theirs["lines"]):
-        assert abs(ours["validation"] - theirs["validation"]) < 1e-5
+    assert abs(ours["validation"] - theirs["validation"]) < 1e-5
 
 
 @pytest.mark.exhaustive
@@ -222,18 +218,18 @@ def test_amax_and_scale_of_a_weight_are_those_of_all_its_parts(runs: dict[int, A
     assert runs[2][f"{recipe} tensor"]["amaxes"] == runs[1][recipe]["amaxes"] != {}
 
 
-@pytest.mark.parametrize("name", ["plain tensor", "plain tensor expert", "q latent tensor"])
+@pytest.mark.parametrize("name", ["plain tensor", "plain tensor expert", "documents tensor"])
 def test_a_rank_of_a_tensor_group_holds_what_is_forecast(runs: dict[int, Any], name: str) -> None:
     held, forecast = runs[2][name]["held"]
-    assert held == forecast < runs[1]["plain"]["held"][0]
+    assert held == forecast < runs[1][name.split()[0]]["held"][0]
 
 
 @pytest.mark.parametrize("name", ["spoilt", "spoilt tensor"])
 def test_a_piece_that_is_not_a_number_drops_the_step_on_all_ranks(runs: dict[int, Any], name: str) -> None:
     lines = runs[2][name]["lines"]
-    assert [line["ok"] for line in lines] == [1, 1, 0, 1]
-    assert all(lines[2][key] == lines[1][key] for key in ("norm", "bias"))
-    assert lines[3]["norm"] != lines[2]["norm"]
+    assert [line["ok"] for line in lines] == [1, 0, 1]
+    assert all(lines[1][key] == lines[0][key] for key in ("norm", "bias"))
+    assert lines[2]["norm"] != lines[1]["norm"]
 
 
 if __name__ == "__main__":
