@@ -13,7 +13,7 @@ CASES = {
     1: {"fp16": Case(FP16, steps=12)},
     2: {
         "fsdp fp16": Case((*FSDP, *FP16), steps=12),
-        "ep fp16": Case((*EP, "precision=fp16"), steps=4, spoil=1),
+        "ep fp16": Case((*EP, "precision=fp16"), steps=3, spoil=1),
     },
 }
 
@@ -36,9 +36,9 @@ def test_in_fp16_ranks_scale_the_loss_as_one_process_does(curves: dict[int, Curv
 def test_in_fp16_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves]) -> None:
     lines = curves[2]["ep fp16"]
     assert [(line["ok"], line["overflow"], line["optim/loss_scale"]) for line in lines] == [
-        *[(1, 0, 2**16)] * 2, (0, 0, 2**16), (1, 0, 2**15)
+        (1, 0, 2**16), (0, 0, 2**16), (1, 0, 2**15)
     ]  # fmt: skip
-    assert lines[2]["norm"] == lines[1]["norm"] != lines[3]["norm"]
+    assert lines[1]["norm"] == lines[0]["norm"] != lines[2]["norm"]
 
 
 if __name__ == "__main__":

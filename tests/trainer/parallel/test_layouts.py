@@ -21,28 +21,26 @@ def over_seeds(name: str, *keys: str) -> dict[str, Case]:
 
 
 CASES = {
-    1: {"fp32": Case((FP32,))}
-    | {name: Case((f"precision={name}",), steps=2) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
+    1: {"fp32": Case((FP32,), 2)}
+    | {name: Case((f"precision={name}",), 2) for name in ("bf16", "fp8_delayed", "fp8_jit", "fp8_block")},
     2: {
-        "fsdp fp32": Case((*FSDP, FP32)),
-        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), steps=2),
-        "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), steps=2),
-        "ep fp32": Case((*EP, FP32), steps=2),
-        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), steps=2),
-        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), steps=2),
-        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), steps=2),
-        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), steps=2),
-        "ep fp8_jit": Case((*EP, "precision=fp8_jit"), steps=2),
-        "spoilt": Case((*FSDP, "precision=fp8_delayed"), steps=4, spoil=1),
-        "ep spoilt": Case((*EP, "precision=fp8_delayed"), steps=4, spoil=1),
+        "fsdp fp32 kept each": Case((*FSDP, FP32, KEPT, EACH, "recompute=full"), 2),
+        "fsdp fp32 selective": Case((*FSDP, FP32, "recompute=selective"), 2),
+        "ep fp32 each": Case((*EP, FP32, EACH, "recompute=full"), 2),
+        "fsdp fp8_delayed": Case((*FSDP, "precision=fp8_delayed"), 2),
+        "fsdp fp8_jit": Case((*FSDP, "precision=fp8_jit"), 2),
+        "fsdp fp8_block": Case((*FSDP, "precision=fp8_block"), 2),
+        "ep fp8_jit": Case((*EP, "precision=fp8_jit"), 2),
+        "spoilt": Case((*FSDP, "precision=fp8_delayed"), 3, spoil=1),
+        "ep spoilt": Case((*EP, "precision=fp8_delayed"), 3, spoil=1),
     },
     4: {
-        "hsdp fp32": Case((*HSDP, FP32)),
-        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), steps=2),
-        "ep fp32": Case((*EP, FP32)),
-        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32), steps=2),
-        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block"), steps=2),
-        "spoilt": Case((*HSDP, FP32), steps=4, spoil=2),
+        "hsdp fp32": Case((*HSDP, FP32), 2),
+        "ddp fp32": Case(("parallel=hsdp", "parallel.shard=1", FP32), 2),
+        "ep fp32": Case((*EP, FP32), 2),
+        "ep over groups fp32": Case((*HSDP, "parallel.expert=4", FP32), 2),
+        "hsdp fp8_block": Case((*HSDP, "precision=fp8_block"), 2),
+        "spoilt": Case((*HSDP, FP32), 3, spoil=2),
     },
 }
 OVER_SEEDS = {
@@ -100,8 +98,8 @@ def test_the_first_step_in_fp8_is_the_same_bit_for_bit(curves: dict[int, Curves]
 @pytest.mark.parametrize(("size", "name"), [(2, "spoilt"), (2, "ep spoilt"), (4, "spoilt")])
 def test_a_bad_step_on_one_rank_is_dropped_by_all(curves: dict[int, Curves], size: int, name: str) -> None:
     lines = curves[size][name]
-    assert [line["ok"] for line in lines] == [1, 1, 0, 1]
-    before, dropped, after = lines[1:4]
+    assert [line["ok"] for line in lines] == [1, 0, 1]
+    before, dropped, after = lines
     for key in ("norm", "bias", "scale") if size == 2 else ("norm", "bias"):
         assert dropped[key] == before[key], "nothing of it was kept"
     assert after["norm"] != dropped["norm"]
