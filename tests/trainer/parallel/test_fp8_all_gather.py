@@ -43,11 +43,10 @@ ODD = ["model.moe_intermediate_size=208"]  # a part of these rows is no whole nu
 CASES = {
     2: {
         "delayed": [*FSDP, "precision=fp8_delayed"],
-        "current": [*FSDP, *TENSOR],
         "block": [*FSDP, "precision=fp8_block"],
         "block odd": [*FSDP, "precision=fp8_block", *ODD],
         "delayed spread": [*EP, "precision=fp8_delayed"],
-        "with head": [*FSDP, *TENSOR, "precision.table.lm_head=fp8"],
+        "current with head": [*FSDP, *TENSOR, "precision.table.lm_head=fp8"],
     },
     4: {
         "delayed groups": [*HSDP, "precision=fp8_delayed"],

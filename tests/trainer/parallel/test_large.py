@@ -30,7 +30,6 @@ FSDP, HSDP = ["parallel=fsdp"], ["parallel=hsdp", "parallel.shard=2"]
 LARGE = 4096  # head, embedding, stacks of experts, and some others
 CASES = {
     2: {
-        "each": [*FSDP, *EACH],
         "once": [*FSDP, *ONCE],
         "kept and recomputed": [*FSDP, *EACH, "parallel.reshard_after_forward=false", "recompute=full"],
         "uneven": [*FSDP, *EACH, "model.num_experts=7"],
