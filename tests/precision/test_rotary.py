@@ -8,7 +8,7 @@ from precision import attention_inputs
 pytest.importorskip("triton", reason="Triton is missing")
 
 
-@pytest.mark.parametrize("backend", ["none", "inductor"])
+@pytest.mark.parametrize("backend", ["none", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_gradients_of_queries_keys_and_values_are_those_of_plain_pytorch(backend: str) -> None:
     B, S, H, N, R, V = 2, 3, 5, 12, 8, 6
     shapes = (B, S, H, N + R), (B, S, H, N + V), (B, S, 1, R)
