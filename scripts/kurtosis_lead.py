@@ -28,7 +28,7 @@ from trainer.files import parse_lines
 from trainer.launch.command_line import Parser, guarded
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-RISE, OVER, BACK, DROPPED = 0.5, 100, 500, 10
+RISE, OVER, BACK, SKIPPED = 0.5, 100, 500, 10
 NORM, LINES = 4.0, 20
 KINDS = tuple(f"act/kurtosis_{place}{kind}" for kind in ("", "_sequence") for place in ("qkv", "ffn", "block"))
 Series = dict[int, float]
@@ -109,7 +109,7 @@ def divergence(run: dict[str, Series]) -> int | None:
             return step
     skipped = sorted(run.get("recovery/skipped_steps", {}).items())
     for (before, count), (step, more) in pairwise(skipped):
-        if more - count >= min(DROPPED, step - before) and more >= DROPPED:
+        if more - count >= min(SKIPPED, step - before) and more >= SKIPPED:
             return before + 1
     return None
 

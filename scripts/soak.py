@@ -45,11 +45,11 @@ def course(folder: Path, number: int, seed: int, ranks: int) -> Course:
     chance = random.Random(f"course {seed} {number}")
     value, where = chance.choice(["nan", "inf"]), chance.choice(["loss", "activation", "gradient", "weight"])
     words = [f"+recipe={RECIPES[number % len(RECIPES)]}", f"trainer.seed={chance.randrange(100)}"]
-    kind = ["rewinds", "drops a step", "is clean"][number % 3]
+    kind = ["rewinds", "skips a step", "is clean"][number % 3]
     if kind == "rewinds":  # steps 3 and 4 are bad, and their data is left out
         words.append(f"debug.inject={{step: 1, where: {where}, value: {value}, steps: 100, windows: [8, 16]}}")
         words.append("recovery.max_consecutive_skips=1")
-    elif kind == "drops a step":
+    elif kind == "skips a step":
         words.append(f"debug.inject={{step: {chance.choice([3, 7, 8])}, where: {where}, value: {value}}}")
     many = ranks if number % 4 == 3 else 1
     words += ["parallel=fsdp"] if many > 1 else []

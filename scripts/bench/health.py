@@ -5,7 +5,7 @@
     python scripts/bench/health.py fp8_delayed model=moonlight_16b model.num_layers=5 model.vocab_size=32768 \
         trainer.sequence_length=4096 trainer.global_batch_size=8 trainer.microbatch_size=8
 
-Step, sampled step, line, shadow, step, ...: each waited for, in one process, medians. Sampling (a look inside) costs
+Step, sampled step, line, shadow, step, ...: each waited for, in one process, medians. Sampling costs
 the difference of a sampled step and a plain one. The shares of training time follow from `logging.every`,
 `health.every` and `health.shadow_every`; a shadow that is off (0) is shown with its cost and not counted. The line is
 the extra work of a logged step: norms, update ratio, statistics of the arena and the experts, sampled statistics, the
@@ -81,16 +81,16 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
     engine = build_engine(config, pick_device(t.device))
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
     logged = Timeline(t).steps_of(config.logging.every)
-    every = {"line": logged, "look": logged if watch.every is None else watch.every}
+    every = {"line": logged, "sampling": logged if watch.every is None else watch.every}
     every |= {"shadow": watch.shadow_every} if has_fp8 else {}
     with tempfile.TemporaryDirectory() as folder:
         file = JsonLines(Path(folder) / "tensors.jsonl", measure.say)
 
-        def health(look: int, shadow: int) -> Health:
-            asked = replace(watch, every=look, shadow_every=shadow)
+        def health(every: int, shadow: int) -> Health:
+            asked = replace(watch, every=every, shadow_every=shadow)
             return Health(asked, engine, file.write, t.global_batch_size, t.microbatch_size)
 
-        looks, shadows = health(1, 0), health(0, 1)
+        sampler, shadows = health(1, 0), health(0, 1)
         measured = ["step", "sampled", "line", *(["shadow"] if has_fp8 else [])]
         seconds: dict[str, list[float]] = {name: [] for name in measured}
         torch.manual_seed(0)
@@ -101,15 +101,15 @@ def rounds(recipe: str, overrides: list[str], steps: int) -> list[dict]:
             if has_fp8:
                 took["shadow"], _ = timed(partial(shadows.before, step, tokens))
             took["step"], _ = timed(train)
-            with looks.inside(step, logged=True):
+            with sampler.inside(step, logged=True):
                 took["sampled"], result = timed(train)
-            took["line"], _ = timed(partial(line, looks, step, result))
+            took["line"], _ = timed(partial(line, sampler, step, result))
             if step >= WARM_UP:
                 for name in seconds:
                     seconds[name].append(took[name])
         file.close()
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    medians["look"] = medians["sampled"] - medians["step"]
+    medians["sampling"] = medians["sampled"] - medians["step"]
     share = {name: medians[name] / n / medians["step"] if n else 0.0 for name, n in every.items()}
     rows = [{"what": "step", "ms": f"{medians['step'] * 1e3:.1f}", "in steps": "1.00"}]
     for name, n in every.items():

@@ -10,7 +10,7 @@ So every shape is known in advance, and the number of used slots stays on the de
 order, and experts' kernels end where the last expert's rows do.
 
 *Overflow.* `Slots.fill` is the largest used share of any room since the step began, on the device (counting only room
-that may be too small: C below T, or N below its maximum). Above 1, rows or choices were left out: the step is dropped
+that may be too small: C below T, or N below its maximum). Above 1, rows or choices were left out: the step is skipped
 on all ranks (`trainer.step.guard`), and f grows when the host reads the verdict. f is `parallel.dispatch_capacity`;
 memory grows with it.
 
@@ -21,7 +21,7 @@ experts' backward pass. The return of results, and of their gradients, does not 
 Without gradients (evaluation), the AllToAllDispatcher is used, which needs no extra room.
 
 With delayed scales the host reads once whether the arena has them; after that it does not wait. A scale that was lost
-again makes `fill` infinite: the step is dropped, and the host checks again.
+again makes `fill` infinite: the step is skipped, and the host checks again.
 """
 
 from collections.abc import Iterator

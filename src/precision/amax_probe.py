@@ -1,7 +1,7 @@
 """`AmaxProbe`: reports which sublayer went bad first.
 
 A probe is an identity at the end of a sublayer. It records the absolute maximum of the tensor in the forward pass, and
-of its gradient in the backward pass, in its own arena rows. After a dropped step these rows show where the first
+of its gradient in the backward pass, in its own arena rows. After a skipped step these rows show where the first
 non-finite number appeared, without a second run. This works in every recipe, BF16 included, and costs one read of the
 tensor each way.
 """

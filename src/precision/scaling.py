@@ -10,7 +10,7 @@ so that the scale is known before the tensor is made and the cast needs one pass
 The arena holds all of it in three buffers with one row per tensor: `amax [N]` of the step in progress, `history [N, H]`
 and `scale [N]`. A layer holds `Slot`s: 0-d views of its rows, bound once after the parameters exist. (Indexing the
 arena inside a compiled block would lose writes and compile every block again.) So a step's update is one fused
-operation for the model, dropping a step means not writing, and the checkpoint is plain tensors.
+operation for the model, skipping a step means not writing, and the checkpoint is plain tensors.
 
 Four rules keep one bad step from poisoning later ones:
 - `commit(ok)` writes nothing when ok is false. A non-finite amax makes ok false, so it never enters the history.

@@ -188,8 +188,8 @@ class Trainer:
         verdicts, self._verdicts = self._verdicts, []
         flags = torch.stack([~verdict.ok for verdict, _ in verdicts]).tolist() if verdicts else []
         self._make_room([verdict for verdict, _ in verdicts])
-        dropped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
-        reports = iter(self.run.diagnosis.report(dropped) if dropped else [])
+        skipped = [pair for pair, bad in zip(verdicts, flags, strict=True) if bad]
+        reports = iter(self.run.diagnosis.report(skipped) if skipped else [])
         for (verdict, windows), is_bad in zip(verdicts, flags, strict=True):
             if not is_bad:
                 self.run.ladder.note(None)
@@ -222,12 +222,12 @@ class Trainer:
         latest = self._latest
         assert latest is not None
         device = latest.metrics | r.health.collect(latest.load, latest.verdict.ok)
-        dropped = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
+        skips = {"recovery/skipped_steps": e.guard.skipped, "recovery/spikes": e.guard.spiked}
         if e.loss_scale is not None:
-            dropped["recovery/loss_scale_skips"] = e.guard.overflowed
+            skips["recovery/loss_scale_skips"] = e.guard.overflowed
         r.stragglers.launch()
-        values = r.health.report(self.step, copy_to_host(device | dropped))
-        values |= {key: int(values[key]) for key in dropped} | {"recovery/rewinds": len(r.ladder.rewinds)}
+        values = r.health.report(self.step, copy_to_host(device | skips))
+        values |= {key: int(values[key]) for key in skips} | {"recovery/rewinds": len(r.ladder.rewinds)}
         self._review()
         tokens = {"step": self.step, "tokens": self._timeline.tokens(self.step)}
         tokens["data/skipped_shards"] = len(r.data.left_out)

@@ -28,8 +28,8 @@ def test_what_health_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     said = capsys.readouterr().out
     assert ended.value.code == 0
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line}
-    assert [rows[name][3] for name in ("line", "look", "shadow")] == ["10", "10", "200"]
-    shares = [float(rows[name][4].rstrip("%")) for name in ("line", "look", "shadow")]
-    assert "health takes" in said and shares[0] > 0 and shares[2] > 0  # a look is a difference of two steps
+    assert [rows[name][3] for name in ("line", "sampling", "shadow")] == ["10", "10", "200"]
+    shares = [float(rows[name][4].rstrip("%")) for name in ("line", "sampling", "shadow")]
+    assert "health takes" in said and shares[0] > 0 and shares[2] > 0  # sampling is a difference of two steps
     results = json.loads(out.read_text())["results"]
     assert [r["name"] for r in results] == ["step", "sampled", "line", "shadow"] and len(results[0]["seconds"]) == 2

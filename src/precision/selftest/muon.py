@@ -13,7 +13,7 @@ FACTORS = 0.5, 2.0
 
 def elementwise(device: torch.device) -> None:
     """Check momentum, U and weights of matrices that are parts of a weight, upright and transposed, with an earlier
-    dropped step."""
+    skipped step."""
     lr, divisor = torch.tensor(LR, device=device), torch.tensor(4.0, device=device)
     bad, good = torch.tensor(False, device=device), torch.tensor(True, device=device)
     for moment, transposed in ((torch.float32, True), (torch.bfloat16, False)):
@@ -24,8 +24,8 @@ def elementwise(device: torch.device) -> None:
         sums, kept, before = torch.empty(muon.programs(w), device=device), weight.clone(), momentum.clone()
         muon.advance(g, m, out, bad, divisor, MU, True)
         muon.apply(w, out, sums, bad, lr, TIMES, DECAY)
-        same(momentum, before, "momentum of a dropped step")
-        same(weight, kept, "weight of a dropped step")
+        same(momentum, before, "momentum of a skipped step")
+        same(weight, kept, "weight of a skipped step")
         advanced = MU * m.double() + g.double() / 4
         muon.advance(g, m, out, good, divisor, MU, True)
         near(m, advanced, FP32_SUM if moment == torch.float32 else BF16_STEP, f"momentum in {moment}")

@@ -118,7 +118,7 @@ def heads(device: torch.device) -> None:
 
 
 def optimizer(device: torch.device) -> None:
-    """Check norms of gradients; AdamW and the norms of its updates, in three steps of which the second is dropped."""
+    """Check norms of gradients; AdamW and the norms of its updates, in three steps of which the second is skipped."""
     gradients = [plain(device, n, dtype=torch.float32) for n in (1, 5000, 37)]
     norms = GradientNorms([1, 5000, 37, 3], device)([*gradients, None])
     near(norms, torch.stack([*(g.double().norm() for g in gradients), norms.new_zeros(())]), FP32_SUM, "gradient norms")

@@ -137,7 +137,7 @@ def check_alerts(alerts: AlertsConfig) -> None:
                 raise UserError(f"health.alerts.{key}={value}: out of range; set a number {what}, or null for none")
 
 
-def check_looks(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
+def check_shadow(health: HealthConfig, fp8: bool, transformer_engine: bool) -> None:
     """Raise UserError for impossible sampled steps and shadows. fp8: whether any GEMM computes in FP8;
     transformer_engine: whether its modules serve GEMMs."""
     for key in ("every", "shadow_every"):

@@ -20,7 +20,7 @@ from precision.config import BackendChoice, Granularity
 from precision.errors import UserError, refuse
 from trainer.config import Config, Device, Dispatch, GpuChoice, RunConfig, Switch
 from trainer.config.data import check_data
-from trainer.config.health import check_alerts, check_looks, check_power
+from trainer.config.health import check_alerts, check_power, check_shadow
 from trainer.config.recovery import RecoveryConfig
 from trainer.config.timeline import Stretch, Timeline, each_shape, last_step, widest
 from trainer.config.unused_data_keys import without_effect as data_without_effect
@@ -80,7 +80,7 @@ def check(config: Config, world_size: int | None = None) -> Plan:
     _check_cuda_graph(config, plan)
     _check_fp8_all_gather(config, plan, world_size)
     has_fp8 = any(row.recipe.is_fp8 for row in plan.gemms.values())
-    check_looks(config.health, has_fp8, plan.served_by("transformer_engine"))
+    check_shadow(config.health, has_fp8, plan.served_by("transformer_engine"))
     return plan
 
 

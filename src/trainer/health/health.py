@@ -63,10 +63,11 @@ class Health:
     ):
         self._engine, self._write = engine, write
         self.batch, self.microbatch = batch, microbatch
-        self._looks, self._shadows = config.every, config.shadow_every
+        self._every, self._shadow_every = config.every, config.shadow_every
         self.note: str | None = None
         if config.every != 0 and engine.plan.served_by("transformer_engine"):  # its modules hide their casts
-            self._looks, self.note = 0, "no looks inside: Transformer Engine does not show what it casts (health.every)"
+            self._every = 0
+            self.note = "steps are not sampled: Transformer Engine does not expose its casts (health.every)"
         self.rows = Rows(engine.arena)
         blocks = engine.model.iter_blocks()
         moe = [name for name, block in blocks if isinstance(block, MoEBlock)]
@@ -77,12 +78,12 @@ class Health:
         self._casts, self._kurtosis = Casts(self.rows, engine.device), BlockKurtosis(blocks)
         documents = engine.model.end_of_text is not None
         self._logits = blocks[0][1].attn.knows_logits(engine.device, documents)
-        self._looked = False
+        self._sampled = False
         self._seen: dict[str, Tensor] = {}
 
     def due(self, step: int) -> bool:
         """Whether a step must be logged in any case: it is sampled at an interval of its own, or has a shadow."""
-        return _due(step, self._looks or 0) or _due(step, self._shadows)
+        return _due(step, self._every or 0) or _due(step, self._shadow_every)
 
     def before(self, step: int, tokens: Tensor) -> str | None:
         """Run a shadow if one is due for step `step`, on this rank's tokens [B, S + 1]. It changes nothing of training.
@@ -90,16 +91,16 @@ class Health:
         A shadow may need more memory than a step. If a single process runs out, shadows stop and the message is
         returned. With several ranks the error is raised: the others would wait in the pass's collectives.
         """
-        self._seen, self._looked = {}, False
-        if not _due(step, self._shadows):
+        self._seen, self._sampled = {}, False
+        if not _due(step, self._shadow_every):
             return None
         try:
             found = shadow.compare(self._engine, tokens[: self.microbatch], self.batch)
         except torch.OutOfMemoryError:
             if self._engine.world.many:
                 raise
-            key, self._shadows = f"health.shadow_every={self._shadows}", 0
-            return f"{key}: no memory for it beside training, none from here on; set health.shadow_every=0"
+            key, self._shadow_every = f"health.shadow_every={self._shadow_every}", 0
+            return f"{key}: no memory for it beside training, so it is off from now on; set health.shadow_every=0"
         self._seen |= {"shadow/loss_gap": found.loss_gap}
         self._seen |= {f"{VECTOR}shadow/cosine": found.cosine, f"{VECTOR}shadow/share": found.share}
         return None
@@ -107,8 +108,8 @@ class Health:
     @contextmanager
     def inside(self, step: int, logged: bool) -> Iterator[None]:
         """Sample the casts and activations of step `step` if it is due. logged: whether the step will be logged."""
-        self._looked = logged if self._looks is None else _due(step, self._looks)
-        if not self._looked:
+        self._sampled = logged if self._every is None else _due(step, self._every)
+        if not self._sampled:
             yield
             return
         self._casts.forget()
@@ -127,9 +128,9 @@ class Health:
     def collect(self, load: Tensor, ok: Tensor) -> dict[str, Tensor]:
         """Return a step's metrics, on the device. load: [blocks with experts, E]. ok: whether it counted. A
         collective."""
-        if self._looked:
+        if self._sampled:
             self._seen |= self._inside()
-            self._looked = False
+            self._sampled = False
         e, arena = self._engine, self._engine.arena
         norm, update = e.optimizer.norms(ok)
         found = {"optim/param_norm": norm, "optim/update_ratio": update / norm}

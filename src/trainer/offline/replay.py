@@ -36,7 +36,7 @@ from trainer.run.run_folder import EVENTS, METRICS, saved_backends
 from trainer.step.engine import Engine, build_engine
 from trainer.step.train_step import StepResult, train_step
 
-DROPPED = "nonfinite", "spike", "loss_scale"
+SKIPPED = "nonfinite", "spike", "loss_scale"
 
 
 @dataclass
@@ -97,11 +97,11 @@ def find(run: Path, step: int, most: int) -> Course:
     last = max(known, default=0)
     if not 1 <= step <= last:
         raise UserError(f"step {step}: {run} has steps 1 to {last} so far; give one of them")
-    dropped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in DROPPED]
-    event = events[dropped[-1]] if dropped else None
+    skipped = [i for i, entry in enumerate(events) if entry["step"] == step and entry.get("kind") in SKIPPED]
+    event = events[skipped[-1]] if skipped else None
     rewinds = Ladder(load(config_at(run, step)).recovery, run, 1).read()
-    if dropped:  # later ones belong to a later course
-        earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: dropped[-1]])
+    if skipped:  # later ones belong to a later course
+        earlier = sum(entry.get("kind") == "rollback" and "to" in entry for entry in events[: skipped[-1]])
         later, rewinds = rewinds[earlier:], rewinds[:earlier]
         newest = min([step - 1, *(rewind["to"] for rewind in later)])
         metrics = [] if later else metrics

@@ -54,7 +54,7 @@ class BadStep:
 
     def line(self, step: int) -> str:
         """Format the step in words."""
-        return f"step {step} is not finite, first at {'; '.join([self.place, *self.details])}; nothing of it was kept"
+        return f"step {step} is not finite, first at {'; '.join([self.place, *self.details])}; it is skipped"
 
 
 class Again(NamedTuple):
@@ -86,12 +86,12 @@ class Diagnosis:
         self._rows = {name: i for i, name in enumerate(self._arena.names)}
         self._limit = self._arena.limit.cpu()
 
-    def report(self, dropped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
-        """Diagnose `dropped`: all verdicts since the last call that are not ok, each with the windows of its step."""
+    def report(self, skipped: list[tuple[Verdict, np.ndarray]]) -> list[BadStep]:
+        """Diagnose `skipped`: all verdicts since the last call that are not ok, each with the windows of its step."""
         kept = self._engine.snapshot.take()
-        assert len(kept) == len(dropped)
+        assert len(kept) == len(skipped)
         committed, reports, looked = int(self._guard.committed), [], False
-        for (verdict, served), evidence in zip(dropped, kept, strict=True):
+        for (verdict, served), evidence in zip(skipped, kept, strict=True):
             place, origin = self._where(verdict, evidence)
             again = None
             same_weights = evidence is not None and evidence.committed == committed

@@ -70,9 +70,9 @@ class Ladder:
         self.streak: list[SkippedStep] = []
         self.rewinds: list[Rewind] = []
 
-    def note(self, dropped: SkippedStep | None) -> None:
+    def note(self, skipped: SkippedStep | None) -> None:
         """Record the next reviewed step: skipped, or (None) committed. Steps come in order."""
-        self.streak = [*self.streak, dropped] if dropped is not None else []
+        self.streak = [*self.streak, skipped] if skipped is not None else []
 
     @property
     def exhausted(self) -> bool:
@@ -120,7 +120,7 @@ class Ladder:
         where = f"from step {row[0].step} on, first at {row[0].place}"
         if len(row) > 1:
             where += f", the last one at {row[-1].place}"
-        what = f"{count} dropped (recovery.max_consecutive_skips={limit}), {where}"
+        what = f"{count} skipped (recovery.max_consecutive_skips={limit}), {where}"
         if isinstance(choice, str):
             on_event("rollback", step, f"{what}; {choice}: the run stops", failed=True)
             raise TrainingStopped(f"{what}; {choice}. {self._advice(choice)}")

@@ -141,7 +141,7 @@ class StepGuard:
         above_limits = " and ".join(f"{name} {value:.4g} above {limit:.4g}" for name, value, limit in above)
         name, value, limit = above[0]
         what = {"module": name, "value": value, "threshold": limit}
-        return Reason(f"step {verdict.step} is a spike: {above_limits}; nothing of it was kept", what)
+        return Reason(f"step {verdict.step} is a spike: {above_limits}; it is skipped", what)
 
     def overflow(self, verdict: Verdict, place: str) -> Reason | None:
         """Return the reason of a step that was skipped because its loss scale was too large, first at `place`, or None
@@ -149,19 +149,19 @@ class StepGuard:
         if verdict.loss_scale is None or not bool(verdict.overflow):
             return None
         scale = float(verdict.loss_scale)
-        line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,.12g}, first at {place}; it falls to "
-        return Reason(f"{line}{scale / 2:,.12g}, nothing else of the step was kept", {"loss_scale": scale})
+        line = f"step {verdict.step} overflows FP16 at a loss scale of {scale:,.12g}, first at {place}; the step is "
+        return Reason(f"{line}skipped and the scale becomes {scale / 2:,.12g}", {"loss_scale": scale})
 
     def crowded(self, verdict: Verdict, capacity: float) -> Reason | None:
         """Return the reason of a step that was skipped because tokens had too few slots, or None if that was not the
         reason. capacity: from now on. Synchronises."""
         if verdict.fill is None or verdict.crowded is None or not bool(verdict.crowded):
             return None
-        fill, line = float(verdict.fill), f"step {verdict.step} was dropped: "
+        fill, line = float(verdict.fill), f"step {verdict.step} was skipped: "
         if fill == torch.inf:
-            return Reason(f"{line}a scale of tokens on their way to experts was lost; it is made again", {})
-        line += f"experts of a rank were sent {fill:.2f} times what they have room for; "
-        fix = f"there is more from now on: parallel.dispatch_capacity={capacity:.3g}, to be set from the start"
+            return Reason(f"{line}a scale of the tokens sent to experts was lost; it is computed again", {})
+        line += f"a rank's experts were sent {fill:.2f} times the tokens they have room for; "
+        fix = f"their room grows; for the next run set parallel.dispatch_capacity={capacity:.3g}"
         return Reason(line + fix, {"fill": fill, "capacity": capacity})
 
     def count(self, verdict: Verdict) -> None:

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from precision import gemm_layers, observe
 from precision.observe import is_sampled, observing
 from trainer.config import Config
-from trainer.config.health import check_looks
+from trainer.config.health import check_shadow
 from trainer.forecast.memory import forecast_memory
 from trainer.forecast.preflight import check
 from trainer.health import shadow
@@ -292,8 +292,8 @@ def test_the_forecast_knows_of_the_shadow(config: Configs) -> None:
 def test_transformer_engine_is_not_looked_into(config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config("+recipe=fp8_delayed", "health.every=7")
     with pytest.raises(ValueError, match=r"health\.shadow_every=5: Transformer Engine"):
-        check_looks(replace(made.health, shadow_every=5), fp8=True, transformer_engine=True)
-    check_looks(made.health, fp8=True, transformer_engine=True)
+        check_shadow(replace(made.health, shadow_every=5), fp8=True, transformer_engine=True)
+    check_shadow(made.health, fp8=True, transformer_engine=True)
     engine = build_engine(made, CPU)
     quiet = Health(made.health, engine, lambda entry: None, 4, 2)
     assert quiet.note is None and quiet.due(7)

@@ -128,13 +128,13 @@ def test_the_ladder_hears_of_an_overflow_only_at_the_smallest_scale(config: Conf
     """A gradient that is never finite: two steps for the scale, from 4 to 1, then three in a row, and the end."""
     keys = (*RUN, "precision.loss_scale.initial=4", "recovery.max_consecutive_skips=2", "recovery.rewind.max=0")
     bad = "debug.inject={step: 2, steps: 9, where: gradient, value: nan}"
-    with pytest.raises(TrainingStopped, match=r"3 steps in a row dropped .* from step 4 on"):
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row skipped .* from step 4 on"):
         Trainer(config(*keys, bad, "trainer.max_steps=12")).train()
     run = Path(config(*keys).run.dir) / "run"
     events = lines(run / "events.jsonl")
     overflows = [event for event in events if event["kind"] == "loss_scale"]
     assert [(event["step"], event["loss_scale"]) for event in overflows] == [(2, 4), (3, 2)]
-    assert "at a loss scale of 4, first at" in overflows[0]["message"] and "falls to 2" in overflows[0]["message"]
+    assert "at a loss scale of 4, first at" in overflows[0]["message"] and "becomes 2" in overflows[0]["message"]
     assert [event["step"] for event in events if event["kind"] == "nonfinite"] == [4, 5, 6]
     (last,) = [line for line in lines(run / "metrics.jsonl") if line["step"] == 5]
     assert (last["recovery/skipped_steps"], last["recovery/loss_scale_skips"]) == (4, 2)

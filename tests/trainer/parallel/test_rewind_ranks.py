@@ -55,7 +55,7 @@ def main(rank: int, folder: Path) -> None:
     assert len(set(map(str, parts.world.gather(state)))) == 1, "the same on every rank"
     assert parts.loader.state_dict()["left_out"] == [[WINDOWS.start, WINDOWS.stop]]
     stopped = Trainer(config_of([*RUN, *places, "run.name=stopped", "recovery.rewind.max=0", inject]), [], parts.world)
-    with pytest.raises(TrainingStopped, match="2 steps in a row dropped"):
+    with pytest.raises(TrainingStopped, match="2 steps in a row skipped"):
         stopped.train()
     (folder / f"stopped{rank}").touch()
     dist.destroy_process_group()

@@ -93,7 +93,7 @@ def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: d
     before, dropped, after = lines
     assert dropped["fill"] > 1 and dropped["place"] == "experts' slots (capacity)"
     assert [dropped[key] for key in ("scale", "weights")] == [before[key] for key in ("scale", "weights")]
-    assert dropped["reason"].startswith("step 2 was dropped: experts of a rank were sent ")
+    assert dropped["reason"].startswith("step 2 was skipped: a rank's experts were sent ")
     assert f"parallel.dispatch_capacity={dropped['room']:.3g}" in dropped["reason"]
     assert after["fill"] <= 1 and after["weights"] != dropped["weights"] and dropped["room"] > 0.3
 

@@ -97,7 +97,7 @@ def test_the_same_trouble_goes_back_further_and_then_stops(config: Configs) -> N
     message = str(stop.value)
     assert stop.value.exit_code == 1 and "\n" not in message
     for part in (
-        "3 steps in a row dropped (recovery.max_consecutive_skips=2), from step 8 on, first at loss (forward)",
+        "3 steps in a row skipped (recovery.max_consecutive_skips=2), from step 8 on, first at loss (forward)",
         "the run went back 2 times already (to step 6, 4) and it came again",
         "recovery.rewind.max=4 for more attempts",
     ):

@@ -214,7 +214,7 @@ function changes(grid) {
 }
 
 class LoadPanel extends Panel {
-  // Tokens per expert of the last look, against the block's mean. Its horizontal axis is experts, so it has no cursor.
+  // Tokens per expert of the last sampled step, against the block's mean. Its horizontal axis is experts, so it has no cursor.
   render() {
     this.stale = false;
     const runs = visibleRuns().filter((run) => run.load);

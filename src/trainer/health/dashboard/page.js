@@ -20,7 +20,7 @@ const SECTIONS = [
     line("Update ratio", "update over parameters", [["optim/update_ratio", "norms"]], { log: true }),
     line("Learning rate", "", [["optim/lr", "learning rate"]], { exact: true, low: 0 }),
     line("Loss scale", "FP16", [["optim/loss_scale", "loss scale"]], { log: true, exact: true }),
-    line("Steps that came to nothing", "so far", [["recovery/skipped_steps", "dropped"], ["recovery/spikes", "of these spikes"], ["recovery/loss_scale_skips", "of these by the loss scale"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
+    line("Skipped steps", "so far", [["recovery/skipped_steps", "skipped"], ["recovery/spikes", "of these spikes"], ["recovery/loss_scale_skips", "of these by the loss scale"], ["recovery/rewinds", "rewinds"], ["data/skipped_shards", "data shards left out"]], { exact: true, low: 0, unlessZero: true }),
   ]],
   ["FP8", [
     { title: "Scales and casts", unit: "one row a tensor", type: MapPanel, group: "fp8", size: "all", filters: [["inputs", ":input"], ["weights", ":weight"], ["gradients", ":grad"], ["all", ""]],
@@ -150,7 +150,7 @@ function drawHead() {
     ["tokens", ({ tokens }) => tokens && short(tokens, 3)], ["loss, last 50 steps", ({ loss }) => isNumber(loss) && forms.loss(loss)], ["validation", ({ validation }) => isNumber(validation) && forms.loss(validation)],
     ["loss vs first run", (about, run) => run !== first && gapOf(run)],
     ["tokens/s", (about) => about.tokens_per_second && short(about.tokens_per_second, 3)], ["MFU", ({ mfu }) => isNumber(mfu) && forms.share(mfu)], ["peak GiB", ({ peak_gib }) => isNumber(peak_gib) && short(peak_gib, 3)],
-    ["J/token", (about) => about.joules_per_token && short(about.joules_per_token, 3)], ["dropped", ({ skipped }) => isNumber(skipped) && grouped(skipped)], ["alerts", ({ alerts }) => grouped(alerts)],
+    ["J/token", (about) => about.joules_per_token && short(about.joules_per_token, 3)], ["skipped", ({ skipped }) => isNumber(skipped) && grouped(skipped)], ["alerts", ({ alerts }) => grouped(alerts)],
   ];
   const cells = columns.map(([label, value, kind]) => [label, kind || "", view.runs.map((run) => value(run.about, run))]).filter(([, , values]) => values.some((value) => value && (!Array.isArray(value) || value[0])));
   const head = el("tr", {}, el("th", { class: "left" }, "run"), ...cells.map(([label, kind]) => el("th", { class: kind }, label)));

@@ -38,7 +38,7 @@ BUDGET = 48 * 2**20
 """Bytes of tensors.jsonl that are read when a run is opened, at most: about two seconds."""
 OVERLAP = 64
 """Bytes before the end of the part already read, which identify the file."""
-LOOK = b'"saturated"', b'"kurtosis_qkv"', b'"cosine"'
+SAMPLED = b'"saturated"', b'"kurtosis_qkv"', b'"cosine"'
 """Keys that only lines of sampled steps and shadows have."""
 RARE = 8
 """If more plain lines than this come for one of these, these are thinned out less, by this factor."""
@@ -90,11 +90,11 @@ class Lines:
 
     def _left_out(self, line: bytes) -> bool:
         """Return whether to skip a line. If sampled steps are rare (`health.every`), they are counted separately."""
-        look = any(word in line for word in LOOK)
-        self._numbers[look] += 1
-        rare = look and RARE * self._numbers[True] <= self._numbers[False]
+        sampled = any(word in line for word in SAMPLED)
+        self._numbers[sampled] += 1
+        rare = sampled and RARE * self._numbers[True] <= self._numbers[False]
         stride = max(1, self.stride // RARE) if rare else self.stride
-        return self._numbers[look] % stride != 0 and b'"names"' not in line[:12]
+        return self._numbers[sampled] % stride != 0 and b'"names"' not in line[:12]
 
 
 class Series:

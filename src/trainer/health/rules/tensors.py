@@ -166,7 +166,7 @@ class Kurtosis(Rule):
 
     name = "kurtosis_power"
     KINDS = ("kurtosis_qkv", "kurtosis_ffn", "kurtosis_block")
-    LOOKS, FEWEST, FIRST, GREW, HIGH = 128, 8, 16, 1.5, 6.0
+    MOST_KEPT, FEWEST, FIRST, GREW, HIGH = 128, 8, 16, 1.5, 6.0
     APART = 100
 
     def __init__(self, power: float):
@@ -186,17 +186,17 @@ class Kurtosis(Rule):
             return None
         self._past = [(at, row) for at, row in self._past if at < step and len(row) == len(now)]
         self._past.append((step, now))
-        if len(self._past) > self.LOOKS:  # keep every other one of the older half
-            half = self.LOOKS // 2
+        if len(self._past) > self.MOST_KEPT:  # keep every other one of the older half
+            half = self.MOST_KEPT // 2
             self._past = self._past[:half:2] + self._past[half:]
         within = [(at, row) for at, row in self._past if at >= step / 2]
         found: dict[int, tuple[float, float, int]] = {}
-        looks = self.FEWEST
-        while looks <= len(within):
-            steps, values = zip(*within[-looks:], strict=True)
+        count = self.FEWEST
+        while count <= len(within):
+            steps, values = zip(*within[-count:], strict=True)
             for i, power, grew in self._grows(np.array(steps, float), np.array(values, float)):
                 found.setdefault(i, (power, grew, steps[0]))
-            looks *= 2
+            count *= 2
         worst = sorted(found, key=lambda i: -now[i])
         return [self._alert(step, names[i], now[i], *found[i]) for i in worst]
 

@@ -154,7 +154,7 @@ def events(steps: int) -> Iterator[dict[str, Any]]:
     """Lines of events.jsonl: one of each kind, and many checkpoints."""
     middle, hot = steps // 2, int(0.62 * steps)
     place = {"module": "layers.2.attn.o"}
-    dropped = f"step {middle - 3} is not finite, first at layers.2.attn.o (backward); nothing of it was kept"
+    dropped = f"step {middle - 3} is not finite, first at layers.2.attn.o (backward); it is skipped"
     norm = {"rule": "grad_norm_spike", "value": 85, "threshold": 2.7}
     fell = {"rule": "scale_drop", "tensor": "layers.4.attn.kv_b:grad"}
     found: list[tuple[int, str, str, dict[str, Any]]] = [
