@@ -79,7 +79,8 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
             f"--dtype fp8: {checkpoint} was trained as {meta['precision']}, since when the run is {precision.name}; "
             "export a later step, or use --dtype bf16"
         )
-    return RunQuantizer(saved_model(meta, checkpoint), precision, saved_backends(folder) or {}, saved, checkpoint)
+    backends = saved_backends(folder, checkpoint_step(checkpoint)) or {}
+    return RunQuantizer(saved_model(meta, checkpoint), precision, backends, saved, checkpoint)
 
 
 def _tokenizer(checkpoint: Path, meta: dict[str, Any], given: Path | None) -> TokenizerSource | None:

@@ -96,7 +96,7 @@ def open_run(
     check_sizes(config)
     device = pick_device(config.trainer.device)
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length
-    saved = saved_backends(folder) if precision is None else None
+    saved = saved_backends(folder, checkpoint_step(checkpoint)) if precision is None else None
     if (gpu := detect(device)) is not None:
         recall(gpu)
     plan = Plan(config.precision, config.model.num_layers, gpu, tokens, saved)

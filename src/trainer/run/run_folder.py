@@ -277,9 +277,13 @@ class RunFolder:
             replace_file(path, text.encode())
 
 
-def saved_backends(folder: Path | None) -> dict[str, Any] | None:
-    """Return the backends chosen when the run in this folder began; None if it is new or did not record them."""
+def saved_backends(folder: Path | None, step: int | None = None) -> dict[str, Any] | None:
+    """Return the backends chosen when the run in this folder began; None if it is new or did not record them. step:
+    those in force then, before a resumption with another config."""
     path = None if folder is None else folder / BACKENDS
+    if folder is not None and step is not None:
+        kept = sorted(folder.glob("backends.before_step_*.json"), key=lambda path: (path.stem[:29], len(path.stem)))
+        path = next((path for path in kept if int(path.stem[21:29]) >= step), folder / BACKENDS)
     if path is None or not path.is_file():
         return None
     return read_signed(path, ("gpu", "rows"), "remove it, and backends are chosen again")

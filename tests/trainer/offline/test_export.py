@@ -287,6 +287,20 @@ def test_the_checkpoint_records_its_training_and_not_the_run_folder(runs: Path, 
         export_run(copied, tmp_path / "other", Numbers.bf16)
 
 
+def test_an_earlier_step_is_exported_under_the_config_that_made_it(runs: Path, tmp_path: Path) -> None:
+    """The run resumes with a block in BF16, under the same recipe's name."""
+    shutil.copytree(runs / "fp8_block", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "expected", Numbers.fp8)
+    places = [f"data.path={runs / 'text'}", f"data.cache_dir={runs / 'cache'}", f"run.dir={tmp_path}", "run.name=run"]
+    changed = ["precision=fp8_block", "precision.rules.last_blocks=1", "run.resume=auto", "trainer.max_steps=4"]
+    Trainer(config_of([*SMALL, YARN, f"run.init_from={runs / 'fp32'}", *places, *changed])).train()
+    export_run(tmp_path / "run", tmp_path / "earlier", Numbers.fp8, step=2)
+    for path in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "earlier" / path.name).read_bytes() == path.read_bytes(), path.name
+    export_run(tmp_path / "run", tmp_path / "later", Numbers.fp8, step=4)
+    assert tensors(tmp_path / "later").keys() < tensors(tmp_path / "earlier").keys(), "the last block has no scales"
+
+
 def test_an_altered_end_of_text_is_not_exported_nor_evaluated(runs: Path, tmp_path: Path) -> None:
     """config.yaml's is not asked; the checkpoint's is covered by its manifest."""
     shutil.copytree(runs / "fp32", run := tmp_path / "run")
