@@ -124,7 +124,7 @@ class Run:
         rewinds = self.world.on_first(self.ladder.read)
         state, meta, fresh = self._take_over(path)
         self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
-        self._heed()
+        self._apply_rewinds()
         self.sinks.load_state_dict(state["sinks"])
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
@@ -152,7 +152,7 @@ class Run:
         message = self.ladder.take(choice, step, self.sinks.event)
         assert isinstance(choice, Rewind)
         self._take_over(self.checkpointer.folder / checkpoint_name(choice.to))
-        self._heed()
+        self._apply_rewinds()
         self.sinks.rewind(choice.to)
         self.checkpointer.go_back(choice.to)
         what = {key: value for key, value in asdict(choice).items() if key != "step"}
@@ -169,7 +169,7 @@ class Run:
         torch.set_rng_state(state["rng"]["cpu"])
         return state, meta, fresh
 
-    def _heed(self) -> None:
+    def _apply_rewinds(self) -> None:
         """Apply the left-out windows and lowered rates of all rewinds so far to the loaded state."""
         self.loader.leave_out(self.ladder.left_out)
         self.engine.optimizer.schedule.lower(*self.ladder.lowered)

@@ -123,10 +123,10 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
     one_microbatch = t.global_batch_size <= t.microbatch_size * degrees.data
     if one_microbatch and not graphs:
         memory |= _at_the_peak(plan, degrees, memory["activations"], masters)
-    wholes, largest, communication = {}, 0.0, 0.0  # bytes in FP32 of what a rank gathers, by part
+    gathered_weights, largest, communication = {}, 0.0, 0.0  # bytes in FP32 of what a rank gathers, by part
     if degrees.world > 1:
-        wholes = _wholes(plan, degrees, config=config.model)
-        largest = max(size for name, size in wholes.items() if name)
+        gathered_weights = _gathered_weights(plan, degrees, config=config.model)
+        largest = max(size for name, size in gathered_weights.items() if name)
         communication = _communication(config, plan, degrees, tokens) + largest + tokens * between
 
     def held(policy: FsdpPolicy) -> dict[str, float]:
@@ -136,7 +136,7 @@ def _of_a_rank(config: Config, plan: Plan, degrees: Degrees, graphs: bool, micro
         if degrees.world > 1:
             found["compute weights"] = _gathered(config, plan, degrees, policy.keep_gathered)
             once = not policy.reduce_each_microbatch and not one_microbatch
-            found["gradients"] += sum(wholes.values()) if once else largest
+            found["gradients"] += sum(gathered_weights.values()) if once else largest
             found["communication"] = communication
         return found
 
@@ -264,7 +264,7 @@ def _copies(plan: Plan, degrees: Degrees) -> dict[str, float]:
 
 
 @once
-def _wholes(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
+def _gathered_weights(plan: Plan, degrees: Degrees, config: ModelConfig) -> dict[str, float]:
     """Return the FP32 bytes of the parameters that a rank gathers, by block."""
     sizes: dict[str, float] = defaultdict(float)
     sizes[""] = 4.0 * config.vocab_size * config.hidden_size / degrees.tensor  # the embedding

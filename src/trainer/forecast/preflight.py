@@ -110,7 +110,7 @@ def _check_run(run: RunConfig) -> None:
         if path == "":  # an unset shell variable; Path reads it as the current folder
             refuse(f"run.{key}", "''", "no folder", fix)
     if run.dir.partition("/")[0] == "~":
-        refuse("run.dir", run.dir, "nothing expands ~ after a =", "write $HOME")
+        refuse("run.dir", run.dir, "~ is not expanded after =", "write $HOME")
 
 
 def check_sizes(config: Config) -> None:

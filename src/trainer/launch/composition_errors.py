@@ -15,7 +15,7 @@ def explain(error: BaseException, arguments: list[str]) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         if "=~" in str(error.override):
-            return f"{error.override}: nothing expands ~ after a =; write $HOME"
+            return f"{error.override}: ~ is not expanded after =; write $HOME"
         fix = "quote values with spaces, any of ,=[]{}()<> or letters beyond a to z as \"KEY='VALUE'\""
         key, equals, value = str(error.override).partition("=")
         if value[:1] in ("{", "["):  # quotes around a section or list are the shell's, or it is text

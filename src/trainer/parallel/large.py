@@ -67,9 +67,9 @@ class LargeWeights(AllGather):
     and the event of their arrival.
     """
 
-    def __init__(self, comm: AllGather, wholes: list[GatherBuffer], sending: Sending, device: torch.device):
+    def __init__(self, comm: AllGather, buffers: list[GatherBuffer], sending: Sending, device: torch.device):
         self.comm = comm
-        self._wholes, self._sending, self._device = wholes, sending, torch.get_device_module(device)
+        self._buffers, self._sending, self._device = buffers, sending, torch.get_device_module(device)
         self._steps = self._made = self._device.current_stream()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,10 +86,10 @@ class LargeWeights(AllGather):
         """Run on the current stream, which is that of messages."""
         work = self.comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         with self._device.stream(self._steps):
-            for whole in self._wholes:
-                whole.allocate()
+            for buffer in self._buffers:
+                buffer.allocate()
         self._device.current_stream().wait_stream(self._steps)  # the memory's previous owner may still run
-        parts = [whole.gather(self.comm, group) for whole in self._wholes]
+        parts = [buffer.gather(self.comm, group) for buffer in self._buffers]
         self._sending.append((parts, self._made, self._device.current_stream().record_event()))
         return work
 

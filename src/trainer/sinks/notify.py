@@ -117,7 +117,7 @@ class _Channel:
         try:
             self._queue.put_nowait(notice)
         except queue.Full:
-            self._fail(f"{WAITING} notices wait already; more are given up")
+            self._fail(f"{WAITING} notices are queued; further ones are discarded")
 
     def close(self, deadline: float) -> None:
         if self._thread is None or self._closed:

@@ -20,7 +20,7 @@ RUN += [f"trainer.device={DEVICE}", "trainer.microbatch_size=2", "trainer.max_st
 RUN += ["parallel=fsdp", "run.name=a", "run.dir=runs", "logging.every=1"]
 FAULTS = {
     "killed": (signal.SIGKILL, 1, "was killed by SIGKILL (out of memory? see dmesg), in step "),
-    "frozen": (signal.SIGSTOP, 1, "has given no sign of life for"),
+    "frozen": (signal.SIGSTOP, 1, "has been unresponsive for"),
     "interrupted": (signal.SIGINT, 130, "stopped by SIGINT after step "),
 }
 

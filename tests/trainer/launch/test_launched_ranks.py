@@ -122,7 +122,7 @@ FAULTS = {
     "mistake:all": (2, "error: optim.lr=9: too large; lower it"),
     "hang": (1, "error: the others waited in vain for rank 1 (HOST, process N), in step 3, at "),
     "lag": (1, "error: the others waited in vain for rank 1 (HOST, process N), in step 3, at "),
-    "freeze": (1, "error: rank 1 (HOST, process N) has given no sign of life for"),
+    "freeze": (1, "error: rank 1 (HOST, process N) has been unresponsive for"),
 }
 
 

@@ -111,7 +111,7 @@ def test_ranks_meet_however_late_one_of_them_is(pair: Pair) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "how"),
-    [("SIGKILL", "(was killed by SIGKILL.*|has died)"), ("SIGSTOP", "has given no sign of life for 4 s .*")],
+    [("SIGKILL", "(was killed by SIGKILL.*|has died)"), ("SIGSTOP", "has been unresponsive for 4 s .*")],
 )
 def test_one_that_dies_or_stops_is_named_by_the_other(pair: Pair, who: int, fault: str, how: str) -> None:
     pair.start(fault, who)
@@ -199,7 +199,7 @@ def test_silence_in_a_phase_is_no_death(monkeypatch: pytest.MonkeyPatch, phase: 
         beat._check_pulses()
     assert gone == []
     beat._check_pulses()
-    assert len(gone) == 1 and f"has given no sign of life for{why}" in gone[0]
+    assert len(gone) == 1 and f"has been unresponsive for{why}" in gone[0]
 
 
 def test_a_number_of_a_process_means_nothing_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:

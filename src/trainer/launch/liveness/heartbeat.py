@@ -162,7 +162,7 @@ class Heartbeat(threading.Thread):
                 if phase and silences < LONG_SILENCES:
                     continue
                 why = f", while {phase}" if phase else " (is its node lost?)"
-                self._end(rank, f"has given no sign of life for {round(silences * PULSE_SECONDS)} s{why}")
+                self._end(rank, f"has been unresponsive for {round(silences * PULSE_SECONDS)} s{why}")
 
     def _end(self, rank: int, how: str) -> None:
         step = max(self._member.step, self._store.position(rank)[0])  # its pulse is up to half a second old

@@ -95,7 +95,7 @@ class _Line:
         return f"rank {self.rank} ({self.process[0]}, process {self.process[1]})"
 
 
-_SILENT = "has given no sign of life for {:.0f} s (is it stopped, or its node lost?)"
+_SILENT = "has been unresponsive for {:.0f} s (is it stopped, or its node lost?)"
 _BEFORE = "before the ranks had met"
 
 
@@ -324,13 +324,13 @@ class Guest(_Lobby):
             if self._is_due():
                 line.send()
             for message in messages or []:
-                self._heed(line, message)
+                self._handle(line, message)
             if messages is None or line.is_silent():
                 if self._verdict is None and not self._over:
                     self._lost(line, line.how() if messages is None else self._silence())
                 return
 
-    def _heed(self, line: _Line, message: dict[str, Any]) -> None:
+    def _handle(self, line: _Line, message: dict[str, Any]) -> None:
         if "hello" in message:
             line.rank, line.process = 0, message["hello"]
         elif "open" in message:
