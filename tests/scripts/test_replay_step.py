@@ -1,6 +1,7 @@
 """A replayed step of a run: dropped or good, before or after a rewind; the run's folder is only read."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from precision.errors import UserError
 from trainer.offline.replay import Course, Replay, config_of, find, replay
 
 ROOT = Path(__file__).parents[2]
@@ -154,3 +156,13 @@ def test_the_config_of_that_time(run: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     rates = [config_of(find(tmp_path, step, 10), [], True)["optim"]["lr"] for step in (3, 4, 5, 6)]
     assert rates == [1.0, 2.0, 2.0, tree["optim"]["lr"]]
+
+
+def test_the_backends_of_that_time(run: Path, tmp_path: Path) -> None:
+    """Those of a later config are not read."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "backends.json").rename(tmp_path / "run" / "backends.before_step_00000005.json")
+    (tmp_path / "run" / "backends.json").write_text("of later steps, damaged")
+    assert again(find(tmp_path / "run", 4, 10)).ours
+    with pytest.raises(UserError, match=r"backends\.json"):
+        again(find(tmp_path / "run", 6, 10))

@@ -150,7 +150,7 @@ def replay(course: Course, tree: dict[str, Any], precision: Path, microbatch: in
         raise UserError(f"--microbatch {microbatch}: the step has {count}; give 0 to {count - 1}")
     data = prepare(config.data, config.model.vocab_size)
     loader = Loader(data.train, t.sequence_length, t.global_batch_size, t.seed, timeline=timeline)
-    engine = build_engine(config, device, saved_backends(course.run))
+    engine = build_engine(config, device, saved_backends(course.run, course.step))
     set_document_masking(engine.model, t, data)
     _restore(course, config, engine, loader)
     for step in range(course.first + 1, course.step):

@@ -147,7 +147,7 @@ def test_a_line_without_end_is_read_and_trained_on_in_part(tmp_path: Path, monke
     tokenizer = new_tokenizer(data, 512)
     assert tokenizer.get_vocab_size() == 512
     assert 1_000_000 <= sum(map(len, read)) <= 1_000_000 + 2 * (1 << 16)
-    assert time.process_time() - began < 60, "16 minutes with words of 65,536 letters"
+    assert time.process_time() - began < 60
     assert tokenizer.decode(tokenizer.encode(read[0]).ids) == read[0]
 
 
