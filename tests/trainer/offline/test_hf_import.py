@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -332,6 +333,13 @@ def test_folders_that_are_not_there_or_not_whole_are_refused(
     for token in ("${oc.env:HOME}", "a\nb", {"content": 7}, ["x"]):
         (whole / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         refused("eos_token=.* is not the text of a token", whole)
+
+
+def test_a_folders_name_adds_no_key(good: tuple[Path, dict[str, Tensor], dict[str, Any]], tmp_path: Path) -> None:
+    source = shutil.copytree(good[0], tmp_path / "model\nhidden_size: 7")
+    import_hf(source, tmp_path / "in")
+    (choice,) = tmp_path.glob("in/**/model/*.yaml")
+    assert yaml.safe_load(choice.read_text())["hidden_size"] == MODEL.hidden_size
 
 
 @pytest.mark.skipif(
