@@ -139,7 +139,7 @@ def test_the_end_waits_for_what_is_on_its_way_but_not_long(server: Server, monke
         notifier.send(EVENT)
     notifier.close(0.2)
     assert server.got == [], "it is back, and no answer has come"
-    assert len(warned) == 2 and "wait already" in warned[0] and "not delivered by the end" in warned[1]
+    assert len(warned) == 2 and "further ones are discarded" in warned[0] and "not delivered by the end" in warned[1]
     server.answers.set()
 
 
