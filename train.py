@@ -68,7 +68,8 @@ def run(rank_group: "RankGroup") -> None:
         if remarks[number - 1] and launch.is_first and config.logging.console.enabled:
             say(remarks[number - 1])
         trainer = Trainer(config, job.overrides, world)
-        trainer.run.sinks.log(remarks[number - 1])
+        if remarks[number - 1]:
+            trainer.run.sinks.log(remarks[number - 1])
         summary = trainer.train()
         done.append((summary, job.overrides))
         if launch.is_first and config.logging.console.enabled:

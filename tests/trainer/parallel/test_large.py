@@ -60,7 +60,7 @@ def train(keys: list[str], world: World) -> dict[str, Any]:
         whole
         for _, group in large.groups(engine.model)
         if isinstance(group.all_gather, large.LargeWeights)
-        for whole in group.all_gather._wholes
+        for whole in group.all_gather._buffers
     ]
     assert all(whole.numbers.numel() for whole in wholes), "each has been gathered"
     assert not any(whole.numbers.untyped_storage().size() for whole in wholes), "and freed"
