@@ -62,11 +62,11 @@ class Heartbeat(threading.Thread):
         self._pulses: dict[int, tuple[str, int]] = {}  # rank -> its last pulse, number of checks since
         self._beats = 0
 
-    def stop(self) -> None:
-        """Stop the thread and join it."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Stop the thread and join it, for at most `seconds`."""
         self._stopping = True
         os.write(self.waker, b"\0")
-        self.join()
+        self.join(seconds)
 
     def kill_unresponsive(self, rank: int) -> None:
         """Kill a neighbour that does not react to the news: a stopped process, for which the launcher would wait."""

@@ -336,6 +336,8 @@ class RankGroup:
             alive = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
             self._store.wait_for_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
         elif not self.launch.agent_store:
+            if self._heartbeat is not None and threading.current_thread() is not self._heartbeat:
+                self._heartbeat.stop(LOOK_SECONDS)  # a call of its own that loses the store would print those pages
             with contextlib.suppress(RuntimeError):
                 self._store.set("over", rank, "1")
 
