@@ -31,7 +31,7 @@ def run() -> None:
     given = parser.parse_intermixed_args()
     asked = [word for word in given.overrides if word.lstrip("+").startswith("trainer.device=")]
     if any(word.partition("=")[2] != given.device for word in asked):
-        raise UserError(f"{asked[0]}: the audit chooses by an option; write --device {asked[0].partition('=')[2]}")
+        raise UserError(f"{asked[0]}: the audit has an option for it; write --device {asked[0].partition('=')[2]}")
     sys.argv[1:] = [*given.overrides, f"trainer.device={given.device}"]
     jobs = compose(CONFIGS)
     import torch

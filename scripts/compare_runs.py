@@ -161,7 +161,9 @@ def read_run(path: Path) -> Run:
         changed = {step: changes(*pair, but=NO_MATTER) for step, pair in zip(before, pairwise(texts), strict=True)}
         first, last = (flat(read_yaml(text)) for text in (texts[0], texts[-1]))
     except yaml.YAMLError:
-        raise UserError(f"{path / CONFIG}: it, or one of before, is damaged (no YAML); compare other runs") from None
+        raise UserError(
+            f"{path / CONFIG}: it, or one of its earlier versions, is damaged (not YAML); compare other runs"
+        ) from None
     return Run(path, last, series, first.get("run.init_from"), {step: keys for step, keys in changed.items() if keys})
 
 

@@ -54,7 +54,7 @@ def run() -> None:
     for remark in saved.remarks:
         print(remark)
     if saved.text is not None and saved.text != data.validation.sidecar.sha256:
-        print("the held-out text is another one than the run's")
+        print("the held-out text is not the run's")
     print(f"{saved.checkpoint}, on {saved.device}, sequences of {saved.config.trainer.sequence_length:,} tokens")
     print("\n".join(["", *table(evaluate(saved, data, given.batches), saved.config.precision.name)]))
     logged = logged_loss(saved)

@@ -73,7 +73,7 @@ def summary(prepared: "Prepared", seconds: float) -> str:
         lines.append(f"of the training text: {', '.join(shares)}")
     lines += [f"left out: {skipped}" for skipped in prepared.skipped[:20]]
     if len(prepared.skipped) > 20:
-        lines.append(f"left out: the same or else in {len(prepared.skipped) - 20:,} more places, see prepared.json")
+        lines.append(f"left out: {len(prepared.skipped) - 20:,} more places, see prepared.json")
     if prepared.bigram_loss is not None:
         lines.append(f"bigrams: {prepared.bigram_loss:.4f} nats per token of the held-out text")
     lines.append(f"tokenizer: {prepared.train.sidecar.vocab_size:,} entries, {prepared.tokenizer_path}")

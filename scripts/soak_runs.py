@@ -154,7 +154,7 @@ class Course:
             raise Wrong(f"exit codes {job.codes}: {printed}")
         run, noticed = place / "runs" / "run", "octet: " in printed or bool(new_events(place, self.base) - self.events)
         if (where := differs(state(run, STEPS), self.state)) is not None:
-            raise Wrong(f"{where} has other bits{', though something was said' * noticed}: {printed}")
+            raise Wrong(f"{where} has other bits{', though damage was reported' * noticed}: {printed}")
         if not refusable:
             ours, wanted = metrics(run), self.metrics
             if "metrics.jsonl can be written again; " in (run / "logs" / "rank0.log").read_text(errors="replace"):

@@ -164,7 +164,9 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.router_scoring is RouterScoring.softmax:
         for key in ("num_mtp_layers", "norm_topk_prob"):
             if value := getattr(config, key):
-                raise UserError(f"model.{key}={value}: transformers' deepseek_v2 computes without; cannot be exported")
+                raise UserError(
+                    f"model.{key}={value}: transformers' deepseek_v2 does not support it; the model cannot be exported"
+                )
     yarn = config.rope_scaling
     stretch = {} if yarn is None else {key: getattr(yarn, key) for key in _YARN_KEYS}
     kind = "default" if yarn is None else "yarn"
@@ -216,7 +218,7 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
     theta = rope.pop("rope_theta")
     kind = {rope.pop(key, "default") for key in ("type", "rope_type")} - {"default"} or {"default"}
     if theta is None:
-        raise UserError("config.json: lacks rope_theta; write it, or rope_parameters")
+        raise UserError("config.json: lacks rope_theta; add it, or rope_parameters")
     if kind == {"default"} and not rope:
         return theta, None
     if kind != {"yarn"} or not rope.keys() <= set(_YARN_KEYS):
@@ -225,7 +227,7 @@ def _read_rope(hf: Mapping[str, Any]) -> tuple[float, YarnConfig | None]:
         )
     for key in ("factor", "original_max_position_embeddings"):
         if rope.get(key) is None:
-            raise UserError(f"config.json: rope_scaling of type yarn lacks {key}; write it, as DeepSeek does")
+            raise UserError(f"config.json: rope_scaling of type yarn lacks {key}; add it, as in DeepSeek's")
     return theta, YarnConfig(**{"mscale": 0.0, "mscale_all_dim": 0.0, **rope})
 
 

@@ -53,7 +53,7 @@ UNBOUNDED = (
     "attn.core=fp8 without model.qk_norm: nothing bounds queries and keys, and models like this diverge with attention "
     "in FP8 (arXiv 2505.20524, table 2); take a fog_* model, or precision.table.attn.core=bf16"
 )
-BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: scales want FP32 sums of 128 products"
+BLOCKS_PROMOTE = "accumulation=fast has no effect with granularity=block: its sums of 128 products must be in FP32"
 FP8_MULTIPLE = 16  # in and out features of an FP8 GEMM, for the tensor cores' layouts
 
 
@@ -187,8 +187,8 @@ class Plan:
         if self.is_fp16 and others:
             name, (op, fmt) = others[0]
             raise UserError(
-                f"precision.table.{op}={'fp8' if fmt.is_fp8 else fmt.name}: {name} is beside others in FP16, with "
-                "which only FP32 goes; set it to fp16 or fp32, and precision.rules.exceptions, too"
+                f"precision.table.{op}={'fp8' if fmt.is_fp8 else fmt.name}: others are in FP16, with which {name} "
+                "can only be in FP16 or FP32; set it to fp16 or fp32, also in precision.rules.exceptions"
             )
 
     @property
@@ -279,7 +279,7 @@ class Plan:
             cell = getattr(cell, part)
         if not isinstance(cell, Precision):
             raise UserError(
-                f"precision.table.{op} decides nothing, but {name} needs it; set it to fp32, bf16, fp16 or fp8"
+                f"precision.table.{op} has no value, and {name} needs one; set it to fp32, bf16, fp16 or fp8"
             )
         return cell
 
@@ -385,7 +385,7 @@ def _check_scaling(scaling: ScalingConfig) -> None:
             f"{where}.max_jump={scaling.max_jump:g}: scales could not follow a tensor that grows; set 2 or more"
         )
     if not 0 <= scaling.margin <= 8:
-        raise UserError(f"{where}.margin={scaling.margin}: powers of two of head room; set 0 to 8")
+        raise UserError(f"{where}.margin={scaling.margin}: out of range (powers of two of headroom); set 0 to 8")
     if scaling.forward is not Fp8Format.e4m3:
         raise UserError(
             f"{where}.forward={scaling.forward.value}: activations and weights need E4M3's digits; set e4m3"

@@ -36,7 +36,7 @@ from precision.rows import CUDA, REFERENCE, TE
 HEAD = "lm_head"
 NEVER_SLOWER = "never_slower"
 FAR = math.log(8.0)  # log distance beyond which a measured shape is a poor estimate
-FAR_NOTE = "is judged by a shape far from it"
+FAR_NOTE = "is judged by the measurement of a distant shape"
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,14 @@ class Resolver:
         (n, k, _), theirs = entry.shape, f", {entry.rows} rows" if rows else ""
         self.notes.append(
             f"precision.never_slower: {gemm.name} ({gemm.out_features} x {gemm.in_features}{rows}) {FAR_NOTE} "
-            f"({n} x {k}{theirs}), and so may others: measure them with scripts/bench/linear.py --table"
+            f"({n} x {k}{theirs}), and others may be, too: measure them with scripts/bench/linear.py --table"
         )
 
     def _note_other_sums(self, kind: str, accumulation: Accumulation, entry: Entry) -> None:
         assert self._gpu is not None
         note = (
             f"no measured rates of {kind} GEMMs with {self._scaling} and accumulation={accumulation.value} on "
-            f"{self._gpu.name}: those with {entry.accumulation} stand for them"
+            f"{self._gpu.name}: those with {entry.accumulation} are used instead"
         )
         if note not in self.notes:
             self.notes.append(note)

@@ -129,11 +129,11 @@ class Run:
         message = f"resumed from {path.name}"
         if meta["precision"] != self.config.precision.name:
             message += f"; precision recipe {meta['precision']} -> {self.config.precision.name}"
-            message += f", {len(fresh)} tensors scale without a history at first" if fresh else ""
+            message += f", {len(fresh)} tensors start without a scaling history" if fresh else ""
         self.sinks.event("resume", self.folder.first_step, message)
         self.checkpointer.announce(self.folder.first_step, self.ladder.streak_begins)
         if state.get("validation", here := self.data.validation.sidecar.sha256) != here:
-            changed = f"the text of {self.data.validation.path} is another one than before: loss/validation too"
+            changed = f"the text of {self.data.validation.path} has changed, and so loss/validation will"
             self.sinks.event("data", self.folder.first_step, changed, path=str(self.data.validation.path))
 
     def rewind(self, step: int) -> int:
@@ -203,7 +203,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         loader.check(read_values(path, "loader"))
         begun, given = meta.get("config", {}).get("run", {}).get("init_from"), kept_tree(config)["run"]["init_from"]
         if given is not None and given != begun:
-            why = "without effect: the run resumes from a checkpoint of its own"
+            why = "has no effect: the run resumes from its own checkpoint"
             notes.append(Note("config", 0, f"run.init_from={config.run.init_from}: {why}"))
 
     with ExitStack() as on_error:

@@ -100,7 +100,7 @@ def accept_stamped(path: Path) -> None:
     try:
         first, _, rest = (text := path.read_bytes().decode()).partition("\n")
     except ValueError:
-        raise UserError(f"{path}: cannot be read (no text); correct it") from None
+        raise UserError(f"{path}: cannot be read (not text); correct it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); correct it") from None
     replace_file(path, stamped(rest if first.startswith(_FIRST_LINE) else text).encode())
@@ -116,9 +116,9 @@ def _read(path: Path, fix: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: cannot be read (no JSON); {fix}") from None
+        raise UserError(f"{path}: cannot be read (not JSON); {fix}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: cannot be read (no JSON object); {fix}")
+        raise UserError(f"{path}: cannot be read (not a JSON object); {fix}")
     return content

@@ -111,7 +111,7 @@ def refuse_link(path: Path) -> None:
     from precision.errors import UserError  # imports torch, for which `--help` must not wait
 
     if path.is_symlink():
-        raise UserError(f"{path}: is a link, and a run writes into files and folders of its own; remove it")
+        raise UserError(f"{path}: is a link, and a run writes only to its own files and folders; remove it")
 
 
 def open_own(path: Path, flags: int = os.O_WRONLY | os.O_APPEND) -> int:
@@ -153,10 +153,10 @@ def check_new(out: Path) -> Path:
 
     partial = out.with_name(out.name + ".partial")
     if os.path.lexists(out):
-        raise UserError(f"{out}: exists; name a folder that does not, or remove this one")
+        raise UserError(f"{out}: exists; choose another folder, or remove this one")
     if os.path.lexists(partial):
-        why = "exists, being written or left by a program that was killed, perhaps for another purpose"
-        raise UserError(f"{partial}: {why}; remove it, or name another folder than {out}")
+        why = "exists: another program is writing it, or was killed while it did"
+        raise UserError(f"{partial}: {why}; remove it, or choose another folder than {out}")
     return partial
 
 

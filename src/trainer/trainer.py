@@ -273,5 +273,5 @@ class Trainer:
         )
         r.sinks.summary(summary)
         if lost:
-            raise TrainingStopped(f"trained to the end, and the end is not saved: {lost}")
+            raise TrainingStopped(f"training has finished, but its end is not saved: {lost}")
         return summary

@@ -76,7 +76,7 @@ def broken(config: PrecisionConfig, change: Callable[[PrecisionConfig], None]) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: setattr(c.table.attn, "q", None), r"precision\.table\.attn\.q decides nothing.*layers\.0\.attn\.q"),
+        (lambda c: setattr(c.table.attn, "q", None), r"precision\.table\.attn\.q has no value.*layers\.0\.attn\.q"),
         (lambda c: setattr(c.table.grad, "reduce", Precision.bf16), r"precision\.table\.grad\.reduce=bf16"),
         (lambda c: setattr(c.table, "residual", Precision.fp8), r"precision\.table\.residual=fp8"),
         (lambda c: setattr(c.table.moe, "router", Precision.fp8), r"precision\.table\.moe\.router=fp8"),

@@ -146,7 +146,7 @@ def test_never_slower_notes_once_that_the_measured_shape_is_far_away() -> None:
         for name in ("layers.0.attn.q_a", "layers.1.attn.q_a"):
             resolver.choose(Gemm(name, 384, 768, 1, 16384, BF16), Precision.fp8)
         assert len(resolver.notes) == told
-    asked = "layers.0.attn.q_a (384 x 768, 16384 rows) is judged by a shape far from it (2048 x 2048, 16384 rows)"
+    asked = "(384 x 768, 16384 rows) is judged by the measurement of a distant shape (2048 x 2048, 16384 rows)"
     resolver = Resolver(settings(never_slower=True), H200, rates=table)
     resolver.choose(Gemm("layers.0.attn.q_a", 384, 768, 1, 16384, BF16), Precision.fp8)
     assert asked in resolver.notes[0]

@@ -121,7 +121,7 @@ def test_linear_of_a_model(tmp_path: Path, bench: Run) -> None:
         ("linear", ["--model", "deepseek_tny"], "did you mean deepseek_tiny?"),
         ("experts", ["--chosen", "9", "--experts", "8"], "--chosen 9: a token chooses 1 to --experts 8"),
         ("experts", ["--table", "--gradients", "bf16", "--backend", "cuda"], "add --gradients fp32"),
-        ("linear", ["--tokens", "many"], "--tokens: invalid int value: 'many'; linear.py --help says what it takes"),
+        ("linear", ["--tokens", "many"], "--tokens: invalid int value: 'many'; see linear.py --help"),
         ("step", ["model.num_layers=2"], "no recipe to measure; name one: fp8_delayed"),
     ],
 )

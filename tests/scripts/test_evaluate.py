@@ -120,7 +120,7 @@ def test_sequences_longer_than_the_model_or_the_text_are_refused(runs: Path) -> 
 
 @pytest.mark.parametrize("choice", ["+recipe=bf16", "recipe=bf16", "precision=bf16", "+optim.lr=1"])
 def test_what_is_chosen_by_name_is_the_runs(runs: Path, choice: str) -> None:
-    with pytest.raises(ValueError, match=f"{re.escape(choice)}: the recipe, and all .* is the run's; change single"):
+    with pytest.raises(ValueError, match=f"{re.escape(choice)}: the recipe and .* are the run's; change single"):
         open_run(runs / "fp32", None, [choice])
 
 
@@ -152,4 +152,4 @@ def test_other_text_in_the_runs_tokens(runs: Path, run_python: Run, tmp_path: Pa
     ]
     done = run_python(EVALUATE, runs / "fp32", *words)
     assert done.returncode == 0, done.stderr
-    assert "the held-out text is another one than the run's" in done.stdout
+    assert "the held-out text is not the run's" in done.stdout

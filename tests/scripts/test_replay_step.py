@@ -133,7 +133,7 @@ def test_what_is_printed(run: Path, run_python: Run) -> None:
         (["missing", "4"], "missing: no such folder; give the folder of a run"),
         (["RUN", "7"], "step 7: RUN has steps 1 to 6 so far; give one of them"),
         (["RUN", "0"], "step 0: RUN has steps 1 to 6 so far"),
-        (["RUN", "3", "--most", "1"], "step 3: RUN has no checkpoint before it, and the steps to train again are 2"),
+        (["RUN", "3", "--most", "1"], "step 3: RUN has no checkpoint before it, so 2 steps must be trained again"),
         (["RUN", "4", "--microbatch", "2"], "--microbatch 2: the step has 2; give 0 to 1"),
         (["RUN", "4", "model.layers=3"], "model.layers=3: there is no such key; did you mean model.num_layers?"),
         (["RUN", "4", "model.hidden_size=32"], "the checkpoint is of another model"),

@@ -52,7 +52,7 @@ def test_a_run_starts_from_what_was_prepared_ahead(config: Configs, lines: Path,
     assert trainer.step == 2 and trainer.train().step == 3
     assert all("another one" not in event["message"] for event in events(run))
     lines.write_text(lines.read_text() + "\n")
-    with pytest.raises(ValueError, match=r"ahead: holds other data than this, or from another state"):
+    with pytest.raises(ValueError, match=r"ahead: contains different data, or an earlier state"):
         prepare(one.data, one.model.vocab_size, folder=tmp_path / "ahead")
 
 

@@ -89,7 +89,7 @@ def test_a_run_whose_end_cannot_be_saved_reports_it_after_its_summary(
     trainer = Trainer(config("run.name=a", "checkpoint.every=2"))
     at(trainer, 6, lambda: (trainer.run.checkpointer.settle(), disk(True)))
     with pytest.raises(
-        TrainingStopped, match=r"trained to the end, .* not saved: .*step 6 .*File too large.* earlier"
+        TrainingStopped, match=r"training has finished, .* not saved: .*step 6 .*File too large.* earlier"
     ) as end:
         trainer.train()
     assert end.value.exit_code == 1 and "validation loss" in capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_a_validation_text_that_has_changed_is_reported_at_the_resume(
     (folder / held_out).write_text("something else " * 99)  # the training text is what it was
     Trainer(config(*words, "trainer.max_steps=1")).train()
     (event,) = events(run, "data")
-    assert event["message"].endswith("validation.bin is another one than before: loss/validation too")
+    assert event["message"].endswith("validation.bin has changed, and so loss/validation will")
 
 
 def test_what_is_left_out_of_the_data_is_counted_and_reported(config: Configs, corpus: Path, tmp_path: Path) -> None:

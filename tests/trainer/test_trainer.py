@@ -241,7 +241,7 @@ def test_what_a_run_may_not_change_is_refused(config: Configs) -> None:
         ("model.num_mtp_layers=2", r"model\.num_mtp_layers=2: .* was trained with 1"),
         ("trainer.seed=9", r"trainer\.seed=9"),
         ("trainer.sequence_length=16", r"trainer\.sequence_length=16"),
-        ("trainer.max_steps=1", r"trainer\.max_steps=1: .*step_00000002 is further already; set 2 or more"),
+        ("trainer.max_steps=1", r"trainer\.max_steps=1: .*step_00000002 is already past it; set 2 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             Trainer(config("run.name=run", "run.resume=auto", change))
@@ -265,7 +265,7 @@ def test_another_text_is_refused_before_anything_is_written(config: Configs, tmp
     changed = config(f"run.resume={first}", "checkpoint.keep=0", f"data.path={other}", "data.validation_fraction=0.3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a tokenizer that is too small: the refusal comes alone
-        with pytest.raises(ValueError, match=r"^data: .*train\.bin is another text than the run to resume was reading"):
+        with pytest.raises(ValueError, match=r"^data: .*train\.bin is not the text of the run to resume"):
             Trainer(changed)
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
 
@@ -278,7 +278,7 @@ def test_what_a_run_once_started_from_may_be_gone_when_it_resumes(config: Config
     check_origin(config(*keys))
     _, same = train(config(*keys))
     assert same == run
-    text = "run.init_from={}: without effect: the run resumes from a checkpoint of its own"
+    text = "run.init_from={}: has no effect: the run resumes from its own checkpoint"
     assert not any("init_from" in line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config")
     train(config(*keys[:2], f"run.init_from={tmp_path / 'another'}", "trainer.max_steps=7"))
     told = [line["message"] for line in lines(run / "events.jsonl") if line["kind"] == "config"]
@@ -321,7 +321,7 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
     other.run.close(None)
     for change, message in (
         ("model.hidden_size=32", r"run\.init_from=.*embed\.weight is \[320, 32\].*\[320, 64\]"),
-        ("model.num_mtp_layers=0", r"run\.init_from=.*: mtp\.0\..* is there and not in this model"),
+        ("model.num_mtp_layers=0", r"run\.init_from=.*: it has mtp\.0\..*, which this model lacks"),
     ):
         changed = config(f"run.init_from={run}", change)
         with pytest.raises(ValueError, match=message):
@@ -334,7 +334,7 @@ def test_a_run_starts_from_the_weights_of_another(config: Configs) -> None:
 
 def test_a_place_that_is_refused_is_refused_before_data_is_prepared(config: Configs, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"run\.resume=auto: which run"):
+    with pytest.raises(ValueError, match=r"run\.resume=auto: run\.name is not set"):
         Trainer(config("run.resume=auto", f"data.cache_dir={cache}"))
     (tmp_path / "runs" / "taken").mkdir(parents=True)
     (tmp_path / "runs" / "taken" / "config.yaml").touch()

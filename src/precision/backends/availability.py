@@ -64,7 +64,7 @@ def build_problem() -> str | None:
         return f"Triton builds kernels with CC={compiler}: {error.strerror}; set CC to a C compiler, or leave it unset"
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), f"{compiler} fails")
-        return f"Triton builds kernels with Python's headers ({said}); install them: apt install python3-dev, say"
+        return f"Triton builds kernels with Python's headers ({said}); install them, as with apt install python3-dev"
     return None
 
 

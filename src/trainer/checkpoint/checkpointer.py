@@ -67,7 +67,7 @@ class Checkpointer:
 
     def __init__(self, folder: Path, keep: int, on_event: OnEvent, world: "World | None" = None) -> None:
         if keep < 0:
-            raise UserError(f"checkpoint.keep={keep}: how many checkpoints stay, 1 or more, or 0 for all")
+            raise UserError(f"checkpoint.keep={keep}: out of range; set 1 or more, or 0 to keep all")
         self.folder = folder
         self._keep = keep
         self._on_event = on_event

@@ -105,9 +105,7 @@ def newest_checkpoint(
         try:
             check(path)
         except DamagedCheckpoint as damage:
-            on_event(
-                "checkpoint", checkpoint_step(path) or 0, f"damaged checkpoint passed over: {damage}", path=str(path)
-            )
+            on_event("checkpoint", checkpoint_step(path) or 0, f"damaged checkpoint skipped: {damage}", path=str(path))
             continue
         return path
     return None

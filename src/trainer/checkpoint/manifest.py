@@ -115,5 +115,5 @@ def _sha256(path: Path) -> str:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        raise DamagedCheckpoint(f"{path} cannot be read: the disk fails there ({error.strerror})") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: the disk fails ({error.strerror})") from error
     return digest.hexdigest()

@@ -224,7 +224,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
     for part in source_configs(data):
         if data.validation_fraction == 0 and part.held_out is None and part.source is not Source.bins:
             raise UserError(
-                f"data.validation_fraction=0: holds nothing out of {part.name} to evaluate on: set {part.key}."
+                f"data.validation_fraction=0: leaves no part of {part.name} for evaluation: set {part.key}."
                 f"validation_path={'FOLDER' if part.source in HAVE_PATHS else 'FOLDER with data=text'}, or 0.01"
             )
     if data.tokenizer is not None and not is_on_hub(data.tokenizer):
@@ -239,7 +239,7 @@ def check_data(data: DataConfig, vocab_size: int) -> None:
         if getattr(data, key) < 1:
             raise UserError(f"data.{key}={getattr(data, key)}: {why}: set at least 1")
     if data.workers is not None and data.workers < 1:
-        raise UserError(f"data.workers={data.workers}: too few; set at least 1, or null for one a core")
+        raise UserError(f"data.workers={data.workers}: too few; set at least 1, or null for one per core")
     if not data.end_of_text:
         raise UserError('data.end_of_text="": documents need a token between them: set one, for example <|endoftext|>')
     trains = data.tokenizer is None and all(part.source is not Source.bins for part in source_configs(data))
@@ -260,7 +260,7 @@ def _check_mix(data: DataConfig) -> None:
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
         if not re.fullmatch(r"[\w-]+", entry.name, re.ASCII) or entry.name in names[:number]:
-            why = "is taken" if entry.name in names[:number] else "is no name for a file"
+            why = "is taken" if entry.name in names[:number] else "is not a file name"
             raise UserError(f"{key}.name={entry.name}: {why}: use letters, digits, _ and -, each name once")
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
             raise UserError(f"{key}.weight={entry.weight}: must be above 0; leave the source out instead")

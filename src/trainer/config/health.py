@@ -150,4 +150,4 @@ def check_shadow(health: HealthConfig, fp8: bool, transformer_engine: bool) -> N
         why = "Transformer Engine's modules compute in the precision they were made for"
         raise UserError(f"{shadow}: {why}; set health.shadow_every=0, or precision.backend=auto")
     if health.shadow_every and not fp8:
-        raise UserError(f"{shadow}: nothing computes in FP8, its shadow is the run; set health.shadow_every=0")
+        raise UserError(f"{shadow}: nothing computes in FP8 that it could be compared with; set health.shadow_every=0")

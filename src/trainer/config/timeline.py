@@ -144,7 +144,7 @@ class Timeline:
         sizes = [after.batch]
         if phase.batch_ramp:
             if after.batch % now.batch or after.batch <= now.batch:
-                why = f"a ramp from {now.batch} sequences grows by as many each time"
+                why = f"a ramp from {now.batch} sequences has steps of that size"
                 raise UserError(f"{key}.global_batch_size={after.batch}: {why}; set a multiple of {now.batch}")
             sizes = list(range(now.batch, after.batch, now.batch))
         self._begin_at(begin, replace(after, batch=sizes[0]))
@@ -155,7 +155,7 @@ class Timeline:
         start = begin if until.unit is Unit.steps else self.tokens(begin)
         if until.number <= start:
             raise UserError(
-                f"{key}.until={phase.until}: the phase before ends at {start:,} {until.unit.value}; set more"
+                f"{key}.until={phase.until}: the previous phase ends at {start:,} {until.unit.value}; set more"
             )
         for number, size in enumerate(sizes, 1):
             share = start + (until.number - start) * number / len(sizes)

@@ -83,7 +83,7 @@ def _unread(part: SourceConfig, key: str) -> str:
     if part.source is Source.hf and path.is_dir():
         saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
         if key == "revision" or (key == "subset" and saved) or (key == "split" and (path / "state.json").is_file()):
-            return f"{part.key}.path={part.path} is a folder that has none"
+            return f"{part.key}.path={part.path} is a saved dataset, which has none"
     return ""
 
 

@@ -106,7 +106,7 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
             try:
                 status = os.stat(os.path.join(folder, name))
             except OSError as error:
-                missing.append(Damage(path, f"a link to nothing: {error.strerror}"))
+                missing.append(Damage(path, f"a dangling link: {error.strerror}"))
                 continue
             if stat.S_ISREG(status.st_mode) and status.st_size:
                 documents.append(Document(path, status.st_size, status.st_mtime_ns))

@@ -22,9 +22,9 @@ from trainer.data.records import (
     unpack_error,
 )
 
-OPEN = "a quote that is not closed: what follows it cannot be read"
+OPEN = "a quote that is not closed: the rest cannot be read"
 RETURN = "a carriage return alone, outside of quotes: lines end in LF or CRLF"
-FIELDS = "not as many fields as the first row names"
+FIELDS = "more or fewer fields than the header names"
 
 
 @dataclass(frozen=True)

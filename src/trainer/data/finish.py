@@ -54,7 +54,7 @@ def finish(
             missing = "hold out" if not held_out else "train on"
             raise UserError(
                 f"data.validation_fraction={packing.validation_fraction}: leaves nothing of {name} to {missing}, of "
-                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or another fraction"
+                f"{documents[name][0] + bool(held_out)} or more documents{why}: give more text, or change the fraction"
             )
         groups, stem = _groups(held_out, most), f"validation-{name}" if len(readers) > 1 else "validation"
         validation[name] = [f"{stem}.{n:05d}.bin" for n in range(len(groups))] if len(groups) > 1 else [f"{stem}.bin"]

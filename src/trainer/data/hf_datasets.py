@@ -76,8 +76,8 @@ class Dataset:
         if commit is not None and found != commit:
             key, path = self.part.key, self.part.path
             raise UserError(
-                f"{key}.path={path}: commit {commit[:12]} is to be read and `datasets` has {found[:12]}: prepare where "
-                f"the hub can be reached, or set {key}.revision={found} for that one"
+                f"{key}.path={path}: `datasets` has commit {found[:12]} here, not {commit[:12]}: prepare where the "
+                f"hub can be reached, or set {key}.revision={found} to use this one"
             )
         return found
 

@@ -209,14 +209,12 @@ class Loader:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise UserError if a saved cursor counts the windows of other data or in another order."""
-        other = (
-            "so its data cursor means nothing here: set it back, or start a new run from its weights with run.init_from"
-        )
+        other = "so its data cursor does not apply: set it back, or start a new run from its weights with run.init_from"
         for key, now in self._units(state["cursor"]).items():
             if state[key] == now:
                 continue
             if key == "data":
-                raise UserError(f"data: {self.bins.path} is another text than the run to resume was reading, {other}")
+                raise UserError(f"data: {self.bins.path} is not the text of the run to resume, {other}")
             raise UserError(f"trainer.{key}={now}: the run to resume has {state[key]}, {other}")
 
     def _units(self, cursor: int) -> dict[str, int | str]:

@@ -78,7 +78,7 @@ def find_or_build(
         prepared = open_several(sources)
         if data.tokenizer is not None and file_hash(tokenizer_file(data.tokenizer)) != prepared.tokenizer_hash:
             raise UserError(
-                f"data.tokenizer={data.tokenizer}: {prepared.folder} was made with another one: set null to use that"
+                f"data.tokenizer={data.tokenizer}: {prepared.folder} was prepared with another: set null to use that"
             )
         _check_entries(prepared.train.sidecar.vocab_size, vocab_size)
         _check_end(prepared, data.end_of_text)
@@ -88,7 +88,7 @@ def find_or_build(
     setting = f"data.cache_dir={data.cache_dir}" if folder is None else str(folder)
     place, built = folder or Path(data.cache_dir) / f"{_name(data)}-{key}", False
     if folder is not None and folder.exists() and not (folder / SUMMARY).is_file():
-        raise UserError(f"{folder}: exists, and is not prepared data: name a folder that does not exist")
+        raise UserError(f"{folder}: exists and is not prepared data: choose a folder that does not exist")
     if not place.is_dir():
         lock = _lock(place, setting, report)
         try:
@@ -106,7 +106,7 @@ def find_or_build(
         finally:
             lock.release()
     if folder is not None and read_summary(folder)["key"] != key:
-        raise UserError(f"{folder}: holds other data than this, or from another state of the source: name another")
+        raise UserError(f"{folder}: contains different data, or an earlier state of the source: choose another --out")
     prepared = open_prepared(place, built)
     damaged = [each for each in prepared.skipped if each.why != EMPTY]
     if damaged and not data.skip_damaged:
@@ -118,7 +118,7 @@ def find_or_build(
     entries = prepared.train.sidecar.vocab_size
     _check_entries(entries, vocab_size)
     if entries < vocab_size and data.tokenizer is None:
-        warnings.warn(f"model.vocab_size={vocab_size}: the text gives a tokenizer of only {entries}", stacklevel=2)
+        warnings.warn(f"model.vocab_size={vocab_size}: the text yields only {entries} tokenizer entries", stacklevel=2)
     return prepared
 
 
@@ -209,7 +209,7 @@ def _build(
                 shutil.rmtree(partial)
                 raise UserError(
                     f"{reader.part.key}: files of {reader.part.path or 'the library'} changed while they were read: "
-                    "start again when they are still"
+                    "start again when nothing writes to them"
                 )
         finish(packing, done, log, readers, key, revisions, data.shard_mb * MEGABYTE)
     tidy(partial)

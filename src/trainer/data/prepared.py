@@ -87,7 +87,7 @@ def accept_prepared(folder: Path) -> None:
         content = json.loads((folder / SUMMARY).read_text())
         sidecars = sidecar_digests(folder, _shards(content))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder / SUMMARY}: is not a listing of shards; prepare the data again") from None
+        raise UserError(f"{folder / SUMMARY}: is not a list of shards; prepare the data again") from None
     accept(folder / SUMMARY, **{SIDECARS: sidecars, BIGRAM: None})
 
 
@@ -144,8 +144,8 @@ def open_several(sources: Sequence[SourceConfig]) -> Prepared:
     for part in sources:
         if not (Path(str(part.path)) / SUMMARY).is_file():
             raise UserError(
-                f"{part.key}.path={part.path}: no {SUMMARY} in it, so it is not what prepare_data.py makes: give "
-                "such a folder, or read text with data=text or data=files"
+                f"{part.key}.path={part.path}: no {SUMMARY} in it, so prepare_data.py did not make it: give "
+                "a folder that it made, or read text with data=text or data=files"
             )
     found = [open_prepared(Path(str(part.path))) for part in sources]
     if len(found) == 1:

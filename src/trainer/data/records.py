@@ -30,7 +30,7 @@ LONGEST_BYTES = 1 << 28
 COUNTED_BYTES = 1 << 30
 """Lines of a file are counted for a message only up to this byte."""
 EMPTY = "empty"
-ONE_VALUE = "one JSON value for the whole file, and one object a line is wanted (jq -c '.[]' makes that of an array)"
+ONE_VALUE = "one JSON value for the whole file instead of one object a line (jq -c '.[]' converts an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
 
@@ -347,7 +347,7 @@ class TextFile:
                     blocks.append(block)
                     size += len(block)
                     if size > LONGEST_BYTES:
-                        log.lost(self.label, f"{TOO_LONG}, unpacked: unpack it before")
+                        log.lost(self.label, f"{TOO_LONG} unpacked: unpack the file")
                         return
             except OSError as error:
                 log.lost(self.label, unpack_error(error))
@@ -366,8 +366,8 @@ class TextFile:
                     yield Piece(waiting, len(waiting.encode()), False, self.held_out)
                 waiting = text
         except (OSError, UnicodeDecodeError) as error:  # it was readable a moment ago
-            why = getattr(error, "strerror", None) or "not UTF-8 text any more"
-            raise UserError(f"data: {self.path} cannot be read ({why}): start again when it is whole") from error
+            why = getattr(error, "strerror", None) or "no longer UTF-8 text"
+            raise UserError(f"data: {self.path} cannot be read ({why}): start again when it is complete") from error
         if waiting is None:
             log.add(self.label, EMPTY, "all of it")
         else:

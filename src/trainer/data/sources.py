@@ -142,7 +142,7 @@ class Files:
             fix = "lower it, or give the text as more files" if len(texts) > 1 else "unpack it"
             raise UserError(
                 f"data.validation_fraction={validation_fraction}: leaves none of {len(texts)} file(s) of {part.name} "
-                f"for training, and only a text that is one file, not compressed, is divided: {fix}"
+                f"for training, and only a single, uncompressed file can be divided: {fix}"
             )
 
     def leave_out(self, other: Files) -> None:
@@ -183,11 +183,11 @@ class Files:
         kind = SUFFIXES.get(suffix.lower()) if self.part.format is Format.auto else self.part.format
         if kind is None:
             raise UserError(
-                f"{self.part.key}.format=auto: {path} does not say by its name what it is: set "
+                f"{self.part.key}.format=auto: {path} has no suffix that tells its format: set "
                 f"{self.part.key}.format=jsonl, csv, tsv, parquet or text, or leave it out by {self.part.key}.glob"
             )
         if packed and kind is Format.parquet:
-            raise UserError(f"{self.part.key}.glob={self.part.glob}: {path} is parquet compressed again: unpack it")
+            raise UserError(f"{self.part.key}.glob={self.part.glob}: {path} is compressed Parquet: unpack it")
         return kind, packed
 
     def pin(self, commit: str | None) -> None:
@@ -298,7 +298,7 @@ def row_groups(path: Path, label: str, part: SourceConfig, log: SkipLog) -> Iter
         with parquet.ParquetFile(path) as file:
             meta, schema = file.metadata, file.schema_arrow
     except (OSError, pyarrow.ArrowException) as error:
-        why = "cut off, or no parquet" if isinstance(error, pyarrow.ArrowInvalid) else "cannot be read"
+        why = "cut off, or not Parquet" if isinstance(error, pyarrow.ArrowInvalid) else "cannot be read"
         log.lost(label, f"{why}: {str(error).splitlines()[0][:100]}")
         return
     check_column(part, label, schema.names, schema)
@@ -339,7 +339,7 @@ def mixed(readers: Sequence[Reader], stop: Stop, log: SkipLog) -> Iterator[Taken
             if stop is Stop.first_exhausted or len(ended) == len(readers):
                 return
             if not taken[source]:
-                raise UserError(f"{readers[source].part.key}: has nothing that could be read again and again")
+                raise UserError(f"{readers[source].part.key}: has no text to repeat")
             streams[source] = readers[source].blocks(SkipLog(strict=False))
             continue
         taken[source] += block.num_bytes

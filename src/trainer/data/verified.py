@@ -115,7 +115,7 @@ def _remember(shards: Sequence[Shard]) -> None:
         try:
             remember(folder, {shard.path.name: _stamp(shard) for shard in shards if shard.path.parent == folder})
         except OSError as error:
-            why = f"cannot be written ({error.strerror}), so that these bins are read whole at each start"
+            why = f"cannot be written ({error.strerror}), so these bins are hashed again at each start"
             warnings.warn(f"{folder / VERIFIED}: {why}; make the folder writable once", stacklevel=2)
 
 

@@ -95,8 +95,8 @@ class _Worker:
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
             raise RunError(
-                f"data.workers: a process that prepares shard {shard.number} {how} (if the memory is too small: set "
-                "fewer, or a smaller data.shard_mb); what is done is kept, start again to continue"
+                f"data.workers: a process that prepares shard {shard.number} {how} (out of memory? set fewer, or a "
+                "smaller data.shard_mb); finished shards are kept; start again to continue"
             ) from None
         if isinstance(answer, Excuse):
             if answer.errno is None:

@@ -15,7 +15,7 @@ def check_phases(config: Config) -> None:
     o, timeline = config.optim, Timeline(config.trainer)
     moved = [phase for phase in config.trainer.phases if phase.lr is not None]
     if moved and o.schedule is not Schedule.phases:
-        refuse("optim.schedule", o.schedule.value, "trainer.phases say the learning rate", "set optim.schedule=phases")
+        refuse("optim.schedule", o.schedule.value, "trainer.phases set the learning rate", "set optim.schedule=phases")
     if o.schedule is Schedule.phases and not moved:
         refuse("optim.schedule", "phases", "no phase has an lr", "set wsd or cosine, or lr in trainer.phases")
     for number, phase in enumerate(config.trainer.phases):
@@ -27,19 +27,24 @@ def check_phases(config: Config) -> None:
             if (value := getattr(phase, name)) is not None and value < 1:
                 refuse(f"{key}.{name}", value, "out of range", "set 1 or more")
         if phase.lr is None and phase.lr_shape is not Shape.constant:
-            refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to come to", f"set {key}.lr")
+            refuse(f"{key}.lr_shape", phase.lr_shape.value, "there is no lr to move to", f"set {key}.lr")
         if phase.lr_until is not None and phase.lr_shape is Shape.constant:
-            refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant is there at once", "set linear or cosine")
+            refuse(f"{key}.lr_until", phase.lr_until, "lr_shape=constant changes at once", "set linear or cosine")
         if phase.mtp_loss_weight and not config.model.num_mtp_layers:
             refuse(f"{key}.mtp_loss_weight", phase.mtp_loss_weight, "model.num_mtp_layers=0", "leave it out")
     moves = rates(timeline)
     for (_, end, rate, _), (begin, *_) in pairwise(moves):
         if begin < end:
-            why = f"the rate is on its way to {rate:g} until step {end}"
+            why = f"the rate is still moving to {rate:g} until step {end}"
             refuse("trainer.phases", f"lr from step {begin + 1} on", why, "let one move end before the next begins")
     for begin, end, rate, _ in moves:
         if end <= begin < timeline.steps:
-            refuse("trainer.phases", f"lr {rate:g}", f"it is reached before it begins, at step {begin + 1}", "set more")
+            refuse(
+                "trainer.phases",
+                f"lr {rate:g}",
+                f"its move would end before it begins, at step {begin + 1}",
+                "set more",
+            )
     if timeline.epochs is not None and any(p.until is not None and is_share(p.until) for p in config.trainer.phases):
         why = "with a length in epochs the text has to be read first"
         refuse("trainer.max_tokens", config.trainer.max_tokens, why, "set tokens, or phases in steps or tokens")

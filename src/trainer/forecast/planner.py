@@ -87,7 +87,7 @@ def _given(word: str) -> tuple[str, int]:
     """parallel.expert=8 -> expert, 8."""
     axis, _, size = word.removeprefix("parallel.").partition("=")
     if axis not in (*AXES, PER_RANK) or not size.isdecimal() or int(size) < 1:
-        raise UserError(f"{word}: the degrees are what is worked out here; leave it out, or set an axis to 1 or more")
+        raise UserError(f"{word}: the planner chooses the degrees; leave it out, or set an axis to 1 or more")
     return axis, int(size)
 
 

@@ -99,7 +99,7 @@ def _check_gpu(config: Config) -> None:
     if config.gpu is GpuChoice.auto:
         return
     if not config.dry_run:
-        why = "a run takes the GPUs that it finds"
+        why = "a run uses the GPUs that it finds"
         refuse("gpu", config.gpu.value, why, "set gpu=auto, or dry_run=true for a forecast")
     if config.trainer.device is Device.cpu:
         refuse("gpu", config.gpu.value, "trainer.device=cpu uses none", "set gpu=auto, or trainer.device=auto")
@@ -138,10 +138,10 @@ def check_sizes(config: Config) -> None:
         if not 0 < value < math.inf:
             refuse(key, value, "out of range", "set a number above 0")
     if not 1 <= config.parallel.dispatch_capacity < math.inf:
-        why = "it is room for so many times the tokens of even routing"
+        why = "it is a multiple of the tokens of even routing"
         refuse("parallel.dispatch_capacity", config.parallel.dispatch_capacity, why, "set 1.25, or 1 or more")
     if not 1 <= config.parallel.timeout < math.inf:
-        refuse("parallel.timeout", config.parallel.timeout, "ranks wait for each other", "set seconds, 1 or more")
+        refuse("parallel.timeout", config.parallel.timeout, "out of range", "set seconds, 1 or more")
     if o.clip is not None and not 0 < o.clip < math.inf:
         refuse("optim.clip", o.clip, "out of range", "set a number above 0, or null not to clip")
     for key, value in {"optim.decay_fraction": o.decay_fraction, "optim.min_lr_ratio": o.min_lr_ratio}.items():
@@ -156,7 +156,7 @@ def check_sizes(config: Config) -> None:
         why = f"the model is meant for at most model.max_position_embeddings={m.max_position_embeddings}"
         refuse("trainer.sequence_length", t.sequence_length, why, f"set at most {m.max_position_embeddings}")
     if t.sequence_length <= m.num_mtp_layers:
-        why = f"model.num_mtp_layers={m.num_mtp_layers} predicts so many tokens further"
+        why = f"model.num_mtp_layers={m.num_mtp_layers} predicts that many tokens further"
         refuse("trainer.sequence_length", t.sequence_length, why, f"set more than {m.num_mtp_layers}")
 
 
@@ -200,7 +200,7 @@ def check_fsdp_policy(config: Config, degrees: Degrees) -> None:
         doing = "" if together == degrees.data else f" with trainer.microbatch_size={t.microbatch_size}"
         axes = [f"parallel.{a}={n}" for a, n in (("context", degrees.context), ("tensor", degrees.tensor)) if n > 1]
         who = f"groups of {' * '.join(axes)} ranks" if axes else "ranks"
-        why = f"{degrees.data} {who}{doing} do a multiple of {together} sequences"
+        why = f"{degrees.data} {who}{doing} compute a multiple of {together} sequences"
         refuse("trainer.global_batch_size", t.global_batch_size, why, f"set a multiple of {together}")
     check_context(config, degrees)
     check_tensor(config, degrees)
@@ -288,7 +288,7 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     if never is not None:
         for key, value, usual in (("margin", w.margin, 0), ("lr_factor", w.lr_factor, 1)):
             if value != usual:
-                idle(f"recovery.rewind.{key}", value, f"{never}, the run never goes back", "change one of them")
+                idle(f"recovery.rewind.{key}", value, f"{never}, the run never rewinds", "change one of them")
     return lines
 
 
@@ -324,7 +324,7 @@ def _check_fp8_all_gather(config: Config, plan: Plan, world_size: int | None) ->
     if not rows:
         refuse(key, "true", "no weight computes in FP8", f"choose an FP8 recipe, or {fix}")
     if config.precision.scaling.granularity is Granularity.row:
-        why = "with precision.scaling.granularity=row a weight's scales are known when it is whole"
+        why = "with precision.scaling.granularity=row scales need the whole weight"
         refuse(key, "true", why, f"choose fp8_delayed or fp8_block, or {fix}")
     if world_size is not None:
         degrees = resolve(config.parallel, world_size)

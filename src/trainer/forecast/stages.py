@@ -175,7 +175,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     ):
         each, but = (f" of {v} stages", ", but the last") if v > 1 else (" stages", "")
         why = f"parallel.pipeline={p}{each} have model.num_layers={m.num_layers} blocks, each one at least{but}"
-        refuse("parallel.stages", stages, why, "set so many numbers with this sum, or null")
+        refuse("parallel.stages", stages, why, "set one number a stage with this sum, or null")
     least = p * t.microbatch_size * degrees.data
     if t.global_batch_size < least:
         why = f"parallel.pipeline={p} stages need as many microbatches a step"
@@ -183,7 +183,7 @@ def check_stages(config: Config, degrees: Degrees) -> None:
     count = microbatches_of(config, degrees)
     if v > 1 and not goes_round(count, p):
         rounds = _rounds(count, p)
-        why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches go round in {rounds} rounds"
+        why = f"with parallel.stages_per_rank={v} a rank's {count} microbatches form {rounds} rounds"
         refuse(
             "trainer.global_batch_size",
             t.global_batch_size,
@@ -191,13 +191,13 @@ def check_stages(config: Config, degrees: Degrees) -> None:
             f"set {rounds * least}, or another multiple of {least}",
         )
     if config.parallel.fp8_all_gather is Switch.true:
-        why = f"with parallel.pipeline={p} weights travel in BF16"
+        why = f"with parallel.pipeline={p} weights are gathered in BF16"
         refuse("parallel.fp8_all_gather", "true", why, f"set parallel.fp8_all_gather=auto, or {off}")
     if config.debug.inject is not None:
-        refuse("parallel.pipeline", p, "debug.inject looks for its block on every rank", f"{off}, or no debug.inject")
+        refuse("parallel.pipeline", p, "debug.inject needs its block on every rank", f"{off}, or no debug.inject")
     if config.health.shadow_every:
-        why = f"its passes know no stages, parallel.pipeline={p}"
+        why = f"it does not support parallel.pipeline={p}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")
     if t.document_masking and m.num_mtp_layers > 1:
-        why = "its deeper depths need the embedding, which is the first stage's"
+        why = "its deeper depths need the embedding, which only the first stage has"
         refuse("model.num_mtp_layers", m.num_mtp_layers, why, f"set 1, trainer.document_masking=false, or {off}")

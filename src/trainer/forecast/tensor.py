@@ -105,5 +105,5 @@ def check_tensor(config: Config, degrees: Degrees) -> None:
             why = f"a rank's {heads} heads of model.{key}={width} are no multiple of {WIDTH} features"
             refuse("parallel.tensor", t, why, f"set a smaller divisor, or {off.removeprefix('set ')}")
     if config.health.shadow_every:
-        why = f"its passes know no parallel.tensor={t}"
+        why = f"it does not support parallel.tensor={t}"
         refuse("health.shadow_every", config.health.shadow_every, why, f"set health.shadow_every=0, or {off}")

@@ -100,7 +100,7 @@ class Health:
             if self._engine.world.many:
                 raise
             key, self._shadow_every = f"health.shadow_every={self._shadow_every}", 0
-            return f"{key}: no memory for it beside training, so it is off from now on; set health.shadow_every=0"
+            return f"{key}: not enough memory beside training; it is turned off; set health.shadow_every=0"
         self._seen |= {"shadow/loss_gap": found.loss_gap}
         self._seen |= {f"{VECTOR}shadow/cosine": found.cosine, f"{VECTOR}shadow/share": found.share}
         return None

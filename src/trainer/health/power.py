@@ -270,11 +270,13 @@ class PowerMeter:
             means = "some GPUs are not metered" if self._found.ranks else "off"
             self._event("power", step, f"{means}: {self._found.problem}")
         elif not self._found.ranks:
-            log.info("power and heat are not metered: %s", "health.power.enabled=false" if self._off else "no GPU")
+            log.info(
+                "power and temperature are not measured: %s", "health.power.enabled=false" if self._off else "no GPU"
+            )
         if gpu is None:
             return
         limit = f", limit {gpu.limit_watts:.0f} W" if gpu.limit_watts is not None else ""
-        part = "; the run has a slice of it, what is measured is of the whole" if gpu.sliced else ""
+        part = "; the run uses a slice of it, and measurements are of the whole GPU" if gpu.sliced else ""
         log.info("metering %s %s%s%s", gpu.name, gpu.uuid, limit, part)
         self._sampler = Sampler(gpu, self._config.seconds, idle)
         self._sampler.start()
@@ -295,7 +297,7 @@ class PowerMeter:
         for rank in self._found.ranks:
             if readings[rank].lost and rank not in self._lost:
                 self._lost.add(rank)
-                message = f"NVML has lost the GPU of rank {rank}; its power and heat are not known any more"
+                message = f"NVML has lost the GPU of rank {rank}; its power and temperature are no longer measured"
                 self._event("power", step, message, rank=rank, failed=True)
         whole = self._found.whole and not self._lost
         return combine(readings, whole, tokens, seconds, steps)

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as UserError."""
-        raise user_error(f"{message.removeprefix('argument ')}; {self.prog} --help says what it takes")
+        raise user_error(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> int:

@@ -64,11 +64,11 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
     for argument in arguments:
         shown = argument.encode(errors="backslashreplace").decode()
         if shown != argument:
-            raise user_error(f"{shown}: not UTF-8, as which a run keeps what produced it; rename what this names")
+            raise user_error(f"{shown}: not UTF-8, as a run's config has to be; rename the file or folder")
         key, _, value = argument.lstrip("+~").partition("=")
         if key in HYDRA_FOLDERS:
             raise user_error(
-                f"{argument}: Hydra makes folders of its own with it, and Octet's are below run.dir; set "
+                f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
@@ -117,7 +117,7 @@ def _from_run(arguments: list[str]) -> tuple[list[str], str | None]:
         if option != FROM_RUN:
             rest.append(word)
         elif not (run := value or next(words, "")):
-            raise user_error(f"{FROM_RUN}: of which run? Give its folder, as {FROM_RUN} runs/NAME")
+            raise user_error(f"{FROM_RUN}: the run is missing; give its folder, as {FROM_RUN} runs/NAME")
     return rest, run
 
 
@@ -197,14 +197,14 @@ def _explain_option(usage: str) -> str:
     problem = usage.rpartition(" error: ")[2].strip()
     _, unknown, words = problem.partition("unrecognized arguments: ")
     if not unknown:
-        return f"{problem.removeprefix('argument ')}; --hydra-help says what it takes"
+        return f"{problem.removeprefix('argument ')}; see --hydra-help"
     from trainer.config import meant_by
 
     option = next((word for word in words.split() if word.startswith("-")), None)
     if option is None:
-        return f"{words}: separated from the other KEY=VALUE by an option; write options such as -m before all of them"
+        return f"{words}: an option stands between KEY=VALUE arguments; write options such as -m first"
     meant = meant_by(option.lstrip("-").partition("=")[0])
-    hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list what there is"
+    hint = f"did you mean {meant}=VALUE?" if meant else "--help and --hydra-help list the options"
     return f"{option}: there is no such option, and keys are written KEY=VALUE, without dashes; {hint}"
 
 

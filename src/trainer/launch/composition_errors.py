@@ -33,13 +33,13 @@ def explain(error: BaseException, arguments: list[str]) -> str:
             return f"{appended[1][1:]}: {key} has no default to replace; write {appended[1]}"
         return _not_in_config(key, _given(key, arguments))
     if found := re.match(r"Could not delete from config. '([^']+)'", text):
-        return f"~{found[1]}: there is no such key to take away"
+        return f"~{found[1]}: there is no such key to delete"
     if found := re.match(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{found[1]}={_given(found[1], arguments)}: the key exists already; write it without +"
     if found := re.match(r"force-add of config groups is not supported: '\+\+(\S+)'", text):
         return f"++{found[1]}: ++ is for keys; choose with +{found[1]}, or {found[1]} where there is a default"
     if found := re.match(r"Error merging override (.+)", text):
-        return f"{found[1]}: a value, a list or a section where another of these stands; --cfg job shows what does"
+        return f"{found[1]}: the kind differs (value, list or section) from the current one, which --cfg job shows"
     if found := re.match(r"Multiple values for (\S+)\.|(\S+) appears more than once in the final defaults", text):
         group = found[1] or found[2]
         once = "+recipe=NAME once, or +recipe=[A,B]" if group == "recipe" else f"{group}=NAME, once"
@@ -64,7 +64,7 @@ def _not_in_config(key: str, value: str) -> str:
     from trainer.config.schema import keys_of
 
     if key.startswith("hydra."):
-        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help names them"
+        return f"{key}={value}: Hydra has no such setting; python train.py --hydra-help lists them"
     if key in keys_of(Config):
-        return f"{key}={value}: the chosen configs do not use this key; to set it all the same write ++{key}={value}"
+        return f"{key}={value}: the chosen configs do not use this key; to set it anyway, write ++{key}={value}"
     return unknown_key(key, value)

@@ -50,10 +50,10 @@ def evaluate(saved: Saved, data: Prepared, most: int | None) -> list[Scores]:
     saved.tokenizer()
     if data.tokenizer_path.read_bytes() != own.read_bytes():
         given = saved.config.data.tokenizer or "null"
-        raise UserError(f"data.tokenizer={given}: the text is not in the tokens of the run; set data.tokenizer={own}")
+        raise UserError(f"data.tokenizer={given}: this is not the tokenizer of the run; set data.tokenizer={own}")
     if saved.plan.served_by("transformer_engine"):
         raise UserError(
-            "precision.backend=auto: it chose Transformer Engine, whose modules cannot leave FP8 for a while; "
+            "precision.backend=auto: it chose Transformer Engine, whose modules cannot be evaluated in BF16; "
             "set precision.backend=reference"
         )
     t, world = saved.config.trainer, World(saved.device)

@@ -76,7 +76,7 @@ def _quantizer(folder: Path, checkpoint: Path, meta: dict[str, Any]) -> Quantize
     assert isinstance(precision, PrecisionConfig)
     if precision.name != meta["precision"]:
         raise UserError(
-            f"--dtype fp8: {checkpoint} was trained as {meta['precision']}, since when the run is {precision.name}; "
+            f"--dtype fp8: {checkpoint} was trained as {meta['precision']}, and the run is {precision.name} now; "
             "export a later step, or use --dtype bf16"
         )
     backends = saved_backends(folder, checkpoint_step(checkpoint)) or {}

@@ -203,7 +203,7 @@ def _check_shapes(saved: SavedTensors, config: ModelConfig, checkpoint: Path) ->
         stored = f"model/{name}"
         if stored not in saved or saved.shape(stored) != shape:
             there = list(saved.shape(stored)) if stored in saved else "missing"
-            raise UserError(f"{checkpoint}: {name} is {there}, its model has {list(shape)}; it is no whole checkpoint")
+            raise UserError(f"{checkpoint}: {name} is {there}, not {list(shape)}; the checkpoint is incomplete")
 
 
 def _quantization(units: list[Unit], quantizer: Quantizer) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class RunQuantizer:
         self.left = sorted(wanted - self._fp8)
         self._scales: dict[tuple[str, int | None], Tensor] = {}
         if not self._fp8:
-            unfit = "nothing that did can be read in FP8: sides must be multiples of"
+            unfit = "no FP8 layer has both sides divisible by"
             why = f"{unfit} {TILE} ({self.left[0]})" if wanted else "nothing ran in FP8"
             raise UserError(f"--dtype fp8: {path}, trained as {precision.name}: {why}; use --dtype bf16")
 

@@ -139,14 +139,14 @@ def _model(folder: HfFolder, remarks: list[str]) -> ModelConfig:
         raise UserError(f"{path}: has a value of another type than DeepSeek's; correct it")
     first = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(first) for name in folder.names()):
-        remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files have none of it")
+        remarks.append(f"config.json has num_nextn_predict_layers={config.num_mtp_layers}, the files lack these layers")
         return replace(config, num_mtp_layers=0)
     return config
 
 
 def _too_many(folder: HfFolder, what: str) -> UserError:
     where = f"{folder.folder / 'config.json'}: {what}, and the files have {len(folder.names()):,} tensors"
-    return UserError(f"{where}; the two do not belong together")
+    return UserError(f"{where}; the two do not match")
 
 
 def _check_fp8(folder: HfFolder) -> None:
@@ -155,7 +155,7 @@ def _check_fp8(folder: HfFolder) -> None:
     if given is None:
         return
     if not isinstance(given, dict):
-        raise UserError(f"{folder.folder / 'config.json'}: quantization_config is no object; fetch the file again")
+        raise UserError(f"{folder.folder / 'config.json'}: quantization_config is not an object; fetch the file again")
     expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [TILE, TILE]}
     for key, value in expected.items():
         if given.get(key, "e4m3" if key == "fmt" else None) != value:
@@ -189,7 +189,7 @@ def _check_tensor(folder: HfFolder, name: str, shape: tuple[int, ...], have: set
     def expect(name: str, shape: tuple[int, ...], formats: Iterable[str]) -> None:
         where = f"{folder.folder}: {name} is {folder.dtype(name)} {list(folder.shape(name))}"
         if folder.shape(name) != shape:
-            raise UserError(f"{where}, by config.json it is {list(shape)}; the two do not belong together")
+            raise UserError(f"{where}, by config.json it is {list(shape)}; the two do not match")
         if folder.dtype(name) not in formats:
             raise UserError(f"{where}; only {', '.join(formats)} can be read")
 
@@ -207,7 +207,7 @@ def _check_copies(folder: HfFolder, model: ModelConfig) -> None:
         if copy in folder.names():
             for rows in row_steps(model.vocab_size, model.hidden_size):
                 if not torch.equal(_rows(folder, copy, rows), _rows(folder, original, rows)):
-                    raise UserError(f"{folder.folder}: {copy} is not {original}, which MTP shares here")
+                    raise UserError(f"{folder.folder}: {copy} differs from {original}, which MTP shares here")
 
 
 def _part_shape(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:

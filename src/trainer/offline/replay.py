@@ -119,7 +119,7 @@ def find(run: Path, step: int, most: int) -> Course:
         where = "no checkpoint before it" + ("" if checkpoint is None else f" but {checkpoint.name}")
         again = step - 1 - first
         raise UserError(
-            f"step {step}: {run} has {where}, and the steps to train again are {again}; allow them with --most {again}"
+            f"step {step}: {run} has {where}, so {again} steps must be trained again; allow them with --most {again}"
         )
     return Course(run, step, checkpoint, first, rewinds, event, logged)
 

@@ -67,7 +67,7 @@ class Saved:
         """Return the run's tokenizer, and its end-of-text token. Raises UserError if the run folder has none."""
         path = self.run / TOKENIZER
         if not path.is_file():
-            raise UserError(f"{path}: no such file; put the tokenizer there that the run's data was made with")
+            raise UserError(f"{path}: no such file; put the tokenizer of the run's data there")
         check_tokenizer(path, read_meta(self.checkpoint))
         tokenizer = load_tokenizer(path)
         tokenizer.encode_special_tokens = True  # as in training: a special token spelt in a text is text
@@ -133,7 +133,7 @@ def config_at(run: Path, step: int) -> dict[str, Any]:
     try:
         tree = read_yaml(path.read_bytes())
     except yaml.YAMLError:
-        raise UserError(f"{path}: is damaged (no YAML); give one of the run's checkpoints, or another run") from None
+        raise UserError(f"{path}: is damaged (not YAML); give one of the run's checkpoints, or another run") from None
     if not isinstance(tree, dict) or "run" not in tree:
         raise UserError(f"{path}: it is not the config of a run; give the folder of a run, as runs/NAME")
     return tree
@@ -145,7 +145,7 @@ def check_tokenizer(path: Path, meta: Mapping[str, Any]) -> None:
     if meta.get("tokenizer", found := file_hash(path)) != found:
         raise UserError(
             f"{path}: was altered (its SHA-256 is {found[:12]}, the checkpoint's {meta['tokenizer'][:12]}); put the "
-            "tokenizer there that the run's data was made with"
+            "tokenizer of the run's data there"
         )
 
 
@@ -156,14 +156,14 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     try:  # *.md would be an alias in YAML
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(quoted))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote what has spaces") from error
+        raise UserError(f"{' '.join(overrides)}: cannot be read as KEY=VALUE; quote values with spaces") from error
     for override in overrides:
         key, is_pair, value = override.partition("=")
         if not is_pair:
             raise UserError(f"{override}: not a KEY=VALUE; give keys of the config, as compile.enabled=false")
         is_choice = key == RECIPE or (isinstance(tree.get(key), dict) and not value.startswith("{"))
         if is_choice or override.startswith("+"):
-            why = "the recipe, and all that is chosen by name, is the run's"
+            why = "the recipe and the config groups are the run's"
             raise UserError(f"{override}: {why}; change single keys, as precision.backend=reference")
     merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(given)))
     assert isinstance(merged, dict)

@@ -138,14 +138,14 @@ def resolve(config: ParallelConfig, world: int) -> Degrees:
         sizes[left[0]] = groups // known
     elif known != groups:
         if known == least == 1:
-            why = f"parallel.replicate * parallel.shard are all {world} processes"
-            refuse("parallel.shard", config.shard, why, "choose parallel=fsdp, which takes all, or start one process")
+            why = f"parallel.replicate * parallel.shard must be the {world} processes"
+            refuse("parallel.shard", config.shard, why, "choose parallel=fsdp, which uses all, or start one process")
         axis = "shard" if config.shard != 1 or config.replicate == 1 else "replicate"
         others = {"replicate": config.replicate, "shard": config.shard, **others}
         beside = " and ".join(f"parallel.{k}={v}" for k, v in others.items() if k != axis and (v > 1 or k in sizes))
         start = known * least
-        there = f"there are {world} processes" if world > 1 else "this is one process"
-        why = f"with {beside} it makes {start} ranks, and {there}"
+        there = f"there are {world} processes" if world > 1 else "there is one process"
+        why = f"with {beside} it needs {start} ranks, and {there}"
         fix = f"start {start} with torchrun, or set parallel.{axis}=-1 to take what is left"
         refuse(f"parallel.{axis}", sizes[axis], why, fix if world > 1 else f"{fix}; dry_run=true shows it anywhere")
     expert = stage if config.expert == -1 else config.expert

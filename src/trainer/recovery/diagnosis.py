@@ -132,12 +132,12 @@ class Diagnosis:
         if origin is not None and evidence is not None:
             self._how(bad, row, evidence)
         if evidence is None:
-            bad.details.append("too many bad steps since the last log to keep more of this one")
+            bad.details.append("no details: too many bad steps since the last logged line")
         if again is not None:
             self._how_much(bad, again)
         self._from_what(bad, served, origin, again)
         if origin is not None and again is None:
-            bad.details.append(f"look closer: python scripts/replay_step.py {self._run} {step}")
+            bad.details.append(f"details: python scripts/replay_step.py {self._run} {step}")
         return bad
 
     def _row(self, place: int) -> int | None:
@@ -171,7 +171,9 @@ class Diagnosis:
         """Add the result of the second run."""
         bad.what["elements"] = again.not_finite
         if not again.not_finite:
-            bad.details.append("finite when the same microbatch ran again: not its numbers, but how they were computed")
+            bad.details.append(
+                "finite when the same microbatch ran again: the fault was in the computation, not in its data"
+            )
             return
         if again.elements == 1:  # the loss
             return

@@ -94,7 +94,7 @@ class Ladder:
             return "recovery.rewind.max=0"
         target = _step(newest_checkpoint(checkpoints, on_event, first, verify))
         if target is None:
-            return f"there is no whole checkpoint from before step {first} to go back to"
+            return f"there is no intact checkpoint from before step {first}"
         attempt, before = 1, self.rewinds[-1] if self.rewinds else None
         if before is not None and target <= before.step:  # no checkpoint was saved beyond it: the same trouble
             attempt = before.attempt + 1
@@ -103,7 +103,7 @@ class Ladder:
         if attempt > self._config.rewind.max:
             steps = ", ".join(str(rewind.to) for rewind in self.rewinds[-(attempt - 1) :])
             often = "once" if attempt == 2 else f"{attempt - 1} times"
-            return f"the run went back {often} already (to step {steps}) and it came again"
+            return f"the run has rewound {often} already (to step {steps}), and the trouble recurred"
         rewind = self._config.rewind
         until = committed + rewind.lr_steps if rewind.lr_factor < 1 else 0
         return Rewind(last, first, target, attempt, self._left_out(), rewind.lr_factor, until)
@@ -127,8 +127,9 @@ class Ladder:
         self.rewinds.append(choice)
         self.streak = []
         windows = ", ".join(f"{begin:,} to {end - 1:,}" for begin, end in choice.windows)
-        lower = f", learning rate times {choice.lr_factor:g} for a while" if choice.lr_until else ""
-        return f"{what}; back to {checkpoint_name(choice.to)}, without windows {windows} of the run from now on{lower}"
+        lower = f"; learning rate times {choice.lr_factor:g} for a while" if choice.lr_until else ""
+        skipped = f"windows {windows} of the run are skipped from now on"
+        return f"{what}; rewinding to {checkpoint_name(choice.to)}; {skipped}{lower}"
 
     def _advice(self, why: str) -> str:
         spikes = any("(spike)" in step.place for step in self.streak)
@@ -137,7 +138,7 @@ class Ladder:
             "+recipe=bf16",
             "a higher recovery.spikes.threshold" if spikes else "precision.rules for that module",
         ]
-        if "came again" in why:
+        if "recurred" in why:
             hints.append(f"recovery.rewind.max={self._config.rewind.max + 2} for more attempts")
         return (
             f"Look at {self._folder / 'events.jsonl'} for where each began; then resume with run.resume=auto and "
@@ -161,7 +162,7 @@ class Ladder:
         try:
             write_signed(path, {"rewinds": rewinds})
         except OSError as error:
-            why = f"{path} cannot be written ({error.strerror or error}): this rewind is forgotten if the run is killed"
+            why = f"{path} cannot be written ({error.strerror or error}): this rewind is lost if the run is killed"
             on_event("rollback", choice.step, why, failed=True)
 
     def read(self) -> list[dict[str, Any]]:
@@ -169,7 +170,7 @@ class Ladder:
         path = self._folder / RECOVERY
         if not path.is_file():
             return []
-        why = "remove it, and what was left out of the data is read again"
+        why = "remove it; the data that was left out is then read again"
         entries = read_signed(path, ("rewinds",), why)["rewinds"]
         try:
             return [asdict(_rewind(entry)) for entry in entries]

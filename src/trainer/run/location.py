@@ -59,7 +59,9 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
     if resume in ("never", "auto"):
         if name is None:
             if resume == "auto":
-                raise UserError("run.resume=auto: which run? Set run.name, or give the run's folder as run.resume=PATH")
+                raise UserError(
+                    "run.resume=auto: run.name is not set; set it, or give the run's folder as run.resume=PATH"
+                )
             return _make_unique(parent, f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"), None
         path = parent / name
         if path.is_symlink() and not path.exists():
@@ -74,7 +76,7 @@ def locate(parent: Path, name: str | None, resume: str, label: str) -> tuple[Pat
     path = target if checkpoint is None else checkpoint.parent.parent
     if not target.is_dir() or state_of(path) != "run":
         raise UserError(
-            f"run.resume={resume}: neither never, nor auto, nor the path of a run folder or a checkpoint in one"
+            f"run.resume={resume}: must be never, auto, or the path of a run folder or of a checkpoint in one"
         )
     if name is not None and (parent / name).resolve() != path.resolve():
         raise UserError(

@@ -68,7 +68,7 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     step, ours = checkpoint_step(checkpoint) or 0, Timeline(config.trainer)
     if step > ours.steps:
         fix = f"{step} or more" if config.trainer.max_steps == ours.steps else "more"
-        raise UserError(f"{last_step(config)}: {checkpoint} is further already; set {fix}")
+        raise UserError(f"{last_step(config)}: {checkpoint} is already past it; set {fix}")
     theirs = meta["config"]["trainer"] if "config" in meta else None
     if theirs is None or not (theirs.get("phases") or config.trainer.phases):
         return
@@ -76,7 +76,7 @@ def check_resumable(config: Config, meta: dict, checkpoint: Path) -> None:
     if was != ours.read_by(step):
         read = "; ".join(f"from step {first} on {batch} sequences of {length}" for first, batch, length in was)
         raise UserError(
-            f"trainer.phases: {checkpoint} has read {read}; what is past must stay, later phases may change"
+            f"trainer.phases: {checkpoint} was trained {read}; past phases must stay, later ones may change"
         )
 
 
@@ -140,8 +140,8 @@ def _check_tensors(ours: Mapping[str, Any], checkpoint: Path, path: Path) -> Non
         if there != here:
             theirs = "no such tensor" if there is None else list(there)
             raise UserError(
-                f"run.init_from={path}: {name} is {list(here)} in this model, there: {theirs}; use that run's model.*"
+                f"run.init_from={path}: {name} is {list(here)} in this model, {theirs} there; use that run's model.*"
             )
     for name in (name.removeprefix("model/") for name in saved if name.startswith("model/")):
         if name not in ours:
-            raise UserError(f"run.init_from={path}: {name} is there and not in this model; use that run's model.*")
+            raise UserError(f"run.init_from={path}: it has {name}, which this model lacks; use that run's model.*")

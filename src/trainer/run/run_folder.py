@@ -207,9 +207,9 @@ class RunFolder:
                 self._lock = lock
             for name, content in self._kept.items():
                 replace_file(self.path / name, content)
-            what = "was deleted under the run, and is made again; what was in it is lost"
+            what = "was deleted during the run; it is created again, without its former contents"
         except OSError as error:
-            what = f"was deleted under the run, or cannot be seen ({error.strerror or error})"
+            what = f"was deleted during the run, or cannot be accessed ({error.strerror or error})"
         on_event("alert", step, f"{self.path} {what}", rule="disk", path=str(self.path))
 
     def undo(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -130,7 +130,9 @@ class BestEffortStream:
         return getattr(self._stream, name)
 
     def _leave(self, error: OSError) -> None:
-        logging.getLogger("trainer").info("the screen cannot be written (%s): the rest is only here", error.strerror)
+        logging.getLogger("trainer").info(
+            "the terminal cannot be written to (%s): further output is only in this file", error.strerror
+        )
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())  # buffered output goes there too, instead of raising at exit
         os.close(nowhere)

@@ -63,9 +63,7 @@ class JsonLines:
 
     def _thin(self) -> None:
         if self._say is not None:
-            self._say(
-                f"{self._path} has more than {self._limit:,} bytes: it keeps fewer lines of its steps from now on"
-            )
+            self._say(f"{self._path} exceeds {self._limit:,} bytes: it keeps lines of fewer steps from now on")
             self._say = None
         self._file.close()
         with suppress(OSError):  # on a full disk: tried again at twice the size

@@ -177,7 +177,7 @@ def _run(words: list[str], notice: Notice) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise OSError(f"not done after {COMMAND_SECONDS:.0f} seconds, and ended") from None
+        raise OSError(f"not done after {COMMAND_SECONDS:.0f} seconds, and killed") from None
     if process.returncode:
         last = said.decode(errors="replace").strip().rpartition("\n")[2]
         raise OSError(f"exit code {process.returncode}" + (f": {last}" if last else ""))

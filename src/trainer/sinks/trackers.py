@@ -26,7 +26,7 @@ def require(package: str, setting: str) -> None:
 def check_wandb(wandb: WandbConfig, mode: str | None) -> None:
     """Raise UserError for a `mode` (variable WANDB_MODE) that wandb would refuse after the run has begun."""
     if wandb.enabled and wandb.mode is WandbMode.auto and mode and mode not in WANDB_MODES:
-        raise UserError(f"WANDB_MODE={mode}: wandb knows {', '.join(WANDB_MODES)}; set one, or unset WANDB_MODE")
+        raise UserError(f"WANDB_MODE={mode}: not one of {', '.join(WANDB_MODES)}; set one, or unset WANDB_MODE")
 
 
 class TensorboardTracker:

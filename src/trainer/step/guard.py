@@ -159,7 +159,7 @@ class StepGuard:
             return None
         fill, line = float(verdict.fill), f"step {verdict.step} was skipped: "
         if fill == torch.inf:
-            return Reason(f"{line}a scale of the tokens sent to experts was lost; it is computed again", {})
+            return Reason(f"{line}the scale of the tokens sent to experts was missing; it is computed again", {})
         line += f"a rank's experts were sent {fill:.2f} times the tokens they have room for; "
         fix = f"their room grows; for the next run set parallel.dispatch_capacity={capacity:.3g}"
         return Reason(line + fix, {"fill": fill, "capacity": capacity})

@@ -47,5 +47,5 @@ def test_the_operation_that_gpus_wait_in_is_named(tmp_path: Path) -> None:
     )
     print(done.stderr)
     assert done.returncode == 1
-    assert "the others waited in vain for rank 1" in done.stderr
+    assert "the other ranks timed out waiting for rank 1" in done.stderr
     assert "they waited in nccl all_reduce of [16, 64]" in done.stderr

@@ -110,15 +110,15 @@ def test_a_shorter_run_keeps_its_course() -> None:
     ("phases", "says"),
     [
         ("{}, {}", "trainer.phases[0].until=null: only the last phase ends with the run"),
-        ("{until: 5}, {until: 5}", "trainer.phases[1].until=5: the phase before ends at 5 steps; set more"),
+        ("{until: 5}, {until: 5}", "trainer.phases[1].until=5: the previous phase ends at 5 steps; set more"),
         (
             "{until: 5}, {until: 100}, {until: 199K}, {until: 4K}",
-            "trainer.phases[3].until=4K: the phase before ends at",
+            "trainer.phases[3].until=4K: the previous phase ends at",
         ),
         ("{until: 5, batch_ramp: true}", "trainer.phases[0].batch_ramp=true: it has no end; set"),
         (
             "{until: 5, global_batch_size: 6, batch_ramp: true}",
-            "trainer.phases[0].global_batch_size=6: a ramp from 4 sequences grows by as many each time; set a multiple",
+            "trainer.phases[0].global_batch_size=6: a ramp from 4 sequences has steps of that size; set a multiple",
         ),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_column_that_is_missing_or_no_text_is_an_error_however_configured(file
 
 def test_files_without_a_known_suffix(files: DataConfig) -> None:
     (folder(files) / "x.data").write_bytes(b"\n".join(GOOD))
-    with pytest.raises(ValueError, match=r"data\.format=auto: x\.data does not say by its name .*data\.format=jsonl"):
+    with pytest.raises(ValueError, match=r"data\.format=auto: x\.data has no suffix .*data\.format=jsonl"):
         prepare(files, 512)
     assert count(prepare(replace(files, format=Format.jsonl), 512)) == len(GOOD)
 

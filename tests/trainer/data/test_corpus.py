@@ -117,5 +117,5 @@ def test_links_to_nothing_are_missing_and_part_of_the_fingerprint(
     (tmp_path / "d" / "b.py").symlink_to("nowhere")
     (tmp_path / "d" / "other.txt").symlink_to("nowhere")  # not asked for
     broken = scan(make_config(tmp_path / "d"))
-    assert broken.missing == (Damage("b.py", "a link to nothing: No such file or directory"),)
+    assert broken.missing == (Damage("b.py", "a dangling link: No such file or directory"),)
     assert broken.documents == whole.documents and broken.fingerprint != whole.fingerprint

@@ -119,7 +119,7 @@ def test_a_cursor_of_other_data_is_refused(bins: Bins, prepared: Prepared) -> No
     for loader, name in [
         (Loader(bins, 17, 12, seed=0), r"trainer\.sequence_length=17: the run to resume has 16"),
         (Loader(bins, 16, 12, seed=1), r"trainer\.seed=1: the run to resume has 0"),
-        (Loader(other, 16, 12, seed=0), r"data: .*train\.bin is another text than the run to resume was reading"),
+        (Loader(other, 16, 12, seed=0), r"data: .*train\.bin is not the text of the run to resume"),
     ]:
         with pytest.raises(ValueError, match=name):
             loader.load_state_dict(state)

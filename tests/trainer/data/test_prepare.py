@@ -162,7 +162,7 @@ def test_a_damaged_file_is_named_and_left_out_only_if_that_is_allowed(
 
     (own_corpus / "latin.py").write_bytes("# é ".encode("latin-1"))
     (own_corpus / "gone.py").symlink_to("nowhere")
-    says = r"data\.skip_damaged=false: gone\.py: a link to nothing: .*: repair or remove it, or set data\.skip_damaged="
+    says = r"data\.skip_damaged=false: gone\.py: a dangling link: .*: repair or remove it, or set data\.skip_damaged="
     with pytest.raises(ValueError, match=says):
         prepare(data, 300)
     result = prepare(replace(data, skip_damaged=True), 300)
@@ -234,7 +234,7 @@ def test_a_damaged_cache_is_refused_and_named(make_config: MakeConfig, own_corpu
 def test_advice_keeps_a_folder_that_is_not_prepared_data(make_config: MakeConfig, own_corpus: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it[^\n]*or read text with") as as_bins:
         prepare(make_config(own_corpus, source=Source.bins), 300)
-    with pytest.raises(ValueError, match="exists, and is not prepared data: name a folder that does not exist") as out:
+    with pytest.raises(ValueError, match="exists and is not prepared data: choose a folder that does not exist") as out:
         prepare(make_config(own_corpus), 300, folder=own_corpus)
     assert "delete" not in f"{as_bins.value} {out.value}"
 
@@ -275,7 +275,7 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(
 def test_a_text_too_small_for_the_vocabulary_warns(make_config: MakeConfig, tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("tiny = 1\n")
-    with pytest.warns(UserWarning, match=r"model\.vocab_size=4096: the text gives a tokenizer of only \d+"):
+    with pytest.warns(UserWarning, match=r"model\.vocab_size=4096: the text yields only \d+ tokenizer entries"):
         prepare(make_config(tmp_path), 4096)
 
 

@@ -180,7 +180,7 @@ def test_a_file_that_is_held_out_is_not_trained_on(prepare_for: Prepare, tmp_pat
         prepare_for(**given, validation_path=str(tmp_path))
     with pytest.raises(ValueError, match=r"data\.validation_path=nowhere: there is no such folder or file"):
         prepare_for(**given, validation_path="nowhere")
-    with pytest.raises(ValueError, match=r"data\.validation_fraction=0: holds nothing out of text"):
+    with pytest.raises(ValueError, match=r"data\.validation_fraction=0: leaves no part of text for evaluation"):
         prepare_for(**given)
 
 
@@ -259,12 +259,12 @@ def test_prepared_bins_are_a_source(prepare_for: Prepare, three: list[MixEntry],
         with pytest.raises(ValueError, match=r"end_of_text=.*: documents in .* end with <\|endoftext\|>: set"):
             prepare_for(source=Source.bins, path=str(web.folder), end_of_text=other_end)
 
-    with pytest.warns(UserWarning, match="gives a tokenizer of only"):
+    with pytest.warns(UserWarning, match="the text yields only"):
         other = prepare_for(source=Source.files, glob="*.jsonl", path=three[2].path, tokenizer=None)
     mix.append(MixEntry(name="m", path=str(other.folder)))
     with pytest.raises(ValueError, match=r"data\.mix\[2\]\.path=.*: prepared with tokenizer .*data\.tokenizer=/"):
         prepare_for(source=Source.bins, mix=mix)
-    with pytest.raises(ValueError, match=r"data\.tokenizer=.*was made with another one: set null"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.*was prepared with another: set null"):
         prepare_for(source=Source.bins, path=str(other.folder))
-    with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it, so it is not what"):
+    with pytest.raises(ValueError, match=r"data\.path=.*: no prepared\.json in it, so prepare_data"):
         prepare_for(source=Source.bins, path=three[0].path)

@@ -262,7 +262,7 @@ def test_of_several_batches_the_fastest_is_chosen(plan_parallelism: Run) -> None
         (["--gpus", "0"], "--gpus: 0: want a number above 0"),
         (
             ["--gpus", "8", "parallel=fsdp"],
-            "parallel=fsdp: the degrees are what is worked out here",
+            "parallel=fsdp: the planner chooses the degrees",
         ),
         (["--gpus", "8", "--tflops", "nan"], "--tflops=nan: set more than 0"),
         (["--gpus", "8", "model.layers=3"], "model.layers=3"),

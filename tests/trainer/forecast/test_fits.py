@@ -65,7 +65,7 @@ def test_a_host_has_memory() -> None:
 
 
 def test_a_named_gpu_is_for_forecasts(config: Make) -> None:
-    with pytest.raises(ValueError, match=r"gpu=h200: a run takes the GPUs that it finds; set gpu=auto, or dry_"):
+    with pytest.raises(ValueError, match=r"gpu=h200: a run uses the GPUs that it finds; set gpu=auto, or dry_"):
         check(config("gpu=h200", "trainer.device=auto"))
     with pytest.raises(ValueError, match=r"gpu=h200: trainer.device=cpu uses none; set gpu=auto, or trainer.device="):
         check(config("gpu=h200", "dry_run=true"))

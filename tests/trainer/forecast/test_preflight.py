@@ -43,7 +43,7 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("trainer.sequence_length=8192", "set at most 4096"),
         (
             "trainer.sequence_length=1",
-            "trainer.sequence_length=1: model.num_mtp_layers=1 predicts so many tokens further",
+            "trainer.sequence_length=1: model.num_mtp_layers=1 predicts that many tokens further",
         ),
         ("run.dir=", "run.dir='': no folder; set a folder, or leave it out"),
         ("run.init_from=", "run.init_from='': no folder; set null"),
@@ -54,7 +54,7 @@ BY_TENSOR = ["precision=fp8_jit", "precision.scaling.granularity=tensor"]
         ("eval.batches=0", "eval.batches=0: out of range; set 1 or more, or null"),
         ("checkpoint.keep=-1", "checkpoint.keep=-1: out of range"),
         ("recovery.max_consecutive_skips=-1", "recovery.max_consecutive_skips=-1: out of range"),
-        ("parallel.timeout=0", "parallel.timeout=0.0: ranks wait for each other; set seconds, 1 or more"),
+        ("parallel.timeout=0", "parallel.timeout=0.0: out of range; set seconds, 1 or more"),
         ("optim.lr=0", "optim.lr=0.0: out of range; set a number above 0"),
         ("optim.lr=nan", "optim.lr=nan: out of range"),
         ("optim.clip=0", "optim.clip=0.0: out of range; set a number above 0, or null not to clip"),
@@ -98,7 +98,7 @@ def test_a_mode_that_wandb_would_refuse_is_refused_before_the_run(
     if mode != "nonsense":
         check(config("logging.wandb.enabled=true"))
         return
-    with pytest.raises(ValueError, match=r"WANDB_MODE=nonsense: wandb knows online, offline, .*; set one"):
+    with pytest.raises(ValueError, match=r"WANDB_MODE=nonsense: not one of online, offline, .*; set one"):
         check(config("logging.wandb.enabled=true"))
 
 
@@ -343,7 +343,7 @@ def test_a_full_gpu_is_explained(config: Make, in_use: float, says: str):
             ("parallel.tensor=2", "model.v_head_dim=8", "model.num_heads=2"),
             r"tensor=2: a rank's 1 heads of",
         ),
-        (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: its passes know no parallel\.tensor=2; set"),
+        (("parallel.tensor=2", "health.shadow_every=3"), r"every=3: it does not support parallel\.tensor=2; set"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(config: Callable[..., Config], keys: tuple[str, ...], message: str) -> None:

@@ -260,7 +260,7 @@ def test_a_shadow_without_memory_costs_shadows_and_not_the_run(
     keys = ["+recipe=fp8_delayed", "health.shadow_every=2", "trainer.max_steps=4"]
     folder = Trainer(config(*keys)).train().folder
     (alert,) = (event for event in lines(folder / "events.jsonl") if event["kind"] == "alert")
-    assert alert["step"] == 2 and alert["message"].startswith("health.shadow_every=2: no memory for it")
+    assert alert["step"] == 2 and alert["message"].startswith("health.shadow_every=2: not enough memory")
     assert [line["step"] for line in lines(folder / "metrics.jsonl") if "loss/total" in line] == [1, 2, 3, 4]
 
 

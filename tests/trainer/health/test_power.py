@@ -242,7 +242,7 @@ def test_off_on_a_cpu_and_when_asked_is_reported_in_the_log_alone(
     meter = PowerMeter(found, config, world, lambda *what, **more: events.append(what))
     with caplog.at_level("INFO", "trainer"):
         meter.start(0, lambda: False)
-    assert [record.getMessage() for record in caplog.records] == [f"power and heat are not metered: {why}"]
+    assert [record.getMessage() for record in caplog.records] == [f"power and temperature are not measured: {why}"]
     assert not events and meter.read(1, 100, 1.0, 1) == {}
 
 

@@ -81,7 +81,7 @@ MISTAKES = {
     "++model.dimm=3": "model.dimm=3: there is no such key; did you mean model.",
     "-m model.dimm=3,4": "model.dimm=3,4: there is no such key; did you mean model.",
     "model.num_expert=3": "did you mean model.num_experts?",
-    "~optim.lrr": "~optim.lrr: there is no such key to take away",
+    "~optim.lrr": "~optim.lrr: there is no such key to delete",
     "~optim.lr": "optim.lr: has no value; it must be a number",
     "hydra.foo=3": "hydra.foo=3: Hydra has no such setting",
     "precision.scaling.history=3": "write ++precision.scaling.history=3",
@@ -100,8 +100,8 @@ MISTAKES = {
     "optim.lr=fast": "optim.lr=fast: must be a number",
     "run.resume=true": "run.resume=true: must be never, auto, or the path of a run or of one of its checkpoints",
     "debug.inject={step: 3}": 'quote the whole argument, as "debug.inject=[...]" or "debug.inject={a: 1, b: 2}"',
-    "hydra.run.dir=x dry_run=true": "Octet's are below run.dir; set run.dir=x",
-    "hydra.job.chdir=true": "Octet's are below run.dir; set run.dir=runs",
+    "hydra.run.dir=x dry_run=true": "Octet writes below run.dir; set run.dir=x",
+    "hydra.job.chdir=true": "Octet writes below run.dir; set run.dir=runs",
     "-m optim.lr=1e-3,fast": "optim.lr=fast: must be a number",
     "trainer.max_steps=1.5": "trainer.max_steps=1.5: must be a whole number",
     "optim.schedule=WSD": "must be one of wsd, cosine",
@@ -120,15 +120,15 @@ MISTAKES = {
     "run.dir='~/runs'": "run.dir=~/runs: ~ is not expanded after =; write $HOME",
     "run.name=größe": "or letters beyond a to z",
     "data.path='bad\udcff'": r"data.path='bad\udcff': not UTF-8",
-    "data.mix={name:a}": "data.mix={name:a}: a value, a list or a section where another of these stands",
+    "data.mix={name:a}": "data.mix={name:a}: the kind differs (value, list or section) from the current one",
     # options
     "--max_steps 3": "--max_steps: there is no such option, and keys are written KEY=VALUE, without dashes; did you "
     "mean trainer.max_steps=VALUE?",
     "--recipe=bf16": "did you mean +recipe=VALUE?",
     "--ouput z": "--ouput: there is no such option, and keys are written KEY=VALUE, without dashes; --help and",
     "trainer.max_steps=3 -x": "-x: there is no such option",
-    "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: separated from the other KEY=VALUE by an option",
-    "--cfg": "--cfg/-c: expected one argument; --hydra-help says what it takes",
+    "optim.lr=1e-3 -m trainer.seed=1,2": "trainer.seed=1,2: an option stands between KEY=VALUE arguments",
+    "--cfg": "--cfg/-c: expected one argument; see --hydra-help",
     "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
 }
 

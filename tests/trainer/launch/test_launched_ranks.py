@@ -120,8 +120,8 @@ FAULTS = {
     "kill:0": (1, "error: rank 0 (HOST, process N) was killed by SIGKILL (out of memory? see dmesg), in step 3"),
     "bug": (1, "error: rank 1 (HOST, process N) failed in step 3: KeyError: 'x'"),
     "mistake:all": (2, "error: optim.lr=9: too large; lower it"),
-    "hang": (1, "error: the others waited in vain for rank 1 (HOST, process N), in step 3, at "),
-    "lag": (1, "error: the others waited in vain for rank 1 (HOST, process N), in step 3, at "),
+    "hang": (1, "error: the other ranks timed out waiting for rank 1 (HOST, process N), in step 3, at "),
+    "lag": (1, "error: the other ranks timed out waiting for rank 1 (HOST, process N), in step 3, at "),
     "freeze": (1, "error: rank 1 (HOST, process N) has been unresponsive for"),
 }
 
@@ -188,7 +188,7 @@ def test_a_signal_before_training_also_ends_ranks_that_cannot_handle_it(tmp_path
     ("options", "arguments", "says"),
     [
         ([], ["parallel=fsdp", "model.dimm=3"], "error: model.dimm=3: there is no such key"),
-        ([], ["+recipe=bf16"], "choose parallel=fsdp, which takes all, or start one process"),
+        ([], ["+recipe=bf16"], "choose parallel=fsdp, which uses all, or start one process"),
         ([], ["-m", "parallel=fsdp", "+recipe=bf16,fp8_jit"], "error: -m: torchrun starts one run"),
         (["--max_restarts=1"], ["parallel=fsdp"], "error: --max-restarts=1: a run without a name"),
     ],
@@ -339,7 +339,7 @@ def test_slurm_starts_one_torchrun_on_each_node(overrides: Any, tmp_path: Path, 
     code, _, err = run(["bash", script, *words], tmp_path, **slurm)
     folder = tmp_path / "runs" / "a"
     assert code == 0, err
-    assert len([line for line in said(err) if "the text gives a tokenizer of only" in line]) == 1
+    assert len([line for line in said(err) if "the text yields only" in line]) == 1
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 2]
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
     traces = sorted((folder / "profile").iterdir())

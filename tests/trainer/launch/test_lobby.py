@@ -117,7 +117,9 @@ def test_one_that_dies_or_stops_is_named_by_the_other(pair: Pair, who: int, faul
     pair.start(fault, who)
     code, err = pair.end(1 - who)
     assert code == 1
-    assert re.fullmatch(rf"octet: error: rank {who} \(HOST, process N\) {how}, before the ranks had met\n", err), err
+    assert re.fullmatch(
+        rf"octet: error: rank {who} \(HOST, process N\) {how}, before all ranks had connected\n", err
+    ), err
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -148,14 +150,14 @@ def test_a_mistake_that_is_found_when_all_have_met_is_one_line(pair: Pair, who: 
 def test_one_that_leaves_ends_all(pair: Pair) -> None:
     pair.start("leave", 1)
     code, err = pair.end(0)
-    assert (code, err) == (1, "octet: error: rank 1 (HOST, process N) has ended, before the ranks had met\n")
+    assert (code, err) == (1, "octet: error: rank 1 (HOST, process N) has ended, before all ranks had connected\n")
 
 
 def test_rank_0_that_never_comes_is_named_and_the_wait_hears_a_signal(pair: Pair) -> None:
     pair.start("none", 0, ranks=(1,))
     code, err = pair.end(1)
     assert code == 1 and re.match(
-        r"octet: error: rank 0 did not come to 127\.0\.0\.1:\d+ within 4 s \(Connection ", err
+        r"octet: error: rank 0 did not answer at 127\.0\.0\.1:\d+ within 4 s \(Connection ", err
     ), err
     pair.start("none", 0, ranks=(1,))
     time.sleep(2)

@@ -231,7 +231,7 @@ def test_a_folder_of_another_process_is_left_alone(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "run" / "checkpoints" / "step_00000005", MODEL, weights(MODEL))
     export(checkpoint, tmp_path / "made", MODEL, Numbers.fp32, None)
     (tmp_path / "out.partial").mkdir()
-    said = r"out\.partial: exists, .*; remove it, or name another folder than .*out$"
+    said = r"out\.partial: exists: .*; remove it, or choose another folder than .*out$"
     with pytest.raises(ValueError, match=said):
         export(checkpoint, tmp_path / "out", MODEL, Numbers.fp32, None)
     with pytest.raises(ValueError, match=said):

@@ -182,8 +182,14 @@ def test_a_probe_shows_gradients_without_the_scale(config: Configs) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        (["precision.table.ffn=bf16"], r"precision.table.ffn=bf16: layers.0.ffn.gate_up is beside others in FP16"),
-        (["precision.table.residual=bf16"], r"precision.table.residual=bf16: residual is beside others in FP16"),
+        (
+            ["precision.table.ffn=bf16"],
+            r"precision.table.ffn=bf16: others are in FP16, with which layers.0.ffn.gate_up can",
+        ),
+        (
+            ["precision.table.residual=bf16"],
+            r"precision.table.residual=bf16: others are in FP16, with which residual can",
+        ),
         (["precision.backend=transformer_engine"], r"precision.backend=transformer_engine: "),
         (["precision.loss_scale.initial=3"], r"precision.loss_scale.initial=3: .* power of two"),
         (["precision.loss_scale.minimum=131072"], r"minimum=131072: above precision.loss_scale.initial; set at most"),

@@ -340,7 +340,7 @@ def test_a_rank_reads_only_what_it_holds(played: Path, tmp_path: Path) -> None:
 def test_a_damaged_shard_is_named_and_the_checkpoint_before_used(played: Path) -> None:
     run = played / "runs" / "damaged"
     said = [event["message"] for event in lines(run / "events.jsonl")]
-    assert any("damaged checkpoint passed over" in m and "rank00001.safetensors" in m for m in said), said
+    assert any("damaged checkpoint skipped" in m and "rank00001.safetensors" in m for m in said), said
     assert any(m.startswith("resumed from step_00000006") for m in said)
     assert losses(played, "damaged")[:7] == pytest.approx(losses(played, "whole")[:7], abs=1e-5)
 

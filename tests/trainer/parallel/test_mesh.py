@@ -45,11 +45,11 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
 @pytest.mark.parametrize(
     ("sizes", "world", "message"),
     [
-        ({}, 4, r"parallel\.shard=1: .* all 4 processes; choose parallel=fsdp"),
+        ({}, 4, r"parallel\.shard=1: .* the 4 processes; choose parallel=fsdp"),
         (
             {"shard": 8},
             1,
-            r"parallel\.shard=8: .* 8 ranks, and this is one process; start 8 with torchrun, or set parallel\.shard=-1",
+            r"parallel\.shard=8: .* 8 ranks, and there is one process; start 8 with torchrun, or set .*=-1",
         ),
         ({"shard": 3, "replicate": -1}, 8, r"parallel\.shard=3: it does not divide the 8 processes; set 2, or start a"),
         ({"replicate": -1, "shard": -1}, 8, r"parallel\.replicate=-1: parallel\.shard=-1 takes what is left"),
@@ -64,7 +64,7 @@ def test_degrees(sizes: dict[str, int], world: int, expected: Degrees) -> None:
             8,
             r"parallel\.tensor=3: it does not divide the 4 .*; set 2",
         ),
-        ({"context": 2}, 8, r"parallel\.shard=1: .*parallel\.context=2 it makes 2 ranks, .*; start 2 with torchrun"),
+        ({"context": 2}, 8, r"parallel\.shard=1: .*parallel\.context=2 it needs 2 ranks, .*; start 2 with torchrun"),
         ({"shard": 2, "replicate": 1, "context": 2, "expert": 8}, 4, r"parallel\.expert=8: .*context=4 ranks.*; set 4"),
     ],
 )

@@ -50,7 +50,7 @@ def test_rewinds_and_the_row_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rewinds": [{"step": 3}]}', '{"rewinds": 3}'])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "recovery.json").write_text(text)
-    with pytest.raises(ValueError, match=r"recovery\.json: .*; remove it, and what was left out") as refusal:
+    with pytest.raises(ValueError, match=r"recovery\.json: .*; remove it; the data that was left out") as refusal:
         ladder(tmp_path).read()
     assert "\n" not in str(refusal.value)
 

@@ -52,7 +52,7 @@ def test_a_rewind_ends_with_the_bits_of_a_run_that_never_read_the_data(config: C
     assert bitwise(run) == bitwise(whole)
     (event,) = events(run, "rollback")
     assert (event["step"], event["first"], event["to"], event["windows"]) == (10, 8, 6, [[28, 40]])
-    assert "back to step_00000006" in event["message"] and "(backward)" in event["message"]
+    assert "rewinding to step_00000006" in event["message"] and "(backward)" in event["message"]
     assert [line["step"] for line in events(run, "nonfinite")] == [8, 9, 10], "events stay"
     assert lines(run / "metrics.jsonl")[-2]["recovery/rewinds"] == 1
     assert trainer.run.loader.state_dict()["left_out"] == [[28, 40]]
@@ -98,7 +98,7 @@ def test_the_same_trouble_goes_back_further_and_then_stops(config: Configs) -> N
     assert stop.value.exit_code == 1 and "\n" not in message
     for part in (
         "3 steps in a row skipped (recovery.max_consecutive_skips=2), from step 8 on, first at loss (forward)",
-        "the run went back 2 times already (to step 6, 4) and it came again",
+        "the run has rewound 2 times already (to step 6, 4), and the trouble recurred",
         "recovery.rewind.max=4 for more attempts",
     ):
         assert part in message
@@ -125,7 +125,7 @@ def test_another_trouble_begins_at_the_first_rung(config: Configs) -> None:
     ("keys", "says"),
     [
         (["recovery.rewind.max=0"], "recovery.rewind.max=0. Look at"),
-        (["checkpoint.every=0"], "there is no whole checkpoint from before step 8 to go back to. Look at"),
+        (["checkpoint.every=0"], "there is no intact checkpoint from before step 8. Look at"),
     ],
 )
 def test_a_run_that_cannot_rewind_stops_with_the_reason(config: Configs, keys: list[str], says: str) -> None:

@@ -74,7 +74,7 @@ def test_a_folder_that_was_emptied_under_its_run_is_filled_again(runs: Path, ope
         if path.name != ".lock":
             path.unlink()
     run.heal(4, lambda kind, step, message, **what: messages.append(message))
-    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is made again" in messages[0]
+    assert (run.path / "config.yaml").read_text() == TEXTS["config.yaml"] and "is created again" in messages[0]
     with pytest.raises(ValueError, match="in use by process"):
         opened(runs, resume="auto")
 

@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path, open
 
 
 def test_auto_without_a_name_is_refused(runs: Path, opened: Any) -> None:
-    with pytest.raises(ValueError, match=r"run.resume=auto: which run\? Set run.name"):
+    with pytest.raises(ValueError, match=r"run.resume=auto: run.name is not set"):
         opened(runs, None, "auto")
     assert not runs.exists()
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_as_path_resumes_from_it_and_later_ones_are_set_aside(runs:
 def test_a_path_that_leads_nowhere_is_refused(runs: Path, opened: Any, target: str) -> None:
     make_run(runs, checkpoints=(100,))
     before = snapshot(runs)
-    with pytest.raises(ValueError, match=r"run.resume=.*: neither never, nor auto, nor the path") as refusal:
+    with pytest.raises(ValueError, match=r"run.resume=.*: must be never, auto, or the path") as refusal:
         opened(runs, None, target.format(runs=runs))
     assert "\n" not in str(refusal.value) and snapshot(runs) == before
 

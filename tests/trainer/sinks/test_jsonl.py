@@ -160,7 +160,7 @@ def test_a_file_that_grows_beyond_its_limit_keeps_lines_of_all_steps(tmp_path: P
     for eighth in range(8):
         here = [step for step in found if step * 8 // (steps[-1] + 1) == eighth]
         assert any(step % 100 == 0 for step in here) and any(step % 100 for step in here), eighth
-    assert len(said) == 1 and f"{path} has more than 60,000 bytes" in said[0]
+    assert len(said) == 1 and f"{path} exceeds 60,000 bytes" in said[0]
 
 
 def test_a_file_that_cannot_be_made_shorter_grows_and_is_tried_again_seldom(

@@ -114,7 +114,7 @@ def test_a_webhook_that_does_not_work_is_reported_once(
     ("command", "seconds", "says"),
     [
         ("sh -c 'echo no mail today >&2; exit 3'", 120.0, r"\(sh\) failed: exit code 3: no mail today"),
-        ("sh -c 'sleep 600 & sleep 600'", 1.0, r"\(sh\) failed: not done after 1 seconds, and ended"),
+        ("sh -c 'sleep 600 & sleep 600'", 1.0, r"\(sh\) failed: not done after 1 seconds, and killed"),
     ],
 )
 def test_a_command_that_fails_or_hangs_is_reported_once(

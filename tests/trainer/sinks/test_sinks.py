@@ -137,7 +137,7 @@ def test_events_go_to_the_file_the_console_and_the_log(run: RunFolder, screen: S
 
 
 def test_what_happened_while_the_folder_was_opened_comes_first(run: RunFolder, screen: Screen) -> None:
-    run.notes.append(Note("checkpoint", 200, "damaged checkpoint passed over", {"path": "x"}))
+    run.notes.append(Note("checkpoint", 200, "damaged checkpoint skipped", {"path": "x"}))
     with Sinks(settings(), run, 200, screen.console) as sinks:
         sinks.event("resume", 100, "resumed")
     assert [(event["kind"], event["step"]) for event in lines(run.path / "events.jsonl")] == [
@@ -328,5 +328,5 @@ def test_a_run_outlives_the_reader_of_its_screen(caplog: pytest.LogCaptureFixtur
         for step in (1, 2):
             screen.metrics({"step": step, "loss/total": 1.0})
     assert [record.getMessage() for record in caplog.records] == [
-        "the screen cannot be written (Broken pipe): the rest is only here"
+        "the terminal cannot be written to (Broken pipe): further output is only in this file"
     ]

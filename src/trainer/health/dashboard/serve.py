@@ -95,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
             token = parse_qs(query).get("since", [""])[0]
             self._answer(200, "application/json", as_json(self.server.live.data(token)))
         else:
-            self._answer(404, "text/plain", "there are / and /data")
+            self._answer(404, "text/plain", "not found; there are / and /data")
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         body = text.encode("utf-8", errors="replace")

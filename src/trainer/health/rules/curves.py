@@ -32,7 +32,7 @@ class GradNormSpike(Rule):
             return []
         message = (
             f"gradient norm {norm:.3g} is {norm / middle:.3g} times its median over the last {len(before)} lines; "
-            "one alone is clipped (optim.clip): if they come back, lower optim.lr, and look at the data of the step"
+            "a single spike is clipped (optim.clip); if it recurs, lower optim.lr and check the data of the step"
         )
         return [Alert(self.name, step, message, norm, self._times * middle)]
 
@@ -160,7 +160,7 @@ class ShadowLossGap(_Shadow):
     def _alert(self, step: int, value: float, metrics: Entry, tensors: Entry | None) -> Alert:
         message = (
             f"loss is {metrics['shadow/loss_gap']:.3g} nats above BF16's from the same weights, "
-            f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs something; "
+            f"{100 * value:.2g} % of it (health.alerts.{self.name}={self._threshold:g}): FP8 costs accuracy; "
             "look at the casts' errors in tensors.jsonl, or resume in BF16 (+recipe=bf16 run.resume=auto)"
         )
         return Alert(self.name, step, message, value, self._threshold)
@@ -184,7 +184,7 @@ class ShadowCosine(_Shadow):
             module = min(cosines, key=lambda name: abs(cosines[name] - value), default=None)
         message = (
             f"cosine of the gradient of {module or 'a module'} to BF16's is {value:.3g} "
-            f"(health.alerts.{self.name}={self._threshold:g}): FP8 bends the way down; "
+            f"(health.alerts.{self.name}={self._threshold:g}): FP8 changes the direction of descent; "
             "keep that module in BF16 (precision.rules.exceptions)"
         )
         return Alert(self.name, step, message, value, self._threshold, block=module)

@@ -35,7 +35,7 @@ class Throttled(Rule):
         at = f", to {clock:.0f} MHz" if clock is not None else ""
         message = (
             f"{said[why]} {_whose(metrics, 'throttled_rank')} for {100 * share:.0f} % of the time{at}; all ranks wait "
-            "for it: look at fans, air, neighbours, power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
+            "for it: check fans, airflow and power supply (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there)"
         )
         return [Alert(self.name, step, message, share, self._share)]
 
@@ -59,7 +59,7 @@ class _Hot(Rule):
             return []
         message = (
             f"{self.WHAT} of {_whose(metrics, self.RANK)} is at {hot:.0f} °C "
-            f"(health.alerts.{self.name}={self._celsius:g}): it will be slowed soon, then stopped; cool it, or "
+            f"(health.alerts.{self.name}={self._celsius:g}): it will throttle soon, then shut down; cool it, or "
             "lower its power limit (`nvidia-smi -pl`)"
         )
         return [Alert(self.name, step, message, hot, self._celsius)]

@@ -41,8 +41,8 @@ class ThroughputDrop(Rule):
             return []
         message = (
             f"{rate:,.0f} tokens per second, {100 * rate / usual:.0f} % of the usual {usual:,.0f}, for "
-            f"{self._seconds:.0f} seconds: look at the GPU's clocks and temperature, at what else runs on the machine, "
-            "the network, the disk of the data"
+            f"{self._seconds:.0f} seconds: check the GPU's clocks and temperature, other processes on the machine, "
+            "the network, and the disk of the data"
         )
         return [Alert(self.name, step, message, rate, self._share * usual)]
 
@@ -75,14 +75,14 @@ class Straggler(Rule):
             at = ", ".join(f"{value:.0f}{unit}" for unit, value in known.items() if value is not None)
             message = (
                 f"the GPU of rank {rank} is {100 * slow:.0f} % slower than the others'{at and f' (at {at})'}, for "
-                f"{self.LINES} lines on end; all ranks wait for it: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` there, "
-                "or leave that node out"
+                f"{self.LINES} lines in a row; all ranks wait for it: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` "
+                "there, or exclude that node"
             )
             alerts.append(Alert(self.name, step, message, slow, self._share))
         if wait is not None and (rank := self._lasting("data", wait, metrics)) is not None:
             message = (
                 f"rank {rank} waits {100 * wait:.0f} % of a step longer for its data than the others, for {self.LINES} "
-                "lines on end; all ranks wait for it: look at the disk, the network and the load of its host"
+                "lines in a row; all ranks wait for it: check the disk, the network and the load of its host"
             )
             alerts.append(Alert(self.name, step, message, wait, self._share))
         return sorted(alerts, key=lambda alert: -alert.value)
@@ -145,7 +145,7 @@ class MemoryGrowth(Rule):
         left = f", full in about {(self._card - held) / per_step:,.0f} steps" if self._card is not None else ""
         message = (
             f"memory held between steps grew from {before:.2f} to {held:.2f} GiB in {step - since} steps"
-            f"{left}: something keeps tensors; save and continue in a new process (run.resume=auto), "
+            f"{left}: tensors are not freed; save and continue in a new process (run.resume=auto), "
             "and look at a memory snapshot (profile.steps)"
         )
         return Alert(self.name, step, message, held, before * (1 + self._share))
@@ -195,7 +195,7 @@ class AllocatorRetries(Rule):
         if self._lines < self.LINES:
             return []
         message = (
-            f"the GPU's memory is in pieces: {a_step:.2g} times a step there was no whole one, and it waited for the "
-            "driver; lower trainer.microbatch_size, or set recompute=selective"
+            f"the GPU's memory is fragmented: {a_step:.2g} times a step no free block was large enough, and the "
+            "allocator waited for the driver; lower trainer.microbatch_size, or set recompute=selective"
         )
         return [Alert(self.name, step, message, a_step, self._each)]

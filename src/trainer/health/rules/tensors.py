@@ -57,7 +57,7 @@ class ScaleDrop(_ScaleJump):
 
     def _words(self, name: str, times: float, steps: int, now: str) -> str:
         return (
-            f"scale of {name} fell {times:.3g}-fold in {steps} steps ({now}): NaN ahead; "
+            f"scale of {name} fell {times:.3g}-fold in {steps} steps ({now}): NaN may follow; "
             "lower optim.lr, or keep this tensor in BF16 (precision.rules.exceptions)"
         )
 
@@ -69,7 +69,7 @@ class ScaleRise(_ScaleJump):
 
     def _words(self, name: str, times: float, steps: int, now: str) -> str:
         return (
-            f"scale of {name} rose {times:.3g}-fold in {steps} steps ({now}): its values collapse, underflow ahead; "
+            f"scale of {name} rose {times:.3g}-fold in {steps} steps ({now}): its values collapse and may underflow; "
             "look at its block's gradients, or keep this tensor in BF16 (precision.rules.exceptions)"
         )
 
@@ -113,7 +113,7 @@ class Saturated(_CastShare):
 
     name = key = "saturated"
     does = "is clipped in its cast to FP8"
-    advice = "its amax grows faster than its scale follows: current scaling (+recipe=fp8_jit) knows it at once"
+    advice = "its amax grows faster than its scale follows: use current scaling (+recipe=fp8_jit)"
 
 
 class Underflown(_CastShare):
@@ -121,7 +121,7 @@ class Underflown(_CastShare):
 
     name = key = "underflown"
     does = "becomes zero in its cast to FP8"
-    advice = "a few large values hold its scale down: finer scales (+recipe=fp8_block) leave the others alone"
+    advice = "a few large values hold its scale down: use finer scales (+recipe=fp8_block)"
 
 
 class MaxLogit(Rule):

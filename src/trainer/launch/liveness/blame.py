@@ -39,7 +39,9 @@ class Blame:
         named = ", ".join(self._store.describe(rank) for rank in gone[:4]) + f" and {len(gone) - 4} more" * (
             len(gone) > 4
         )
-        return News(f"error: {named} closed all connections and is gone, {when(step)}", 1, gone[0], self._rank, step)
+        return News(
+            f"error: {named} has closed its connections and is gone, {when(step)}", 1, gone[0], self._rank, step
+        )
 
     def _absent(self) -> News:
         """Return the news about the ranks missing in a collective operation: those neither waiting as this one nor
@@ -53,6 +55,6 @@ class Blame:
         named += [f"{len(absent) - 4} more"] * (len(absent) > 4)
         waiting = next((rank for rank in ranks if self._store.has("late", rank)), None)
         operation = "" if waiting is None else self._store.get("late", waiting)
-        message = f"error: the others waited in vain for {'; '.join(named)}"
+        message = f"error: the other ranks timed out waiting for {'; '.join(named)}"
         message += f"; they waited in {operation}" if operation else ""
         return News(message, 1, absent[0], self._rank, at[absent[0]][0])

@@ -96,7 +96,7 @@ class _Line:
 
 
 _SILENT = "has been unresponsive for {:.0f} s (is it stopped, or its node lost?)"
-_BEFORE = "before the ranks had met"
+_BEFORE = "before all ranks had connected"
 
 
 class _Lobby(threading.Thread):
@@ -149,7 +149,7 @@ class Host(_Lobby):
             who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)[:8]))}"
             who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             if waited > ALL_SECONDS:
-                why = f"did not come to {self._place} within {ALL_SECONDS:.0f} s"
+                why = f"did not connect to {self._place} within {ALL_SECONDS:.0f} s"
                 raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE")
             if waited > SAY_SECONDS and not said:
                 print(f"octet: waiting at {self._place} for {who}", flush=True)
@@ -276,10 +276,12 @@ class Guest(_Lobby):
         """Return when the store is served. Raises RunError if rank 0 is missing."""
         while not self._open.wait(_LOOK_SECONDS):
             if self._over:
-                raise _run_error(f"rank 0 at {self._place} ended before the ranks had met; start all with one command")
+                raise _run_error(
+                    f"rank 0 at {self._place} ended before all ranks had connected; start all with one command"
+                )
             if self._line is None and time.monotonic() - self._began > RANK_0_SECONDS:
-                why = f"did not come to {self._place} within {RANK_0_SECONDS:.0f} s ({self._why})"
-                raise _run_error(f"rank 0 {why}; look at what it printed, or correct MASTER_ADDR and MASTER_PORT")
+                why = f"did not answer at {self._place} within {RANK_0_SECONDS:.0f} s ({self._why})"
+                raise _run_error(f"rank 0 {why}; see its output, or correct MASTER_ADDR and MASTER_PORT")
 
     def leave(self) -> None:
         """This process ends normally."""
