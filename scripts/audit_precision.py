@@ -41,7 +41,7 @@ def run() -> None:
     from trainer.forecast.preflight import check
     from trainer.launch.device import pick_device
     from trainer.offline.audit import audit
-    from trainer.optim.build import build_optimizer
+    from trainer.optim.build_optimizer import build_optimizer
     from trainer.step.engine import build_model
 
     for job in jobs:

@@ -29,7 +29,7 @@ from trainer.forecast.preflight import check
 from trainer.launch.command_line import Parser, guarded
 from trainer.launch.composition import compose
 from trainer.optim import muon as optimizer
-from trainer.optim.build import muon_layouts
+from trainer.optim.build_optimizer import muon_layouts
 from trainer.optim.muon import batches, canonical
 from trainer.optim.orthogonalise import EPS, flops, orthogonalise, plain, polynomials
 from trainer.optim.owners import assign

@@ -12,7 +12,7 @@ from precision.rows import GemmRow
 from trainer.config import Config, OptimizerName
 from trainer.forecast.once import once
 from trainer.forecast.stages import blocks_of_stages, stage_models
-from trainer.optim.build import muon_layouts, muon_rows
+from trainer.optim.build_optimizer import muon_layouts, muon_rows
 from trainer.optim.exchange import fragment
 from trainer.optim.orthogonalise import DTYPES, flops, polynomials
 from trainer.optim.owners import Layout, Run, assign

@@ -19,7 +19,7 @@ from trainer.forecast.stages import pipeline_of
 from trainer.launch.device import tune_host
 from trainer.launch.world import World
 from trainer.optim.adamw import Optimizer
-from trainer.optim.build import build_optimizer
+from trainer.optim.build_optimizer import build_optimizer
 from trainer.optim.loss_scale import LossScale
 from trainer.optim.qk_clip import QKClip, check_qk_clip
 from trainer.parallel.blocks import parallelize

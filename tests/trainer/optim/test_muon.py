@@ -19,7 +19,7 @@ from trainer.forecast.muon import muon_size
 from trainer.forecast.preflight import check
 from trainer.optim import muon as muon_module
 from trainer.optim.adamw import LearningRate
-from trainer.optim.build import muon_rows
+from trainer.optim.build_optimizer import muon_rows
 from trainer.optim.muon import Muon
 from trainer.optim.orthogonalise import orthogonalise, polynomials
 from trainer.optim.owners import layout
