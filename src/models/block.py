@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from models.layers import FFN, RMSNorm, normed
 from models.mla import MLA, LatentCache
 from models.moe import MoE
-from precision import AmaxProbe, Feed, Kurtosis, Operand, Plan, deliver
+from precision import AmaxProbe, Feed, Kurtosis, Operand, Plan, quantize_for
 
 
 class Block(nn.Module):
@@ -117,4 +117,4 @@ class MoEBlock(Block):
 
 def _read(h: Tensor, norm: RMSNorm | None, feed: Feed) -> Operand | Tensor:
     """Return a sublayer's input from the stream."""
-    return deliver(h, feed) if norm is None else norm(h, feed)
+    return quantize_for(h, feed) if norm is None else norm(h, feed)

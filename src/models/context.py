@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.messages import exchange, gather, in_pieces, put_together, reduce, sum_of_pieces
+from models.messages import exchange, gather, in_pieces, join_pieces, reduce, sum_of_pieces
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,7 +102,7 @@ class _ForHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BsR: Tensor, heads: int, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return put_together(gather(x_BsR, size, group))[:, :, None].expand(-1, -1, heads, -1)
+        return join_pieces(gather(x_BsR, size, group))[:, :, None].expand(-1, -1, heads, -1)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -113,7 +113,7 @@ class _ForHeads(torch.autograd.Function):
 
 def _to_heads(x_BsHd: Tensor, size: int, group: str) -> Tensor:
     pieces_cBshd = x_BsHd.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
-    return put_together(exchange(pieces_cBshd, size, group))
+    return join_pieces(exchange(pieces_cBshd, size, group))
 
 
 def _to_positions(x_BShd: Tensor, size: int, group: str) -> Tensor:

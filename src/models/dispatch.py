@@ -31,7 +31,7 @@ from torch import Tensor
 
 from precision import GradRows, GroupedLinear, Operand
 from precision.errors import UserError
-from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
+from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
 
 
 class RoutedExperts(Protocol):
@@ -72,7 +72,7 @@ class Dispatcher(Protocol):
         the router's choice."""
         ...
 
-    def finish(self, begun: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, pending: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """Return add [T, D] + the weighted sum over each token's experts, [T, D] in add's dtype."""
         ...
 
@@ -88,18 +88,20 @@ class LocalDispatcher:
         """See `Dispatcher`."""
         return x, expert_TK, weight_TK
 
-    def finish(self, begun: tuple[Operand | Tensor, Tensor, Tensor], add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(
+        self, pending: tuple[Operand | Tensor, Tensor, Tensor], add_TD: Tensor, experts: RoutedExperts
+    ) -> Tensor:
         """See `Dispatcher`."""
-        return experts(*begun, add_TD)
+        return experts(*pending, add_TD)
 
 
 @dataclass
-class _Begun:
+class _Pending:
     """State between the two calls. expert, weight: the router's. summary: being copied to the host, complete after
     `ready`."""
 
     x: Operand | Tensor
-    parcels: Parcels
+    row_map: RowMap
     expert: Tensor
     weight: Tensor
     summary: Tensor
@@ -117,12 +119,12 @@ class _Exchange:
     sent: list[int]
     received: list[int]
 
-    def there(self, *rows: Tensor) -> list[Tensor]:
+    def to_experts(self, *rows: Tensor) -> list[Tensor]:
         """Send rows [R, ...]; return [A, ...]."""
         arrived = [self._move(one, self.sent, self.received) for one in rows]
         return arrived if len(arrived[0]) else [one.new_zeros(1, *one.shape[1:]) for one in rows]
 
-    def back(self, *rows: Tensor) -> list[Tensor]:
+    def to_tokens(self, *rows: Tensor) -> list[Tensor]:
         """Return rows [A, ...] to their senders; the result is [R, ...]."""
         return [self._move(one[: sum(self.received)], self.received, self.sent) for one in rows]
 
@@ -167,11 +169,11 @@ class AllToAllDispatcher:
         for name in ("begin", "finish"):  # not as decorators: those would make every program import the compiler
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Begun:
+    def begin(self, x: Operand | Tensor, expert_TK: Tensor, weight_TK: Tensor, experts: RoutedExperts) -> _Pending:
         """See `Dispatcher`: computes the tokens' rows, counts them, and sends the counts to the other processes."""
-        kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
-        parcels = Parcels.address(expert_TK, self.size, len(self.experts), kernels)
-        sent = parcels.counts()
+        kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        row_map = RowMap.packed(expert_TK, self.size, len(self.experts), kernels)
+        sent = row_map.counts()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         scales = [scale_of(experts.gate_up.input_slot, sent), scale_of(experts.down.grad_slot, sent)]
@@ -181,24 +183,24 @@ class AllToAllDispatcher:
             on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
             summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
             ready.record()
-        return _Begun(x, parcels, expert_TK, weight_TK, summary, ready)
+        return _Pending(x, row_map, expert_TK, weight_TK, summary, ready)
 
-    def finish(self, begun: _Begun, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, pending: _Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""
-        if begun.ready is not None:
-            begun.ready.synchronize()
-        *sizes, choices, x_known, dy_known = begun.summary.tolist()
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        *sizes, choices, x_known, dy_known = pending.summary.tolist()
         exchange = _Exchange(self.group, sizes[: self.size], sizes[self.size :])
-        x, gate_up, down, parcels = begun.x, experts.gate_up, experts.down, begun.parcels.cut(sum(exchange.sent))
+        x, gate_up, down, row_map = pending.x, experts.gate_up, experts.down, pending.row_map.cut(sum(exchange.sent))
         x_known, dy_known = x_known and gate_up.recipe.delayed, dy_known and down.recipe.delayed
         grad = GradFormat.of(down, bool(dy_known)) if isinstance(x, Operand) else None
         x_AD, expert_AK, weight_AK = send(
-            x, begun.expert, begun.weight.float(), parcels, exchange, gate_up, bool(x_known)
+            x, pending.expert, pending.weight.float(), row_map, exchange, gate_up, bool(x_known)
         )
         if not any(exchange.received):  # the row of zeros needs an expert to yield a gradient
             expert_AK, choices = torch.zeros_like(expert_AK), expert_AK.shape[1]
         y_AD = experts(x_AD, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
-        return bring_back(y_AD, add_TD, parcels, exchange, grad, experts.accumulate)
+        return return_to_tokens(y_AD, add_TD, row_map, exchange, grad, experts.accumulate)
 
 
 def scale_of(slot: Any, like: Tensor) -> Tensor:

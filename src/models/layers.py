@@ -137,11 +137,11 @@ def rope_frequencies(dim: int, theta: float, yarn: YarnConfig | None, device: to
     if yarn is None:
         return frequency_P
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_turns(times: float) -> float:
         return dim * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    first = max(math.floor(pair_with_turns(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair_with_turns(yarn.beta_slow)), dim - 1)
     pair_P = torch.arange(dim // 2, dtype=torch.float32, device=device)
     slowed_P = ((pair_P - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequency_P / yarn.factor * slowed_P + frequency_P * (1 - slowed_P)

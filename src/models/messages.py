@@ -49,6 +49,6 @@ def in_pieces(x_BSd: Tensor, size: int) -> Tensor:
     return x_BSd.unflatten(1, (size, -1)).transpose(0, 1)
 
 
-def put_together(pieces: Tensor) -> Tensor:
+def join_pieces(pieces: Tensor) -> Tensor:
     """Join the ranks' positions [size, B, s, ...] to [B, S, ...]."""
     return pieces.transpose(0, 1).flatten(1, 2)

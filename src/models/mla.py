@@ -50,10 +50,10 @@ from precision import (
     apply_rope,
     attention_core,
     attention_inputs,
-    deliver,
     latent_attention,
+    quantize_for,
     returns_lse,
-    turn_last,
+    rotate_last,
 )
 
 LATENT_NORM_EPS = 1e-6
@@ -164,7 +164,7 @@ class MLA(nn.Module):
         if first:
             return self._expanded(q_BTx, self.kv_b(latent), k_rope, rope_2SP)
         w_k_HNC, w_v_HVC = cache.weights
-        q_BTHd = turn_last(normed(self._by_head(q_BTx), self.q_head_norm), rope_2SP)
+        q_BTHd = rotate_last(normed(self._by_head(q_BTx), self.q_head_norm), rope_2SP)
         q_nope, q_rope = q_BTHd.to(self.core_dtype).split(self.q_widths, -1)
         q_BTHC = torch.einsum("bthn,hnc->bthc", q_nope, w_k_HNC)
         q = torch.cat([q_BTHC, q_rope], -1).transpose(1, 2)
@@ -191,14 +191,14 @@ class MLA(nn.Module):
         """Return queries, keys and values of own heads as `q` (`q_b`) and `kv_b` make them, and k_r, at all positions
         of the tensor group. `models.tensor` explains the order."""
         c_kv_BsC, k_rope = self._unexpanded(x, rope_2SP)
-        kv_begun = tensor.begin(torch.cat([normed(c_kv_BsC, self.kv_norm), k_rope[:, :, 0]], -1))
+        kv_pending = tensor.begin(torch.cat([normed(c_kv_BsC, self.kv_norm), k_rope[:, :, 0]], -1))
         if self.q_a is None:
-            q, q_begun = self.q, tensor.begin(x.tensor if isinstance(x, Operand) else x)
+            q, q_pending = self.q, tensor.begin(x.tensor if isinstance(x, Operand) else x)
         else:
-            q, q_begun = self.q_b, tensor.begin(normed(self.q_a(x), self.q_norm))
-        c_kv_BSC, k_rope_BSR = tensor.finish(kv_begun).split(self.kv_a_widths, -1)
-        kv_BSx = self.kv_b(deliver(c_kv_BSC.contiguous(), self.kv_feed))
-        return q(deliver(tensor.finish(q_begun), self.q_feed)), kv_BSx, k_rope_BSR[:, :, None]
+            q, q_pending = self.q_b, tensor.begin(normed(self.q_a(x), self.q_norm))
+        c_kv_BSC, k_rope_BSR = tensor.finish(kv_pending).split(self.kv_a_widths, -1)
+        kv_BSx = self.kv_b(quantize_for(c_kv_BSC.contiguous(), self.kv_feed))
+        return q(quantize_for(tensor.finish(q_pending), self.q_feed)), kv_BSx, k_rope_BSR[:, :, None]
 
     def _expanded(
         self, q_BSx: Tensor, kv_BSx: Tensor, k_rope: Tensor, rope_2SP: Tensor, mask: Tensor | None = None
@@ -217,8 +217,8 @@ class MLA(nn.Module):
         else:
             k_nope, v_BSHV = kv_BSHx.split(self.kv_widths, -1)
             k = torch.cat([k_nope, k_rope.expand(-1, -1, q_BSHd.shape[2], -1)], -1)
-            q = turn_last(normed(q_BSHd, self.q_head_norm), rope_2SP)
-            k = turn_last(normed(k, self.k_head_norm), rope_2SP)
+            q = rotate_last(normed(q_BSHd, self.q_head_norm), rope_2SP)
+            k = rotate_last(normed(k, self.k_head_norm), rope_2SP)
         q_BHSd, k_BHSd, v_BHSV = (t.to(self.core_dtype).transpose(1, 2) for t in (q, k, v_BSHV))
         out_BHSV = self.core(q_BHSd, k_BHSd, v_BHSV, self.softmax_scale, mask, self.max_logits.row)
         out_BSHV = out_BHSV.transpose(1, 2)

@@ -155,6 +155,6 @@ class MoE(nn.Module):
         logits_TE = self.router(x_TD if self.router_norm is None else self.router_norm(x_TD))
         expert_BSK, weight_BSK, balance_loss, load_E = self.gate(logits_TE.unflatten(0, (batch, -1)))
         travelling = x if self.experts.dispatch is None else x_TD.to(self.experts.dispatch)
-        begun = self.dispatcher.begin(travelling, expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
-        y_TD = self.dispatcher.finish(begun, self.shared(x), self.experts)
+        pending = self.dispatcher.begin(travelling, expert_BSK.flatten(0, 1), weight_BSK.flatten(0, 1), self.experts)
+        y_TD = self.dispatcher.finish(pending, self.shared(x), self.experts)
         return y_TD.to(self.residual), balance_loss, load_E

@@ -77,7 +77,7 @@ class Gate(nn.Module):
         """Route tokens by their logits [B, S, E] FP32."""
         softmax = self.scoring is RouterScoring.softmax
         score_BSE = logits_BSE.softmax(-1) if softmax else logits_BSE.sigmoid()
-        expert_BSK = self._deal_out(score_BSE) if self.force_balanced else self.choose(score_BSE)
+        expert_BSK = self._round_robin(score_BSE) if self.force_balanced else self.choose(score_BSE)
         weight_BSK = score_BSE.gather(-1, expert_BSK)
         if self.normalize:
             weight_BSK = weight_BSK / (weight_BSK.sum(-1, keepdim=True) + 1e-20)
@@ -92,7 +92,7 @@ class Gate(nn.Module):
         groups."""
         return choose_experts(score_BSE, self.bias, self.num_chosen, self.num_groups, self.num_groups_kept)
 
-    def _deal_out(self, score_BSE: Tensor) -> Tensor:
+    def _round_robin(self, score_BSE: Tensor) -> Tensor:
         """Assign experts in turn, whatever the scores: token t gets tK, tK + 1, ... modulo E."""
         B, S, E = score_BSE.shape
         turn = torch.arange(B * S * self.num_chosen, device=score_BSE.device)

@@ -36,7 +36,7 @@ from torch import Tensor
 from models.dispatch import AllToAllDispatcher, RoutedExperts, largest, scale_of
 from models.transport import Transport
 from precision import Operand
-from precision.wire import GradFormat, Parcels, bring_back, send, travels_by_kernels
+from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
 
 NEARLY_FULL, SPARE = 0.9, 1.25
 UNIT = 16  # slots: blocks of rows of whole words then begin at multiples of 16 bytes
@@ -68,12 +68,12 @@ class Slots:
         P = dist.get_world_size(self.transport.group)
         return room(self.capacity, tokens, chosen, P, each)
 
-    def need(self, share: Tensor) -> None:
+    def record_need(self, share: Tensor) -> None:
         """Record the needed share of some room, 0-d."""
         torch.maximum(self.fill, share.float(), out=self.fill)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         """Run the code inside on a separate stream, after everything launched before; it is in use until `join`."""
         if self.stream is None:
             yield
@@ -104,11 +104,11 @@ class _Exchange:
     sent: Tensor
     received: Tensor
 
-    def there(self, *rows: Tensor) -> list[Tensor]:
+    def to_experts(self, *rows: Tensor) -> list[Tensor]:
         """Send [P C, ...]; return the same shape."""
         return self.transport.exchange(_contiguous(rows), self.sent, self.received, keep=True)
 
-    def back(self, *rows: Tensor) -> list[Tensor]:
+    def to_tokens(self, *rows: Tensor) -> list[Tensor]:
         """Return [P C, ...] to the senders; same shape."""
         return self.transport.exchange(_contiguous(rows), self.received, self.sent, keep=False)
 
@@ -122,13 +122,13 @@ def _contiguous(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class _Begun:
+class _Pending:
     """State between the two calls. arrived: the result of `send`. x, held: kept alive until the other stream has read
     them."""
 
     x: Operand | Tensor
     held: tuple[Tensor, Tensor]
-    parcels: Parcels
+    row_map: RowMap
     exchange: _Exchange
     arrived: tuple[Operand | Tensor, Tensor, Tensor]
     room: int
@@ -152,22 +152,22 @@ class SlotDispatcher:
         if not torch.is_grad_enabled():
             return self._whole.begin(x, expert_TK, weight_TK, experts)
         x_known, dy_known = self._known(experts)
-        with self.slots.beside():
+        with self.slots.side_stream():
             return self._send(x, expert_TK, weight_TK, experts, x_known, dy_known)
 
-    def finish(self, begun: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
+    def finish(self, pending: Any, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `dispatch.Dispatcher`."""
-        if not isinstance(begun, _Begun):
-            return self._whole.finish(begun, add_TD, experts)
+        if not isinstance(pending, _Pending):
+            return self._whole.finish(pending, add_TD, experts)
         self.slots.join()
-        down, is_operand = experts.down, isinstance(begun.x, Operand)
-        grad = GradFormat.of(down, begun.dy_known) if is_operand else None
-        x, expert_AK, weight_AK = begun.arrived
-        choices = begun.room
-        if not begun.parcels.kernels:  # plain ops need exact shapes
+        down, is_operand = experts.down, isinstance(pending.x, Operand)
+        grad = GradFormat.of(down, pending.dy_known) if is_operand else None
+        x, expert_AK, weight_AK = pending.arrived
+        choices = pending.room
+        if not pending.row_map.kernels:  # plain ops need exact shapes
             choices = int((expert_AK < len(self.experts)).sum())
         y_AD = experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
-        return bring_back(y_AD, add_TD, begun.parcels, begun.exchange, grad, experts.accumulate)
+        return return_to_tokens(y_AD, add_TD, pending.row_map, pending.exchange, grad, experts.accumulate)
 
     def _send(
         self,
@@ -177,32 +177,32 @@ class SlotDispatcher:
         experts: RoutedExperts,
         x_known: bool,
         dy_known: bool,
-    ) -> _Begun:
+    ) -> _Pending:
         (T, K), P, each = expert_TK.shape, self._whole.size, len(self.experts)
         slots, room = self.slots.sizes(T, K, each)
-        kernels = travels_by_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
-        parcels, wanted = Parcels.in_slots(expert_TK, P, each, kernels, slots)
+        kernels = has_row_kernels(experts.gate_up, experts.down, experts.combine, experts.accumulate)
+        row_map, wanted = RowMap.in_slots(expert_TK, P, each, kernels, slots)
         sent = wanted.clamp(max=slots)
         choices = torch.zeros_like(sent).scatter_add_(
-            0, parcels.owner.flatten(), torch.ones_like(parcels.owner).flatten()
+            0, row_map.owner.flatten(), torch.ones_like(row_map.owner).flatten()
         )
-        (told,) = self.slots.transport.exchange(
+        (received,) = self.slots.transport.exchange(
             (torch.stack([sent, choices], 1),), torch.ones_like(sent), None, keep=True
         )
         if slots < T:  # else there can be no more
-            self.slots.need(wanted.max() / slots)
+            self.slots.record_need(wanted.max() / slots)
         if room < P * slots * min(K, each):
-            self.slots.need(told[:, 1].sum() / room)
+            self.slots.record_need(received[:, 1].sum() / room)
         for slot, known in ((experts.gate_up.input_slot, x_known), (experts.down.grad_slot, dy_known)):
             if known:
-                self.slots.need(torch.where(scale_of(slot, sent) > 0, 0.0, torch.inf))
-        exchange = _Exchange(self.slots.transport, sent, told[:, 0].contiguous())
-        x_AD, expert_AK, weight_AK = send(x, expert_TK, weight_TK.float(), parcels, exchange, experts.gate_up, x_known)
+                self.slots.record_need(torch.where(scale_of(slot, sent) > 0, 0.0, torch.inf))
+        exchange = _Exchange(self.slots.transport, sent, received[:, 0].contiguous())
+        x_AD, expert_AK, weight_AK = send(x, expert_TK, weight_TK.float(), row_map, exchange, experts.gate_up, x_known)
         if room < expert_AK.numel():
             here = expert_AK < each
             fits = here.flatten().cumsum(0).view_as(here) <= room
             expert_AK = torch.where(here & fits, expert_AK, each)
-        return _Begun(x, (expert_TK, weight_TK), parcels, exchange, (x_AD, expert_AK, weight_AK), room, dy_known)
+        return _Pending(x, (expert_TK, weight_TK), row_map, exchange, (x_AD, expert_AK, weight_AK), room, dy_known)
 
     def _known(self, experts: RoutedExperts) -> tuple[bool, bool]:
         """Return whether the arena has scales of x and of dy: with delayed scales, from the first history on."""

@@ -4,9 +4,9 @@ sequence parallelism for the layers between (arXiv 2205.05198).
 The t ranks of a tensor group read the same sequences. Outside attention, embedding and head, rank j holds a piece of
 the positions, as in a context group. Inside them it holds a part of the weights:
 
-    q or q_b, kv_b    rows of the heads j H/t to (j + 1) H/t        columns in the paper's words
-    o                 columns of the same heads                     rows in the paper's words
-    embedding, head   the words j V/t to (j + 1) V/t
+    q or q_b, kv_b    rows of the heads j H/t to (j + 1) H/t        column-parallel in the paper
+    o                 columns of the same heads                     row-parallel in the paper
+    embedding, head   the vocabulary entries j V/t to (j + 1) V/t
 
     gather    own positions -> all positions of the group           backward: sum at own positions, in FP32
     scatter   partial sums of all positions -> sum at own ones      backward: gather
@@ -16,10 +16,10 @@ gathered x. Gradients of gathered tensors are sums over own heads: they are adde
 once. The head reads the state at all positions of the group; its loss is the same on all t ranks (`precision.head`).
 
 A gather is two operators, `begin` and `finish`, so that GEMMs run between them in both directions: `finish` starts a
-communication in the backward pass, and `begin` waits for it. Autograd runs the latest operators first:
+communication in the backward pass, and `begin` waits for it. Autograd runs the last operators first:
 
     forward     kv_a; begin kv; q_a; begin q; finish kv; kv_b; finish q; q_b
-    backward    q_b; its sum starts; kv_b; its sum starts; q's is there; q_a; kv's is there; kv_a
+    backward    q_b; its sum starts; kv_b; its sum starts; wait for q's; q_a; wait for kv's; kv_a
 
 So kv_b's two GEMMs hide the sum of q's gradients, and q_a's hide the sum of the other. The scatter after o is not
 hidden.
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from models.context import ContextSplit
-from models.messages import gather, in_pieces, put_together, reduce, start_gather, start_sum, sum_of_pieces, wait
+from models.messages import gather, in_pieces, join_pieces, reduce, start_gather, start_sum, sum_of_pieces, wait
 from precision import Linear
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class TensorSplit(ContextSplit):
         """Start to send own positions [B, S/t, D]; return the argument of `finish`."""
         return _Begin.apply(x_BsD, self.size, self.name)
 
-    def finish(self, begun: tuple[Tensor, Tensor]) -> Tensor:
+    def finish(self, pending: tuple[Tensor, Tensor]) -> Tensor:
         """Return all positions of the group [B, S, D], once they have arrived."""
-        return _Finish.apply(*begun, self.size, self.name)
+        return _Finish.apply(*pending, self.size, self.name)
 
     def gather(self, x_BsD: Tensor) -> Tensor:
         """Gather own positions [B, S/t, D] into all of the group [B, S, D]."""
@@ -112,7 +112,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, edge_BsD: Tensor, pieces_tBsD: Tensor, size: int, group: str) -> Tensor:
         ctx.size, ctx.group = size, group
-        return put_together(wait(pieces_tBsD))
+        return join_pieces(wait(pieces_tBsD))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -128,14 +128,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return put_together(gather(grads[0], ctx.size, ctx.group)), None, None
+        return join_pieces(gather(grads[0], ctx.size, ctx.group)), None, None
 
 
 class SplitLookup(torch.autograd.Function):
-    """Rows of a table [V/t, D] whose other rows are on the other ranks: tokens int64 [...] of this rank -> [..., D].
+    """Rows of a table [V, D] of which each rank holds V/t: tokens int64 [...] of this rank -> [..., D].
 
-    Each rank looks up its own words among all ranks' tokens. One summand of each token is not zero, so the sum is
-    exact.
+    Each rank looks up all ranks' tokens among the entries that it holds. Only one summand of a token is not zero, so
+    the sum is exact.
     """
 
     @staticmethod

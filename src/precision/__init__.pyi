@@ -11,8 +11,8 @@ from precision.ffn import expert_ffn as expert_ffn
 from precision.ffn import gated_ffn as gated_ffn
 from precision.fp8_attention import AttentionCore as AttentionCore
 from precision.fused import combine_rows as combine_rows
-from precision.fused import deliver as deliver
 from precision.fused import gather_rows as gather_rows
+from precision.fused import quantize_for as quantize_for
 from precision.fused import rms_norm as rms_norm
 from precision.fused import swiglu as swiglu
 from precision.head import linear_cross_entropy as linear_cross_entropy
@@ -28,7 +28,7 @@ from precision.operand import Operand as Operand
 from precision.plan import Plan as Plan
 from precision.rotary import apply_rope as apply_rope
 from precision.rotary import attention_inputs as attention_inputs
-from precision.rotary import turn_last as turn_last
+from precision.rotary import rotate_last as rotate_last
 from precision.rows import GemmRow as GemmRow
 from precision.scaling import ScalingArena as ScalingArena
 from precision.topk_experts import choose_experts as choose_experts

@@ -111,7 +111,7 @@ def _fused(
     rows: tuple[Tensor | None, ...] = (None,) * 6
     places: tuple[Tensor | None, ...] = (None,) * 3
     if recipe.is_fp8:
-        of_grads = recipe if grad is None else recipe.under_given_scale
+        of_grads = recipe if grad is None else recipe.with_given_scale
         how = f"{cast_of(recipe, recipe.input).text} {cast_of(of_grads, recipe.grad).text}"
         how += " fast" if recipe.sums_fast else ""
         slots = down.input_slot, down.grad_slot, gate_up.grad_slot

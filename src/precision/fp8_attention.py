@@ -138,7 +138,7 @@ def _forward(
         top = z.amax(-1, keepdim=True)
         p = torch.exp(z - top)
         total = p.sum(-1, keepdim=True)
-        out[:, part] = _of_p(p, P_FORWARD) @ read_back(v8[:, part], v_inv) / total
+        out[:, part] = _quantize_probabilities(p, P_FORWARD) @ read_back(v8[:, part], v_inv) / total
         lse[:, part] = (top + total.log()).squeeze(-1)
     return out, lse
 
@@ -200,7 +200,7 @@ def _backward(
         ds = read_back(ds8, inv)
         dq[:, part] = ds @ read_back(k8[:, part], k_inv) * scale
         dk[:, part] = ds.mT @ read_back(q8[:, part], q_inv) * scale
-        dv[:, part] = _of_p(p, P_BACKWARD).mT @ dout
+        dv[:, part] = _quantize_probabilities(p, P_BACKWARD).mT @ dout
     return dq, dk, dv
 
 
@@ -215,7 +215,7 @@ def _scores(q8: Tensor, q_inv: Tensor, k8: Tensor, k_inv: Tensor, seen: Tensor, 
     return (read_back(q8, q_inv) @ read_back(k8, k_inv).mT * scale).masked_fill(~seen, -torch.inf)
 
 
-def _of_p(p: Tensor, scale: float) -> Tensor:
+def _quantize_probabilities(p: Tensor, scale: float) -> Tensor:
     """Cast probabilities to E4M3 under a constant scale and read them back."""
     return saturating_cast(p, p.new_tensor(scale), BY_NAME["e4m3"]).float() / scale
 

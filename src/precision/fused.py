@@ -16,7 +16,7 @@ from torch import Tensor
 from precision.kurtosis import Kurtosis
 from precision.linear import quantize
 from precision.observe import is_observed
-from precision.operand import Feed, Operand, stand_in
+from precision.operand import Feed, Operand, placeholder
 
 
 def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,7 +123,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     return total + rows.index_select(0, last)
 
 
-def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
+def quantize_for(x: Tensor, feed: Feed | None) -> Operand | Tensor:
     """Return x as the consumers of `feed` need it: quantised once if any of them computes in FP8."""
     if feed is None or feed.slot is None or feed.recipe is None:
         return x
@@ -131,12 +131,12 @@ def deliver(x: Tensor, feed: Feed | None) -> Operand | Tensor:
     return Operand(x, data, scale_inv, kept=True) if feed.wants_tensor else _without_values(x, data, scale_inv)
 
 
-class _Hide(torch.autograd.Function):
+class _ToPlaceholder(torch.autograd.Function):
     """Replace x by a stand-in of its shape without memory; the gradient passes through."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        return stand_in(x)
+        return placeholder(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -144,7 +144,7 @@ class _Hide(torch.autograd.Function):
 
 
 def _without_values(x: Tensor, data: Tensor, scale_inv: Tensor) -> Operand:
-    return Operand(_Hide.apply(x), data, scale_inv, kept=False)
+    return Operand(_ToPlaceholder.apply(x), data, scale_inv, kept=False)
 
 
 def rms_norm(
@@ -158,7 +158,7 @@ def rms_norm(
     fits = x.dtype == torch.bfloat16 and (feed is None or feed.backend in (None, "cuda"))
     if kernels == "cuda" and gain is not None and fits and not is_observed():
         return _norm_and_cast(x, gain, eps, feed)
-    return deliver(_RmsNorm.apply(x, gain, eps), feed)
+    return quantize_for(_RmsNorm.apply(x, gain, eps), feed)
 
 
 def _norm_and_cast(x: Tensor, gain: Tensor, eps: float, feed: Feed | None) -> Operand | Tensor:
@@ -198,7 +198,7 @@ class _NormAndCast(torch.autograd.Function):
         data = data.view(x.shape) if how else data
         inv = inv.unflatten(0, x.shape[:-1]) if how and inv.dim() else inv
         ctx.mark_non_differentiable(data, inv)
-        return y.view(x.shape) if plain else stand_in(x), data, inv
+        return y.view(x.shape) if plain else placeholder(x), data, inv
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -220,7 +220,7 @@ def swiglu(
     h = _SwiGlu.apply(gate_up, row_weight)
     if kurtosis is not None:
         kurtosis(h)
-    return deliver(h, feed)
+    return quantize_for(h, feed)
 
 
 def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed | None = None) -> Operand | Tensor:
@@ -231,7 +231,7 @@ def gather_rows(x: Operand | Tensor, index: Tensor, inverse: Tensor, feed: Feed 
     as `feed` requests. The gradient of a token is the FP32 sum over its rows.
     """
     if not isinstance(x, Operand):
-        return deliver(_Gather.apply(x, index, inverse), feed)
+        return quantize_for(_Gather.apply(x, index, inverse), feed)
     data = x.data.view(torch.uint8).index_select(0, index).view(x.data.dtype)
     scale_inv = x.scale_inv.index_select(0, index) if x.scale_inv.dim() else x.scale_inv
     return Operand(_GatherEdge.apply(x.carrier, index, inverse), data, scale_inv, kept=False)

@@ -167,7 +167,7 @@ class _GemmLayer(nn.Module):
         assert scale is not None and amax is not None, "precision.bind(model, ...) has not been called"
         backend, recipe = get_backend(self.recipe.backend), self.recipe
         if given is not None:
-            scale, recipe = given, recipe.under_given_scale
+            scale, recipe = given, recipe.with_given_scale
         kept = tuple(t for t in self.operand or () if t is not None)
         # a pending backward pass gets the same numbers again, so for autograd this is no change
         same = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
@@ -251,7 +251,7 @@ class _GemmLayer(nn.Module):
             data, inv = quantize(x, self.input_slot, self.recipe)
         rows, recipe = (self.grad_slot.scale, self.grad_slot.amax, self.grad_slot.place), self.recipe
         if grad is not None:  # it was shown where it was cast first
-            rows, recipe = (grad.scale, grad.amax, None), recipe.under_given_scale
+            rows, recipe = (grad.scale, grad.amax, None), recipe.with_given_scale
         return _Gemms.apply(carrier, self.weight, data, inv, *weight, offsets, *rows, recipe)
 
 

@@ -96,6 +96,6 @@ class Feed:
             consumer.input_slot = self.slot
 
 
-def stand_in(like: Tensor) -> Tensor:
+def placeholder(like: Tensor) -> Tensor:
     """Return a tensor of the shape and dtype of `like` that owns no memory: an autograd edge without values."""
     return like.new_zeros(()).expand(like.shape)

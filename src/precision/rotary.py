@@ -19,7 +19,7 @@ def apply_rope(x_BSHR: Tensor, rope_2SP: Tensor) -> Tensor:
     return torch.cat([even * cos_SHP - odd * sin_SHP, odd * cos_SHP + even * sin_SHP], -1).to(x_BSHR.dtype)
 
 
-def turn_last(x_BSHd: Tensor, rope_2SP: Tensor) -> Tensor:
+def rotate_last(x_BSHd: Tensor, rope_2SP: Tensor) -> Tensor:
     """Apply `apply_rope` to the last R features."""
     R = 2 * rope_2SP.shape[-1]
     nope, rope = x_BSHd.split((x_BSHd.shape[-1] - R, R), -1)
@@ -36,13 +36,13 @@ def attention_inputs(
     """
     N = q_BSHd.shape[-1] - k_rope_BSGR.shape[-1]
     if kernels == "cuda" and k_rope_BSGR.shape[2] == 1 and q_BSHd.dtype == torch.bfloat16 and ROTARY not in refused:
-        return _TurnHeads.apply(q_BSHd, kv_BSHx, k_rope_BSGR, rope_2SP, N)
+        return _RotateHeads.apply(q_BSHd, kv_BSHx, k_rope_BSGR, rope_2SP, N)
     k_nope, v = kv_BSHx.split((N, kv_BSHx.shape[-1] - N), -1)
     k_rope = k_rope_BSGR.expand(-1, -1, q_BSHd.shape[2], -1)
-    return turn_last(q_BSHd, rope_2SP), torch.cat([k_nope, k_rope], -1), v
+    return rotate_last(q_BSHd, rope_2SP), torch.cat([k_nope, k_rope], -1), v
 
 
-class _TurnHeads(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     """Rotary embedding that saves only the table for backward."""
 
     @staticmethod
@@ -50,11 +50,11 @@ class _TurnHeads(torch.autograd.Function):
         from precision.kernels import ops
 
         ctx.save_for_backward(rope)
-        return *ops.turn_heads(q, kv, k_rope[:, :, 0], rope), kv[..., N:]
+        return *ops.rotate_heads(q, kv, k_rope[:, :, 0], rope), kv[..., N:]
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         from precision.kernels import ops
 
-        dq, dkv, dk_rope = ops.turn_heads_backward(*grads, *ctx.saved_tensors)
+        dq, dkv, dk_rope = ops.rotate_heads_backward(*grads, *ctx.saved_tensors)
         return dq, dkv, dk_rope[:, :, None], None, None

@@ -48,7 +48,7 @@ class GemmRecipe:
         """Whether a tensor (in a stack: each expert's) has one scale."""
         return self.scaling.granularity is Granularity.tensor
 
-    def parts_stand_alone(self, rows: int | None, even: bool) -> bool:
+    def can_quantize_parts(self, rows: int | None, even: bool) -> bool:
         """Return whether a part of a weight can be quantised alone, into the same FP8 as the whole.
 
         This holds under a given scale, and for 128 x 128 blocks that each belong to one part. rows: of a part; None:
@@ -60,7 +60,7 @@ class GemmRecipe:
         return self.scales_tensors or blocks
 
     @property
-    def under_given_scale(self) -> "GemmRecipe":
+    def with_given_scale(self) -> "GemmRecipe":
         """This recipe with tensors cast under a given scale instead of their own. Rows and blocks always use their
         own."""
         if self.delayed or self.scaling.granularity is not Granularity.tensor:

@@ -41,12 +41,12 @@ from precision.scaling import Slot, absolute_max, record_amax, scale_from_amax
 class Exchange(Protocol):
     """Moves rows between the processes of a group, in the sizes of one forward pass; several tensors in one message."""
 
-    def there(self, *rows: Tensor) -> list[Tensor]:
+    def to_experts(self, *rows: Tensor) -> list[Tensor]:
         """Send rows [R, ...], sorted by process, to their processes; return the arrived rows [A, ...] of each
         tensor."""
         ...
 
-    def back(self, *rows: Tensor) -> list[Tensor]:
+    def to_tokens(self, *rows: Tensor) -> list[Tensor]:
         """Return rows [A, ...] to their senders; the result [R, ...] is in the order sent, valid until the next
         message."""
         ...
@@ -56,7 +56,7 @@ class Exchange(Protocol):
         ...
 
 
-class Parcels(NamedTuple):
+class RowMap(NamedTuple):
     """The rows that T tokens send.
 
     token [R]: the token of each row. process [R]: its destination. position [T, P]: the row of a token to a process, -1
@@ -76,7 +76,7 @@ class Parcels(NamedTuple):
     slots: int = 0
 
     @staticmethod
-    def address(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "Parcels":
+    def packed(expert_TK: Tensor, processes: int, each: int, kernels: bool) -> "RowMap":
         """Compute the rows to send for expert [T, K] int64; process p holds experts p * each to (p + 1) * each - 1."""
         (T, K), P = expert_TK.shape, processes
         owner_TK = expert_TK // each
@@ -88,11 +88,11 @@ class Parcels(NamedTuple):
         index.scatter_(0, place_PT.flatten(), torch.arange(P * T, device=expert_TK.device))
         position_TP = torch.where(wanted_PT, row_PT, -1).t().contiguous()
         fmt = torch.int32 if kernels else torch.int64
-        return Parcels((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels)
+        return RowMap((index % T).to(fmt), index // T, position_TP.to(fmt), owner_TK, each, kernels)
 
     @staticmethod
-    def in_slots(expert_TK: Tensor, processes: int, each: int, kernels: bool, slots: int) -> tuple["Parcels", Tensor]:
-        """As `address`, with `slots` rows per process; also return how many rows each process needs, [P] int64. Excess
+    def in_slots(expert_TK: Tensor, processes: int, each: int, kernels: bool, slots: int) -> tuple["RowMap", Tensor]:
+        """As `packed`, with `slots` rows per process; also return how many rows each process needs, [P] int64. Excess
         rows are not sent."""
         T, P = expert_TK.shape[0], processes
         device, owner_TK = expert_TK.device, expert_TK // each
@@ -101,15 +101,15 @@ class Parcels(NamedTuple):
         sent_PT = wanted_PT & (place_PT < slots)
         row_PT = place_PT + torch.arange(P, device=device)[:, None] * slots
         token = torch.full((P * slots + 1,), -1, dtype=torch.int64, device=device)
-        whose = torch.arange(T, device=device).expand(P, T)
-        token.scatter_(0, torch.where(sent_PT, row_PT, P * slots).flatten(), whose.flatten())
+        token_PT = torch.arange(T, device=device).expand(P, T)
+        token.scatter_(0, torch.where(sent_PT, row_PT, P * slots).flatten(), token_PT.flatten())
         process = torch.arange(P * slots, device=device) // slots
         position_TP = torch.where(sent_PT, row_PT, -1).t().contiguous()
         fmt = torch.int32 if kernels else torch.int64
-        made = Parcels(token[:-1].to(fmt), process, position_TP.to(fmt), owner_TK, each, kernels, slots)
+        made = RowMap(token[:-1].to(fmt), process, position_TP.to(fmt), owner_TK, each, kernels, slots)
         return made, wanted_PT.sum(1)
 
-    def cut(self, rows: int) -> "Parcels":
+    def cut(self, rows: int) -> "RowMap":
         """Cut token and process to R rows."""
         return self._replace(token=self.token[:rows], process=self.process[:rows])
 
@@ -164,7 +164,7 @@ class GradFormat:
 
     @staticmethod
     def of(down: GroupedLinear, known: bool) -> "GradFormat | None":
-        """Return the format for experts whose second GEMM is `down`; None if its gradients are not FP8."""
+        """Return the format for experts token_PT second GEMM is `down`; None if its gradients are not FP8."""
         if down.grad_slot is None or down.te is not None:
             return None
         scale, amax = down.grad_slot.scale, down.grad_slot.amax
@@ -184,7 +184,7 @@ class GradFormat:
             return get_backend(recipe.backend).quantize(dy, slot.scale, slot.amax, recipe.grad, recipe, slot.place)
         own = absolute_max(dy)
         record_amax(slot.amax, own)
-        data, inv = _cast_together(dy, own, exchange, recipe, gradient=True)
+        data, inv = _cast_under_group_scale(dy, own, exchange, recipe, gradient=True)
         report(slot.place, slot.amax, dy, data, inv, recipe.grad)
         self.rows.scale.copy_(inv.reciprocal())
         return data, inv
@@ -194,7 +194,7 @@ def send(
     x: Operand | Tensor,
     expert_TK: Tensor,
     weight_TK: Tensor,
-    parcels: Parcels,
+    row_map: RowMap,
     exchange: Exchange,
     experts: GroupedLinear,
     known: bool,
@@ -208,27 +208,27 @@ def send(
     gradient's rows return in the dtype of x (for an Operand: of the tensor it was cast from).
     """
     if isinstance(x, Tensor):
-        x_AD, expert_AK, weight_AK, _, _ = _Send.apply(x, expert_TK, weight_TK, x.detach(), None, parcels, exchange)
+        x_AD, expert_AK, weight_AK, _, _ = _Send.apply(x, expert_TK, weight_TK, x.detach(), None, row_map, exchange)
         return x_AD, expert_AK, weight_AK
     data, inv, recipe = x.data, x.scale_inv, experts.recipe
     if inv.dim() == 0 and not known:
         plain = x.tensor.detach()
-        data, inv = _cast_together(plain, absolute_max(plain), exchange, recipe, gradient=False)
+        data, inv = _cast_under_group_scale(plain, absolute_max(plain), exchange, recipe, gradient=False)
     per_row = inv if inv.dim() else None
     carrier, expert_AK, weight_AK, data, inv_A = _Send.apply(
-        x.carrier, expert_TK, weight_TK, data, per_row, parcels, exchange
+        x.carrier, expert_TK, weight_TK, data, per_row, row_map, exchange
     )
     return Operand(carrier, data, inv if per_row is None else inv_A, kept=False), expert_AK, weight_AK
 
 
-def bring_back(
-    y_AD: Tensor, add_TD: Tensor, parcels: Parcels, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
+def return_to_tokens(
+    y_AD: Tensor, add_TD: Tensor, row_map: RowMap, exchange: Exchange, grad: GradFormat | None, accumulate: torch.dtype
 ) -> Tensor:
     """Return the experts' results [A, D] to their tokens: add + each token's sum, [T, D] in add's dtype.
 
     y_AD: in the order of arrival. grad: FP8 format of dy; None: dy is sent in y's dtype.
     """
-    return _BringBack.apply(y_AD, add_TD, parcels, exchange, grad, accumulate)
+    return _ReturnToTokens.apply(y_AD, add_TD, row_map, exchange, grad, accumulate)
 
 
 class _Send(torch.autograd.Function):
@@ -242,25 +242,25 @@ class _Send(torch.autograd.Function):
         weight_TK: Tensor,
         data: Tensor,
         inv: Tensor | None,
-        parcels: Parcels,
+        row_map: RowMap,
         exchange: Exchange,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        K, each = expert_TK.shape[1], parcels.each
-        local_RK = parcels.of_tokens(expert_TK) - parcels.process[:, None] * each
+        K, each = expert_TK.shape[1], row_map.each
+        local_RK = row_map.of_tokens(expert_TK) - row_map.process[:, None] * each
         elsewhere = (local_RK < 0) | (local_RK > each)
-        if parcels.slots:
-            elsewhere |= (parcels.token < 0)[:, None]
+        if row_map.slots:
+            elsewhere |= (row_map.token < 0)[:, None]
         local_RK = torch.where(elsewhere, each, local_RK)
         # experts are counted down to 0, which means none, so that unused rows arrive as none
-        beside = [(each - local_RK).int(), parcels.of_tokens(weight_TK).view(torch.int32)]
+        beside = [(each - local_RK).int(), row_map.of_tokens(weight_TK).view(torch.int32)]
         if inv is not None:
-            beside.append(parcels.of_tokens(inv).view(torch.int32))
-        data_AD, beside = exchange.there(parcels.gather(data), torch.cat(beside, 1))
+            beside.append(row_map.of_tokens(inv).view(torch.int32))
+        data_AD, beside = exchange.to_experts(row_map.gather(data), torch.cat(beside, 1))
         expert_AK, weight_AK = each - beside[:, :K].long(), beside[:, K : 2 * K].contiguous().view(torch.float32)
         # kernels read scales of blocks with one block of all rows after the other
         inv_A = beside[:, 2 * K :].t().contiguous().view(torch.float32).t()
-        ctx.save_for_backward(*parcels[:4])
-        ctx.rest, ctx.exchange, ctx.dtype = parcels[4:], exchange, carrier.dtype
+        ctx.save_for_backward(*row_map[:4])
+        ctx.rest, ctx.exchange, ctx.dtype = row_map[4:], exchange, carrier.dtype
         if data.dtype == carrier.dtype:
             x_AD, data_AD = data_AD, data_AD.new_empty(0)
         else:
@@ -270,42 +270,42 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        parcels = Parcels(*ctx.saved_tensors, *ctx.rest)
-        dx_RD, dweight_RK = ctx.exchange.back(grads[0], grads[2])
-        dx_TD = parcels.sum(dx_RD, None, torch.float32).to(ctx.dtype)
-        row_TK = parcels.position.gather(1, parcels.owner).long()
+        row_map = RowMap(*ctx.saved_tensors, *ctx.rest)
+        dx_RD, dweight_RK = ctx.exchange.to_tokens(grads[0], grads[2])
+        dx_TD = row_map.sum(dx_RD, None, torch.float32).to(ctx.dtype)
+        row_TK = row_map.position.gather(1, row_map.owner).long()
         choice = torch.arange(row_TK.shape[1], device=row_TK.device)
         return dx_TD, None, dweight_RK[row_TK, choice], *(None,) * 4
 
 
-class _BringBack(torch.autograd.Function):
-    """Autograd function of `bring_back`: add + the sum over each token's rows."""
+class _ReturnToTokens(torch.autograd.Function):
+    """Autograd function of `return_to_tokens`: add + the sum over each token's rows."""
 
     @staticmethod
     def forward(
         ctx,
         y_AD: Tensor,
         add_TD: Tensor,
-        parcels: Parcels,
+        row_map: RowMap,
         exchange: Exchange,
         grad: GradFormat | None,
         accumulate: torch.dtype,
     ) -> Tensor:
-        (y_RD,) = exchange.back(y_AD)
-        ctx.save_for_backward(*parcels[:4])
-        ctx.rest, ctx.exchange, ctx.grad, ctx.dtype = parcels[4:], exchange, grad, y_AD.dtype
-        return parcels.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
+        (y_RD,) = exchange.to_tokens(y_AD)
+        ctx.save_for_backward(*row_map[:4])
+        ctx.rest, ctx.exchange, ctx.grad, ctx.dtype = row_map[4:], exchange, grad, y_AD.dtype
+        return row_map.sum(y_RD, add_TD, accumulate).to(add_TD.dtype)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        parcels, exchange, dy = Parcels(*ctx.saved_tensors, *ctx.rest), ctx.exchange, grads[0]
+        row_map, exchange, dy = RowMap(*ctx.saved_tensors, *ctx.rest), ctx.exchange, grads[0]
         if ctx.grad is None:
-            return *exchange.there(parcels.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
+            return *exchange.to_experts(row_map.gather(dy.to(ctx.dtype))), dy, *(None,) * 4
         data, inv = ctx.grad.quantize(dy.to(ctx.dtype), exchange)
         if inv.dim():
-            data_AD, inv = exchange.there(parcels.gather(data), parcels.of_tokens(inv))
+            data_AD, inv = exchange.to_experts(row_map.gather(data), row_map.of_tokens(inv))
         else:
-            (data_AD,) = exchange.there(parcels.gather(data))
+            (data_AD,) = exchange.to_experts(row_map.gather(data))
         return read_back(data_AD, inv, ctx.dtype), dy, *(None,) * 4
 
 
@@ -317,7 +317,7 @@ def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
     return (fp8_values(data).float() * inv).to(dtype)
 
 
-def _cast_together(
+def _cast_under_group_scale(
     x: Tensor, own: Tensor, exchange: Exchange, recipe: GemmRecipe, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scale (0-d) of x, under one scale for the whole group. own: amax of x."""
@@ -331,8 +331,6 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def travels_by_kernels(
-    gate_up: GroupedLinear, down: GroupedLinear, combine: torch.dtype, accumulate: torch.dtype
-) -> bool:
+def has_row_kernels(gate_up: GroupedLinear, down: GroupedLinear, combine: torch.dtype, accumulate: torch.dtype) -> bool:
     """Return whether kernels gather and sum the rows: where the experts' layer runs in kernels."""
     return has_kernels(gate_up, down) and combine == torch.bfloat16 and accumulate == torch.float32

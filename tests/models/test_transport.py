@@ -57,14 +57,14 @@ def main(folder: Path) -> None:
     generator = torch.Generator().manual_seed(rank)
     for slots in (16, 48, 32):  # more, and less again
         sent = torch.randint(0, slots + 1, (SIZE,), generator=generator)
-        (told,) = ours.exchange((torch.stack([sent, sent], 1),), torch.ones_like(sent), None, keep=True)
+        (received,) = ours.exchange((torch.stack([sent, sent], 1),), torch.ones_like(sent), None, keep=True)
         used = torch.arange(slots) < sent[:, None]
         rows: list[Tensor] = []
         for width, dtype in ((144, torch.uint8), (40, torch.bfloat16), (5, torch.int32)):
             drawn = torch.randint(1, 100, (SIZE, slots, width), generator=generator)
             rows.append((drawn * used[..., None]).flatten(0, 1).to(dtype))
-        theirs = whole.exchange(tuple(rows), sent, told[:, 0], keep=True)
-        arriving = told[:, 0].contiguous()
+        theirs = whole.exchange(tuple(rows), sent, received[:, 0], keep=True)
+        arriving = received[:, 0].contiguous()
         kept = ours.exchange(tuple(rows), sent, arriving, keep=True)
         assert all(torch.equal(a, b) for a, b in zip(kept, theirs, strict=True))
         dist.barrier()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from precision import Feed, GroupedLinear, Linear, Operand, Plan, PrecisionConfig, begin_step, bind
 from precision.formats import BY_NAME, Format
-from precision.fused import deliver
+from precision.fused import quantize_for
 
 Recipe = Callable[..., PrecisionConfig]
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
@@ -247,7 +247,7 @@ def test_numbers_that_multiply_can_be_read(recipe: Recipe, name: str) -> None:
     torch.nn.init.normal_(layer.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     bind(layer, plan, "cpu")
     x = torch.randn(2, 37, 144, generator=torch.Generator().manual_seed(1)).to(layer.recipe.output.dtype)
-    delivered = deliver(x, Feed(layer))
+    delivered = quantize_for(x, Feed(layer))
     read = delivered.read() if isinstance(delivered, Operand) else delivered
     assert isinstance(delivered, Operand) == layer.recipe.is_fp8 and not (layer.recipe.is_fp8 and torch.equal(read, x))
     with torch.no_grad():

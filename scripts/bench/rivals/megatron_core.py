@@ -39,7 +39,7 @@ def main() -> None:
     importlib.import_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(1234)
     importlib.import_module("megatron.core.config").set_experimental_flag(True)  # the fused padding of routing maps
     plain_queries()
-    deal_out(work.model["num_experts_per_token"])
+    round_robin(work.model["num_experts_per_token"])
     config = model_config(work)
     model, optimizer = build(config, work)
     work.measure(stepper(config, model, optimizer, work, rank, world, device), dist.barrier, rank)
@@ -73,7 +73,7 @@ def plain_queries() -> None:
     resolver.resolve = without
 
 
-def deal_out(chosen: int) -> None:
+def round_robin(chosen: int) -> None:
     """Send token t to experts t K, t K + 1, ... modulo E. Scores keep a trace of the logits: the router learns."""
 
     class InTurn(torch.autograd.Function):

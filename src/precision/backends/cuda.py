@@ -90,7 +90,7 @@ class CudaBackend:
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
         """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
-        how = cast_of(recipe.under_given_scale, fmt)
+        how = cast_of(recipe.with_given_scale, fmt)
         data, inv, _, _ = cast_weight(part, scale, amax_row, how, None, transposed=False)
         return data, inv
 

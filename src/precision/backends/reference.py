@@ -102,7 +102,7 @@ class ReferenceBackend:
         self, part: Tensor, scale: Tensor, amax_row: Tensor, fmt: Format, recipe: GemmRecipe
     ) -> tuple[Tensor, Tensor]:
         """Return FP8 data and inverse scales of BF16(part), under given scales or its blocks' own."""
-        made = self._quantize_weight(part.to(torch.bfloat16), scale, amax_row, fmt, recipe.under_given_scale)
+        made = self._quantize_weight(part.to(torch.bfloat16), scale, amax_row, fmt, recipe.with_given_scale)
         assert made.scale_inv is not None
         return made.data, made.scale_inv
 

@@ -94,7 +94,7 @@ class TransformerEngineGemm:
         weights = _Lend.apply(master, self)
         y = self._linear(rows, weights[0]) if offsets is None else self._grouped(rows, weights, offsets)
         if self._fp8 and not self._has_history and y.requires_grad:
-            y = _LookAtGradient.apply(y, self)
+            y = _RecordGradientAmax.apply(y, self)
         return y.view(*plain.shape[:-1], y.shape[-1])
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class _Lend(torch.autograd.Function):
         return dw, None
 
 
-class _LookAtGradient(torch.autograd.Function):
+class _RecordGradientAmax(torch.autograd.Function):
     """Identity on y that records the amax of the gradient before TE's backward pass."""
 
     @staticmethod

@@ -133,24 +133,24 @@ def _(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor
     return torch.empty(x.shape, device=x.device, dtype=x.dtype), torch.empty_like(gain)
 
 
-@operator("turn_heads")
-def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.rotary.turn_heads`."""
-    return _rotary.turn_heads(q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous())
+@operator("rotate_heads")
+def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.rotary.rotate_heads`."""
+    return _rotary.rotate_heads(q.contiguous(), kv.contiguous(), k_rope.contiguous(), table.contiguous())
 
 
-@torch.library.register_fake(turn_heads)
+@torch.library.register_fake(rotate_heads)
 def _(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-@operator("turn_heads_backward")
-def turn_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.rotary.turn_heads_backward`."""
-    return _rotary.turn_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous())
+@operator("rotate_heads_backward")
+def rotate_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.rotary.rotate_heads_backward`."""
+    return _rotary.rotate_heads_backward(*map(_readable, (dq, dk, dv)), table.contiguous())
 
 
-@torch.library.register_fake(turn_heads_backward)
+@torch.library.register_fake(rotate_heads_backward)
 def _(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (B, S, H, D), V, R = dq.shape, dv.shape[-1], 2 * table.shape[-1]
     return dq.new_empty(B, S, H, D), dq.new_empty(B, S, H, D - R + V), dq.new_empty(B, S, R)

@@ -93,7 +93,7 @@ def _sizes(H: int, N: int, R: int) -> dict[str, int]:
     return {"N": N, "R": R, "BH": min(16, power_of_2(H)), "BN": power_of_2(N), "BR": power_of_2(R)}
 
 
-def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return q' and k [B, S, H, N + R].
 
     q [B, S, H, N + R], kv [B, S, H, N + V], k_rope [B, S, R], turned already, all BF16 and contiguous; table
@@ -108,7 +108,7 @@ def turn_heads(q: Tensor, kv: Tensor, k_rope: Tensor, table: Tensor) -> tuple[Te
     return q_out, k_out
 
 
-def turn_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, kv and k_rope from those of q', k and v [B, S, H, ...], BF16, features adjacent."""
     (B, S, H, D), V, R = dq.shape, dv.shape[-1], 2 * table.shape[-1]
     dq_out, dkv, dk_rope = dq.new_empty(B, S, H, D), dq.new_empty(B, S, H, D - R + V), dq.new_empty(B, S, R)

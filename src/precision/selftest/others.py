@@ -108,10 +108,13 @@ def heads(device: torch.device) -> None:
         probes = [plain(device, 2, H, S, width, seed=i).transpose(1, 2) for i, width in enumerate((N + R, N + R, V))]
         torch.autograd.backward(exact, [probe.double() for probe in probes])
         where = f"with {H} heads of {N} + {R} and {V}"
-        for name, ours, want in zip("qk", rotary.turn_heads(q, kv, k_rope, table), exact, strict=False):
+        for name, ours, want in zip("qk", rotary.rotate_heads(q, kv, k_rope, table), exact, strict=False):
             near(ours, want.detach(), BF16_ROUNDING, f"{name} {where}")
         for name, ours, leaf in zip(
-            ("q", "kv", "k_rope"), rotary.turn_heads_backward(probes[0], probes[1], probes[2], table), wide, strict=True
+            ("q", "kv", "k_rope"),
+            rotary.rotate_heads_backward(probes[0], probes[1], probes[2], table),
+            wide,
+            strict=True,
         ):
             assert leaf.grad is not None
             near(ours, leaf.grad, BF16_ROUNDING, f"gradient of {name} {where}")

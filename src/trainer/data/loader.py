@@ -186,7 +186,7 @@ class Loader:
     def leave_out(self, ranges: list[list[int]]) -> None:
         """Never read the windows with these numbers in the run's stream, [begin, end) each. Calls accumulate."""
         self._forget()
-        self._left_out = put_together([*self._left_out, *ranges])
+        self._left_out = merge_ranges([*self._left_out, *ranges])
 
     def windows_at(self, number: np.ndarray) -> np.ndarray:
         """Map numbers of windows in the run's stream [B], of one section, to windows of the bins [B]; window w has the
@@ -222,7 +222,7 @@ class Loader:
         return {"sequence_length": length, "seed": self.seed, "data": self.bins.sidecar.sha256[:16]}
 
 
-def put_together(ranges: Iterable[list[int]]) -> list[list[int]]:
+def merge_ranges(ranges: Iterable[list[int]]) -> list[list[int]]:
     """Sort [begin, end) ranges and merge those that overlap or touch."""
     out: list[list[int]] = []
     for begin, end in sorted(ranges):

@@ -301,7 +301,7 @@ def travels_in_fp8(choice: Switch, row: GemmRow, degrees: Degrees) -> bool:
     else:
         out = row.out_features if row.op == "attn.o" else row.out_features // parts(row, degrees)
         ranks, rest, rows = degrees.cut, out % degrees.cut, out // degrees.cut
-    return ranks > 1 and row.recipe.parts_stand_alone(rows, even=rest == 0)
+    return ranks > 1 and row.recipe.can_quantize_parts(rows, even=rest == 0)
 
 
 @once

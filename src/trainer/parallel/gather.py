@@ -200,7 +200,7 @@ def gather_format(layer: Receiver, mesh: DeviceMesh, sync: WeightAmaxSync | None
         count = layer.weight.shape[0]
         # uneven cuts: FSDP needs everything in the padded part's shape, and scales are not
         rows = None if isinstance(layer, GroupedLinear) else count // ranks
-        if sync.fp8 and ranks > 1 and layer.recipe.parts_stand_alone(rows, even=count % ranks == 0):
+        if sync.fp8 and ranks > 1 and layer.recipe.can_quantize_parts(rows, even=count % ranks == 0):
             return Fp8GatherFormat(layer, mesh, sync, freed)
         if layer in sync.split and layer.recipe.is_fp8 and layer.recipe.scales_tensors:
             return SplitGatherFormat(layer, mesh, sync)

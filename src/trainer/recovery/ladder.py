@@ -31,7 +31,7 @@ from trainer.checkpoint import (
     verify_checkpoint,
 )
 from trainer.config.recovery import RecoveryConfig
-from trainer.data.loader import put_together
+from trainer.data.loader import merge_ranges
 from trainer.digests import read_signed, write_signed
 from trainer.run.run_folder import RECOVERY
 from trainer.step.guard import TrainingStopped
@@ -110,7 +110,7 @@ class Ladder:
 
     def _left_out(self) -> list[list[int]]:
         margin = self._config.rewind.margin * self._batch
-        return put_together([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
+        return merge_ranges([max(step.begin - margin, 0), step.end + margin] for step in self.streak)
 
     def take(self, choice: Rewind | str, step: int, on_event: OnEvent) -> str:
         """Accept rank 0's choice after `step`. Return the message; raise TrainingStopped with the diagnosis to end the
@@ -148,7 +148,7 @@ class Ladder:
     @property
     def left_out(self) -> list[list[int]]:
         """[begin, end) of all windows of the run's stream that are left out."""
-        return put_together(windows for rewind in self.rewinds for windows in rewind.windows)
+        return merge_ranges(windows for rewind in self.rewinds for windows in rewind.windows)
 
     @property
     def lowered(self) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from precision import (
     expert_ffn,
     rms_norm,
 )
-from precision.wire import GradFormat, Parcels, bring_back, read_back, send, travels_by_kernels
+from precision.wire import GradFormat, RowMap, has_row_kernels, read_back, return_to_tokens, send
 
 pytest.importorskip("triton", reason="Triton is missing")
 Recipe = Callable[..., PrecisionConfig]
@@ -72,7 +72,7 @@ class Mirror:
         self.log: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self.used: Tensor | None = None
 
-    def there(self, *rows: Tensor) -> list[Tensor]:
+    def to_experts(self, *rows: Tensor) -> list[Tensor]:
         self.log += [(one.dtype, tuple(one.shape)) for one in rows]
         came = [one.clone() for one in rows]
         if self.used is not None:
@@ -80,7 +80,7 @@ class Mirror:
                 one.view(torch.uint8).masked_fill_(~self.used[:, None], 0)
         return came
 
-    back = there
+    to_tokens = to_experts
 
     def largest(self, x: Tensor) -> Tensor:
         return x
@@ -106,21 +106,21 @@ def travel(
     slots: int,
 ):
     """The experts' layer over a wire, in so many slots for each process; 0: in as many rows as there are."""
-    kernels = travels_by_kernels(layer.up, layer.down, BF16, FP32)
+    kernels = has_row_kernels(layer.up, layer.down, BF16, FP32)
     if slots:
-        parcels, wanted = Parcels.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, kernels, slots)
-        assert wanted.tolist() == [int((expert // parcels.each == p).any(1).sum()) for p in range(PROCESSES)]
-        choices, way.used = expert.numel() + (200 if kernels else 0), parcels.token >= 0
+        row_map, wanted = RowMap.in_slots(expert, PROCESSES, EXPERTS // PROCESSES, kernels, slots)
+        assert wanted.tolist() == [int((expert // row_map.each == p).any(1).sum()) for p in range(PROCESSES)]
+        choices, way.used = expert.numel() + (200 if kernels else 0), row_map.token >= 0
     else:
-        parcels = Parcels.address(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
-        sent, each = parcels.counts().t().tolist()
-        parcels, choices = parcels.cut(sum(sent)), sum(each)
+        row_map = RowMap.packed(expert, PROCESSES, EXPERTS // PROCESSES, kernels)
+        sent, each = row_map.counts().t().tolist()
+        row_map, choices = row_map.cut(sum(sent)), sum(each)
     grad = GradFormat.of(layer.down, known) if isinstance(made, Operand) else None
-    x, expert_AK, weight_AK = send(made, expert, weight, parcels, way, layer.up, known)
-    first_A1 = parcels.process[:, None] * parcels.each  # this process is all of them
-    expert_AK = torch.where(expert_AK < parcels.each, expert_AK + first_A1, EXPERTS)
+    x, expert_AK, weight_AK = send(made, expert, weight, row_map, way, layer.up, known)
+    first_A1 = row_map.process[:, None] * row_map.each  # this process is all of them
+    expert_AK = torch.where(expert_AK < row_map.each, expert_AK + first_A1, EXPERTS)
     y = layer.experts(x, expert_AK, weight_AK, None, None if grad is None else grad.rows, choices)
-    return bring_back(y, add, parcels, way, grad, FP32)
+    return return_to_tokens(y, add, row_map, way, grad, FP32)
 
 
 def step(layer: Layer, arena: ScalingArena, way: Mirror | None, known: bool, slots: int = 0) -> list[Tensor]:

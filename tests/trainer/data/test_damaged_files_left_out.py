@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Bins, Loader, Prepared
-from trainer.data.loader import put_together
+from trainer.data.loader import merge_ranges
 
 
 @pytest.fixture(scope="module")
@@ -59,5 +59,5 @@ def test_a_state_from_before_there_was_such_a_thing(bins: Bins) -> None:
 
 
 def test_ranges_are_put_together() -> None:
-    assert put_together([[5, 7], [0, 2], [7, 9], [1, 3], [20, 21]]) == [[0, 3], [5, 9], [20, 21]]
-    assert put_together([]) == []
+    assert merge_ranges([[5, 7], [0, 2], [7, 9], [1, 3], [20, 21]]) == [[0, 3], [5, 9], [20, 21]]
+    assert merge_ranges([]) == []
