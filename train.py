@@ -19,7 +19,7 @@ def run(rank_group: "RankGroup") -> None:
     """Run everything that the command line asks for, after checking all of it."""
     from trainer.launch.composition import compose
 
-    launch = rank_group.board(os.environ)
+    launch = rank_group.join(os.environ)
     jobs = compose(Path(__file__).resolve().parent / "configs", launch, "train", own_settings)
     from trainer.config import load
     from trainer.config.paths import kept_tree

@@ -123,7 +123,7 @@ def rank(rank_group: RankGroup) -> None:
     from trainer.step.engine import build_engine
     from trainer.step.train_step import train_step
 
-    launch = rank_group.board(os.environ)
+    launch = rank_group.join(os.environ)
     options, words = arguments()
     sys.argv[1:] = words
     (job,) = compose(CONFIGS, launch)
@@ -190,7 +190,7 @@ def silent_seconds(model: Any, steps: Callable[[int], None], options: argparse.N
     from trainer.parallel.fsdp_internals import groups
     from trainer.parallel.large import LargeWeights
 
-    if not world.many:
+    if not world.is_distributed:
         return None
     gather, scatter = silent_messages()
     for module, group in groups(model):

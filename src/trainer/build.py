@@ -121,7 +121,7 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Load a checkpoint of this run, which `RunFolder` has verified: each rank reads its own part."""
-        rewinds = self.world.on_first(self.ladder.read)
+        rewinds = self.world.on_rank_0(self.ladder.read)
         state, meta, fresh = self._take_over(path)
         self.ladder.load_state_dict(state.get("ladder", {"streak": []}), rewinds)
         self._apply_rewinds()
@@ -177,7 +177,7 @@ class Run:
 
 def build(config: Config, overrides: list[str], world: World) -> Run:
     """Build everything a run needs, in order. Raises UserError for the user's errors before anything is written."""
-    saved, again = world.on_first(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
+    saved, again = world.on_rank_0(lambda: (saved_backends(check_place(config.run)), will_resume(config.run)))
     notes: list[Note] = []
     data, about_data = None, []
     if Timeline(config.trainer).epochs is not None:
@@ -231,9 +231,11 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
         alerts = _alerts(config, folder, world)
         world.rank_group.on_end.append(sinks.ended)
         if config.health.dashboard:
-            world.rank_group.on_end.append(lambda news: write_at_end(folder.path, news.message, SHORT_PATIENCE))
+            world.rank_group.on_end.append(lambda failure: write_at_end(folder.path, failure.message, SHORT_PATIENCE))
         checkpointer = Checkpointer(folder.path / "checkpoints", config.checkpoint.keep, sinks.event, world)
-        profiler = Profiler(config.profile, folder.path, engine.device, sinks.event, world.rank if world.many else None)
+        profiler = Profiler(
+            config.profile, folder.path, engine.device, sinks.event, world.rank if world.is_distributed else None
+        )
         diagnosis = Diagnosis(engine, loader, data.tokenizer_path, t.microbatch_size, folder.path)
         ladder = Ladder(config.recovery, folder.path, batch)
 
@@ -276,7 +278,7 @@ def build(config: Config, overrides: list[str], world: World) -> Run:
 def _find_data(config: Config, world: World) -> tuple[Prepared, list[warnings.WarningMessage]]:
     """The data, and rank 0's warnings about it."""
     prepare_data = find_or_build_with_bars if config.logging.console.enabled and world.is_first else find_or_build
-    with world.first_of_node_goes_ahead(), warnings.catch_warnings(record=True) as found:
+    with world.local_rank_0_first(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         data = prepare_data(config.data, config.model.vocab_size)
     return data, found if world.is_first else []

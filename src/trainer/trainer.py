@@ -173,7 +173,7 @@ class Trainer:
 
         def seen(done: int) -> None:
             r.sinks.doing(f"evaluating {done:,}/{count:,}")
-            if stop is not None and (name := stop.heard()) is not None:
+            if stop is not None and (name := stop.new_signal()) is not None:
                 state = "all steps are trained, and the last evaluation continues; a second signal ends it"
                 r.sinks.event("signal", self.step, f"{name}: {state}")
 

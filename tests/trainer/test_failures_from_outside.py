@@ -206,7 +206,7 @@ def test_a_signal_while_data_is_prepared_is_reported_and_leaves_nothing_behind(
 
 def test_an_interrupt_that_a_library_has_swallowed_stops_the_run_after_its_first_step(config: Configs) -> None:
     rank_group = RankGroup()
-    rank_group.board({})
+    rank_group.join({})
     try:
         with contextlib.suppress(BaseException):  # as a library may do while the run is put together
             signal.raise_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 def run(rank_group: RankGroup) -> None:
     """Build and measure. The command line has overrides of train.py."""
-    launch = rank_group.board(os.environ)
+    launch = rank_group.join(os.environ)
     (job,) = compose(CONFIGS, launch)
     import torch
     from work import Work

@@ -7,15 +7,16 @@
                  acc += p * scales                        FP32, twice: for each half of 128 columns
 
 The two groups synchronise only through the stages in shared memory. The loading warp fills a stage (scales too) as soon
-as both have released it, also across tiles. So the first products of a tile are loaded when the last tile is stored, and
-one group multiplies while the other scales or stores. To this end one group starts S - 1 steps before the other and
+as both have released it, also across tiles. So the first products of a tile are loaded when the last tile is stored,
+and one group multiplies while the other scales or stores. To this end one group starts S - 1 steps before the other and
 stays ahead. `tl.dot` in a plain loop has a barrier of all warps every step, and nothing multiplies while it stores.
 
-One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after an idle pause. FP32 sums cost 7 to 10 % of a product: 1,210
-to 1,350 in nt, 1,120 to 1,280 in wgrad. With `fast`, `tl.dot` in brackets: one scale a tensor 1,210 to 1,370 (1,150 to
-1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to 1,150) with BF16; BLOCK
-1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). The path from L2 limits nt,
-with 48 KiB per step and multiprocessor: without the loads the same kernel takes 0.72 ms instead of 0.86.
+One H200, 98,304 rows of 64 experts, 2048 and 1408 wide, TF/s after an idle pause. FP32 sums cost 7 to 10 % of a
+product: 1,210 to 1,350 in nt, 1,120 to 1,280 in wgrad. With `fast`, `tl.dot` in brackets: one scale a tensor 1,210 to
+1,370 (1,150 to 1,320) in nt, 1,090 to 1,130 (930 to 960) in wgrad with FP32 results, 1,260 to 1,300 (1,110 to 1,150)
+with BF16; BLOCK 1,000 to 1,150 (700), wgrad 810 to 900; BF16 600 to 730 (torch's grouped GEMM 600 to 690). The path
+from L2 limits nt, with 48 KiB per step and multiprocessor: without the loads the same kernel takes 0.72 ms instead of
+0.86.
 
 Registers (240 a thread, none spilled): acc 128, BLOCK's p 64. There is no room for a second p, so each half is scaled
 behind a branch that is always taken: the assembler does not move the second product above it.

@@ -78,13 +78,13 @@ class Checkpointer:
         self._last_reported = ""
         self._group: ProcessGroup | None = None
         self._is_first, self._attempt = True, ""
-        if world is not None and world.many:
+        if world is not None and world.is_distributed:
             import torch.distributed as dist
 
             self._group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=WAIT))
             self._is_first = world.is_first
             # ranks of a killed run may still be writing
-            self._attempt = world.share(f".{time.time_ns():x}")
+            self._attempt = world.broadcast(f".{time.time_ns():x}")
         if self._is_first:
             delete_leftovers(folder)
 

@@ -74,7 +74,7 @@ def _check_name(path: Path) -> None:
 
 def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -> T:
     """Return on every rank what `ask(check)` returns on rank 0. `check` is `verify_checkpoint` by all ranks, each of
-    which reads its share of the files. A collective; named: as for `World.on_first`."""
+    which reads its share of the files. A collective; named: as for `World.on_rank_0`."""
 
     def part(path: Path) -> str | None:
         try:
@@ -91,7 +91,7 @@ def verifying_together(world: "World", ask: Callable[[Verify], T], named: str) -
 
         return ask(check)
 
-    return world.lead(first, part, named)
+    return world.coordinate(first, part, named)
 
 
 def newest_checkpoint(

@@ -97,7 +97,7 @@ class Health:
         try:
             found = shadow.compare(self._engine, tokens[: self.microbatch], self.batch)
         except torch.OutOfMemoryError:
-            if self._engine.world.many:
+            if self._engine.world.is_distributed:
                 raise
             key, self._shadow_every = f"health.shadow_every={self._shadow_every}", 0
             return f"{key}: not enough memory beside training; it is turned off; set health.shadow_every=0"

@@ -245,7 +245,7 @@ def find_gpus(config: PowerConfig, world: World) -> Found:
     if missing:
         rank, why = missing[0]
         others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        problem = f"rank {rank}{others}: {why}" if world.many else why
+        problem = f"rank {rank}{others}: {why}" if world.is_distributed else why
         if config.enabled is Switch.true:
             raise UserError(f"health.power.enabled=true: {problem}; or set health.power.enabled=auto")
     first = {uuid: rank for rank, (uuid, _) in reversed(list(enumerate(uuids))) if uuid}

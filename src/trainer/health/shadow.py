@@ -66,7 +66,7 @@ def compare(engine: Engine, tokens: Tensor, batch: int) -> Shadow:
     with second_pass.off_record(engine):
         loss = second_pass.run(engine, tokens, batch, keep).lm
     with second_pass.off_record(engine), ExitStack() as meanwhile:
-        if engine.world.many:
+        if engine.world.is_distributed:
             from trainer.parallel.fsdp import unquantised
 
             meanwhile.enter_context(unquantised(engine.model))

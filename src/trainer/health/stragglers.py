@@ -35,7 +35,7 @@ class Stragglers:
 
     def __init__(self, world: World, compares: bool, bubble: tuple[StageClock, float] | None = None):
         self._world, self._bubble = world, bubble
-        self._compares = compares and world.many
+        self._compares = compares and world.is_distributed
         self._waited = 0.0
         self._probe = GpuProbe(world.device) if self._compares and world.device.type == "cuda" else None
 

@@ -23,7 +23,7 @@ def agree(world: World, config: Config, plan: str) -> None:
 
     plan: the resolved precision plan, which also depends on the GPU.
     """
-    if not world.many:
+    if not world.is_distributed:
         return
     plain = {key: str(getattr(value, "value", value)) for key, value in flat(asdict(config)).items()}
     facts = {**plain, **_versions(), "the precision plan": _hash(plan.encode())}

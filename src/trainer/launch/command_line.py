@@ -70,7 +70,7 @@ def guarded(main: Callable[[], None], rank_group: RankGroup | None = None) -> in
         first = (
             rank_group.launch.is_first
             if rank_group.connected
-            else rank_group.first_to_say(end.message or repr(error), end.code)
+            else rank_group.is_reporter(end.message or repr(error), end.code)
         )
         if end.message is None and first:
             if rank_group.launch.size > 1:
@@ -116,7 +116,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 @dataclass
-class _End:
+class _Outcome:
     """How main ended. message: None for a bug. orderly: all processes end like this, each on its own. by_signal: a
     signal ended this process."""
 
@@ -126,7 +126,7 @@ class _End:
     by_signal: bool = False
 
 
-def _judge(error: BaseException, stop_signal: int) -> _End:
+def _judge(error: BaseException, stop_signal: int) -> _Outcome:
     """Classify the error that ended main. stop_signal: number of the signal that asked main to end; 0: none."""
     if isinstance(error, KeyboardInterrupt):
         return _by_signal(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
@@ -137,25 +137,25 @@ def _judge(error: BaseException, stop_signal: int) -> _End:
     from trainer.launch.composition_errors import explain
 
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
-        return _End(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
+        return _Outcome(_one_line(f"error: {explain(error, sys.argv[1:])}"), REFUSED)
     from precision.errors import RunError, UserError
 
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-        return _End("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
+        return _Outcome("error: out of GPU memory; lower trainer.microbatch_size, or set recompute=full", FAILED)
     if isinstance(error, UserError | RunError | OSError):
         code = REFUSED if isinstance(error, UserError) else getattr(error, "exit_code", FAILED)
         word = "error: " if code < 128 else ""  # a run stopped by a signal has saved, as it should
         text = _of_a_file(error) if isinstance(error, OSError) else str(error)
-        return _End(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
+        return _Outcome(_one_line(f"{word}{text}"), code, orderly=hasattr(error, "exit_code"))
     if stop_signal:  # an interrupt during an import of torch, say, may surface as any error
         return _by_signal(stop_signal)
-    return _End(None, FAILED)
+    return _Outcome(None, FAILED)
 
 
-def _by_signal(number: int) -> _End:
+def _by_signal(number: int) -> _Outcome:
     if number == signal.SIGINT:
-        return _End("interrupted", INTERRUPTED, by_signal=True)
-    return _End("terminated", TERMINATED, by_signal=True)
+        return _Outcome("interrupted", INTERRUPTED, by_signal=True)
+    return _Outcome("terminated", TERMINATED, by_signal=True)
 
 
 def _of_a_file(error: OSError) -> str:

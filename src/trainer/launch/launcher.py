@@ -72,7 +72,7 @@ class Launch:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    def leave_word(self, message: str) -> None:
+    def write_error_file(self, message: str) -> None:
         """Write the reason for torchrun's own report of failures, which would otherwise show none."""
         if self.error_file:
             extra = {"py_callstack": message, "timestamp": str(int(time.time()))}

@@ -39,8 +39,8 @@ class StopSignals:
 
     def __init__(self, world: World | None = None) -> None:
         self.received: str | None = None
-        self._heard = 0
-        self._world = world if world is not None and world.many else None
+        self._reported = 0
+        self._world = world if world is not None and world.is_distributed else None
         self._noted = (
             world.rank_group.stop_signal if world is not None else 0
         )  # received before training, and swallowed
@@ -68,10 +68,10 @@ class StopSignals:
                 time.monotonic() > deadline and (not work.is_completed() or pending_operation(timeout) is not None)
             )
 
-    def heard(self) -> str | None:
+    def new_signal(self) -> str | None:
         """Return the name of a signal recorded on this rank since the last call, to report that the process
         continues."""
-        before, self._heard = self._heard, self._noted
+        before, self._reported = self._reported, self._noted
         return signal.Signals(self._noted).name if self._noted != before else None
 
     def _answer(self, number: torch.Tensor, work: Work) -> int:

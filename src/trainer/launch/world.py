@@ -56,13 +56,13 @@ class World:
         return self.rank == 0
 
     @property
-    def many(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there are several processes."""
         return self.size > 1
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank. A collective: all ranks call it; the others' values are ignored."""
-        if not self.many:
+        if not self.is_distributed:
             return value
         import torch.distributed as dist
 
@@ -71,15 +71,15 @@ class World:
         return box[0]
 
     def gather(self, value: T, named: str = "") -> list[T]:
-        """Return every rank's `value`, by rank, on every rank. A collective. named: as for `on_first`."""
-        if not self.many:
+        """Return every rank's `value`, by rank, on every rank. A collective. named: as for `on_rank_0`."""
+        if not self.is_distributed:
             return [value]
         if named:
             key = f"{named}/{self.rank_group.launch.attempt}"
-            self._say(key)
+            self._set_flag(key)
             if self.is_first:
                 self._await(key, range(self.size))
-                self._say(f"{key}/all")
+                self._set_flag(f"{key}/all")
             self._await(f"{key}/all", [0])
         import torch.distributed as dist
 
@@ -89,7 +89,7 @@ class World:
 
     def gather_numbers(self, row: list[float]) -> list[list[float]]:
         """Gather equally many numbers from each rank: one message between hosts instead of two, nothing pickled."""
-        if not self.many:
+        if not self.is_distributed:
             return [row]
         import torch.distributed as dist
 
@@ -102,7 +102,7 @@ class World:
         """Return when every rank has called it."""
         self.gather(None)
 
-    def on_first(self, ask: Callable[[], T], named: str = "") -> T:
+    def on_rank_0(self, ask: Callable[[], T], named: str = "") -> T:
         """Return on every rank what `ask()` returns on rank 0. A collective; the others do not call `ask`.
 
         named: a word for work that may take longer than a collective's timeout (reading whole checkpoints): then there
@@ -112,24 +112,25 @@ class World:
         if named:
             key = f"{named}/{self.rank_group.launch.attempt}"
             if self.is_first:
-                self._say(key)
+                self._set_flag(key)
             self._await(key, [0])
-        return self.share(value)
+        return self.broadcast(value)
 
-    def lead(self, ask: Callable[[Callable[[A], list[B]]], T], part: Callable[[A], B], named: str) -> T:
-        """Return on every rank what `ask(everyone)` returns on rank 0. A collective like `on_first`, without a timeout.
+    def coordinate(self, ask: Callable[[Callable[[A], list[B]]], T], part: Callable[[A], B], named: str) -> T:
+        """Return on every rank what `ask(everyone)` returns on rank 0. A collective like `on_rank_0`, without a
+        timeout.
 
         everyone(work): returns `part(work)` of each rank, by rank. So rank 0 decides, and all do the work.
         """
-        if not self.many:
+        if not self.is_distributed:
             return ask(lambda work: [part(work)])
         key, turn = f"{named}/{self.rank_group.launch.attempt}", 0
 
         def say(more: bool, value: Any) -> None:
             nonlocal turn
             turn += 1
-            self._say(f"{key}/{turn}")
-            self.share((more, value))
+            self._set_flag(f"{key}/{turn}")
+            self.broadcast((more, value))
 
         def everyone(work: A) -> list[B]:
             say(True, work)
@@ -142,13 +143,13 @@ class World:
         while True:
             turn += 1
             self._await(f"{key}/{turn}", [0])
-            more, value = self.share(cast("tuple[bool, Any]", None))
+            more, value = self.broadcast(cast("tuple[bool, Any]", None))
             if not more:
                 return value
             self.gather(part(value), f"{key}/{turn}")
 
     @contextmanager
-    def first_of_node_goes_ahead(self) -> Iterator[None]:
+    def local_rank_0_first(self) -> Iterator[None]:
         """Run the code inside on one process of each node while its neighbours wait, then on these; all leave together.
 
         Unlike a collective it has no timeout: preparing a corpus may take long.
@@ -156,12 +157,12 @@ class World:
         key = f"ahead/{self.rank_group.launch.attempt}"  # torchrun's store outlives a restart
         if self.local_rank == 0:
             yield
-            self._say(key)
+            self._set_flag(key)
         self._await(key, range(0, self.size, self.local_size))
         if self.local_rank != 0:
             yield
 
-    def _say(self, what: str) -> None:
+    def _set_flag(self, what: str) -> None:
         if self.store is not None:
             self.store.set(f"{what}/{self.rank}", "1")
 
@@ -199,7 +200,7 @@ def init(device: torch.device, rank_group: RankGroup, timeout: float = TIMEOUT) 
         device_id=device if gpu else None,
     )
     control = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=late))  # the rank group watches its time
-    rank_group.all_met()
+    rank_group.mark_connected()
     rank_group.on_leave.append(dist.destroy_process_group)
     return World(
         device, launch.rank, launch.local_rank, launch.size, launch.local_size, rank_group, control, store, timeout

@@ -211,7 +211,7 @@ class Optimizer:
 
     def _of_all_parts(self, norms: Tensor) -> Tensor:
         """Reduce norms of this rank's parts [..., P] to norms of the whole."""
-        if not self._world.many:
+        if not self._world.is_distributed:
             return norms
         squares = norms.double().square() / self._copies
         return all_sum([squares], self._world)[0].sqrt().to(norms.dtype)

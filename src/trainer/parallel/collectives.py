@@ -19,7 +19,7 @@ T = TypeVar("T")
 def all_max(tensors: list[Tensor], world: World) -> None:
     """Replace FP32 tensors of any shape by the maximum over all ranks, in place, in one message. NaN becomes
     infinite."""
-    if not world.many:
+    if not world.is_distributed:
         return
     import torch.distributed as dist
 
@@ -33,7 +33,7 @@ def all_max(tensors: list[Tensor], world: World) -> None:
 
 def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
     """Return sums over all ranks of tensors of any shape and dtype, FP64 inside, in one message."""
-    if not world.many:
+    if not world.is_distributed:
         return tensors
     import torch.distributed as dist
 
@@ -45,7 +45,7 @@ def all_sum(tensors: list[Tensor], world: World) -> list[Tensor]:
 
 def all_mean(tensor: Tensor, world: World, stages: int = 1) -> Tensor:
     """Return the mean over all ranks; with pipeline stages, the mean of the stages' sums."""
-    return all_sum([tensor], world)[0] / (world.size // stages) if world.many else tensor
+    return all_sum([tensor], world)[0] / (world.size // stages) if world.is_distributed else tensor
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

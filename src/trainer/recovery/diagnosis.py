@@ -188,7 +188,7 @@ class Diagnosis:
         """Add the data: the sequences or the microbatch if they are known, else the step's."""
         if origin is not None:
             bad.what |= {"rank": origin.rank, "microbatch": origin.microbatch}
-            which = f"rank {origin.rank}, " if self._world.many else ""
+            which = f"rank {origin.rank}, " if self._world.is_distributed else ""
             of = len(served) // self._engine.degrees.data // self.microbatch_size
             bad.details.append(f"{which}microbatch {origin.microbatch} of {of}")
             served = served[self._rows_of(origin, len(served))]
@@ -219,7 +219,7 @@ class Diagnosis:
 
     @property
     def _may_look(self) -> bool:
-        return self._engine.device.type == "cpu" or not self._world.many
+        return self._engine.device.type == "cpu" or not self._world.is_distributed
 
     def _look_again(self, step: int, place: int, served: np.ndarray, origin: Origin) -> Again | None:
         """Run the microbatch again, each rank its own of that number. Return None if memory does not suffice."""
@@ -231,7 +231,7 @@ class Diagnosis:
         try:
             seen = probe_microbatch(self._engine, step, origin.microbatch, tokens, len(served))
         except torch.OutOfMemoryError:
-            if self._world.many:
+            if self._world.is_distributed:
                 raise
             return None
         if self._world.rank == origin.rank:

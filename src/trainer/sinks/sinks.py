@@ -26,7 +26,7 @@ from rich.text import Text
 from trainer.config import LoggingConfig
 from trainer.config_diff import without_secrets
 from trainer.files import last_step_in
-from trainer.launch.liveness.job_store import News
+from trainer.launch.liveness.job_store import Failure
 from trainer.run.location import CONFIG
 from trainer.run.run_folder import EVENTS, METRICS, TENSORS, RunFolder
 from trainer.sinks.console import Screen, SilentScreen, metrics_line, open_screen
@@ -148,18 +148,18 @@ class Sinks:
         if self._show_events or alarming:
             self._screen.line(Text(f"{kind}: {message}", _ALARM if alarming else _EVENT_STYLES[kind]))
 
-    def ended(self, news: News) -> None:
+    def ended(self, failure: Failure) -> None:
         """Record the end of the job, caused by some rank, and restore the terminal.
 
         Any thread may call it, and the process exits right after. If rank 0 has died, another rank calls it.
         """
         # a separate file object: the others may be closed, or another rank's
         events = JsonLines(self._folder / EVENTS, self._log.write)
-        what = {"rank": news.rank, "exit_code": news.code}
-        event = _event("failure", news.step, news.message, what)
+        what = {"rank": failure.rank, "exit_code": failure.code}
+        event = _event("failure", failure.step, failure.message, what)
         events.write(event)
         events.close()
-        self._log.write(news.message)
+        self._log.write(failure.message)
         self._screen.close()
         self._notifier.send(event)
         self._notifier.close(_LAST_WORD_SECONDS)

@@ -82,7 +82,7 @@ class Engine:
 
     def restorable_tensors(self) -> dict:
         """Return weights and moments, into which a checkpoint is read. The tensors are the step's own memory."""
-        weights = model_state(self.model) if self.world.many else self.model.state_dict()
+        weights = model_state(self.model) if self.world.is_distributed else self.model.state_dict()
         return shard_views({"model": weights, "optimizer": self.optimizer.state_dict()})
 
     def load_state(self, state: dict) -> list[str]:
@@ -105,7 +105,7 @@ def build_engine(
     check_fsdp_policy(config, degrees)
     torch.manual_seed(config.trainer.seed)
     total = total_memory(device)
-    if world.many and total is not None:
+    if world.is_distributed and total is not None:
         total = min(world.gather(total))  # all ranks must decide alike
     plan, model = build_model(config, device, saved, degrees, total)
     injector = Injector(config.debug.inject, model) if config.debug.inject is not None else None
@@ -127,7 +127,7 @@ def build_engine(
     pipelined = None
     if records_graphs(config, plan, degrees, total):
         microbatch = GraphedMicrobatch(model, config.cuda_graph is Switch.true, loss_scale)
-    if world.many:
+    if world.is_distributed:
         from trainer.step.sharded_microbatch import ShardedMicrobatch
 
         policy = pick_fsdp_policy(config, plan, degrees, total)

@@ -38,7 +38,7 @@ CASES = [(recipe, axis) for recipe in RECIPES for axis in AXES if recipe != "muo
 
 def train(recipe: str, axis: str, world: World) -> list[float]:
     """Losses of some steps."""
-    config = config_of([*RUN, *RECIPES[recipe], *([axis] if world.many else [])])
+    config = config_of([*RUN, *RECIPES[recipe], *([axis] if world.is_distributed else [])])
     torch._dynamo.reset()
     engine = build_engine(config, world.device, world=world)
     generator = torch.Generator().manual_seed(3)
@@ -62,7 +62,7 @@ def main(out: str) -> None:
     curves = {f"{recipe} {axis}".strip(): train(recipe, axis, world) for recipe, axis in cases}
     if world.is_first:
         Path(out).write_text(json.dumps(curves))
-    if world.many:
+    if world.is_distributed:
         torch.distributed.destroy_process_group()
 
 

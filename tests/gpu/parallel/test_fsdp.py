@@ -52,9 +52,9 @@ SPEED += ["trainer.sequence_length=2048", "compile.enabled=true"]
 
 def train(keys: list[str], world: World) -> list[float]:
     """Losses of some steps."""
-    share = ["parallel=fsdp"] if world.many else []
+    share = ["parallel=fsdp"] if world.is_distributed else []
     spread = SPREAD in keys
-    own = [key for key in keys if world.many or key != SPREAD]
+    own = [key for key in keys if world.is_distributed or key != SPREAD]
     config = config_of([*RUN, *SMALL, *share, *own])
     torch._dynamo.reset()
     engine = build_engine(config, world.device, world=world)
@@ -76,7 +76,7 @@ def train(keys: list[str], world: World) -> list[float]:
 
 def measure(keys: list[str], world: World) -> None:
     """Print tokens a second and GPU of steps after the first ones."""
-    share = ["parallel=fsdp"] if world.many else []
+    share = ["parallel=fsdp"] if world.is_distributed else []
     config = config_of([*RUN, *SPEED, *share, *keys])
     engine = build_engine(config, world.device, world=world)
     t = config.trainer
@@ -114,7 +114,7 @@ def main(out: str | None) -> None:
         curves = {name: train(keys, world) for name, keys in CASES.items()}
         if world.is_first:
             Path(out).write_text(json.dumps(curves))
-    if world.many:
+    if world.is_distributed:
         torch.distributed.destroy_process_group()
 
 

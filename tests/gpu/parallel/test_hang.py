@@ -21,7 +21,7 @@ heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
 rank_group = RankGroup()
 
 def run():
-    rank_group.board(os.environ)
+    rank_group.join(os.environ)
     world = init(torch.device("cuda"), rank_group, 8)
     with StopSignals(world) as stop:
         for step in range(1, 6):

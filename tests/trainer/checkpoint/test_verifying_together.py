@@ -74,7 +74,7 @@ def test_each_rank_reads_its_share_and_all_pass_over_what_one_finds_damaged(
 
 def main() -> None:
     rank_group = RankGroup()
-    rank_group.board(os.environ)
+    rank_group.join(os.environ)
     world = init(torch.device("cpu"), rank_group, 60)
     said = scene(world, Path(sys.argv[1]))
     if world.is_first:

@@ -57,9 +57,9 @@ def loop(world: World, folder: str, name: str, fault: str, steps: int) -> None:
     resume = "auto" if world.rank_group.launch.attempt else "never"
     if world.is_first:
         run = RunFolder(Path(folder), name, resume, "x", {"config.yaml": ""}, patience=60)
-        world.share(str(run.path))
+        world.broadcast(str(run.path))
     else:
-        run = RunFolder._opened_by_another(world.share(""), None, 0)
+        run = RunFolder._opened_by_another(world.broadcast(""), None, 0)
     error = None
     sinks = Sinks(LOGGING, run, steps, rank=world.rank)
     world.rank_group.on_end.append(sinks.ended)
@@ -96,7 +96,7 @@ def main() -> int:
     heartbeat.PULSE_SECONDS, heartbeat.PATIENCE = 0.5, 2.0
 
     def run() -> None:
-        rank_group.board(os.environ)
+        rank_group.join(os.environ)
         if fault in ("absent", "wrong") and rank_group.launch.rank == 1:
             time.sleep(5)
             Path(folder).touch()  # when

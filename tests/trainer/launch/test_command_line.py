@@ -43,7 +43,7 @@ class Recorder:
         self.runs: list[tuple[Config, list[str]]] = []
 
     def __call__(self, config: Config, overrides: list[str], world: World) -> "Recorder":
-        assert not world.many
+        assert not world.is_distributed
         self.runs.append((config, overrides))
         self.run = SimpleNamespace(config=replace(config, eval=replace(config.eval, sample=0)))
         return self

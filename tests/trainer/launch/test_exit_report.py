@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from trainer.launch.liveness.exit_report import _first_pending, pending_operation, waited_in
+from trainer.launch.liveness.exit_report import _first_pending, pending_operation, timed_out_operation
 
 DONE = {"profiling_name": "nccl:all_reduce", "state": "completed", "retired": True, "time_created_ns": 1}
 FIRST = {"profiling_name": "nccl:_all_gather_base", "state": "started", "retired": False, "time_created_ns": 2}
@@ -41,4 +41,4 @@ def test_a_process_by_itself_waits_in_none() -> None:
 def test_a_traceback_names_the_function_of_torch_distributed() -> None:
     with pytest.raises(ValueError, match="process group") as raised:
         torch.distributed.all_reduce(torch.ones(1))
-    assert waited_in(raised.value).endswith(", at ?")  # not from our own code
+    assert timed_out_operation(raised.value).endswith(", at ?")  # not from our own code

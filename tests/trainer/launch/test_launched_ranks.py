@@ -107,8 +107,8 @@ def test_an_environment_that_is_not_a_launchers_is_refused(environment: dict[str
 
 def test_a_world_of_one_sends_no_message():
     world = World(torch.device("cpu"))
-    with world.first_of_node_goes_ahead():
-        assert (world.share(3), world.gather(3), world.on_first(lambda: 4)) == (3, [3], 4)
+    with world.local_rank_0_first():
+        assert (world.broadcast(3), world.gather(3), world.on_rank_0(lambda: 4)) == (3, [3], 4)
     world.barrier()
     assert not torch.distributed.is_initialized() and not world.rank_group.connected
 

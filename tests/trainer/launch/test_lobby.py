@@ -41,7 +41,7 @@ def main() -> int:
         lobby.RANK_0_SECONDS = 4.0
 
     def run() -> None:
-        launch = rank_group.board(os.environ)
+        launch = rank_group.join(os.environ)
         if fault == "mistake" and who in (launch.rank, 2):
             raise UserError("optim.lr=9: too large; lower it")
         if launch.rank == who:

@@ -58,7 +58,7 @@ def train(name: str, keys: tuple[str, ...], world: World, folder: Path) -> dict[
     generator = torch.Generator().manual_seed(3)
     lines, first = [], {}
     for step in range(1, STEPS + 1):
-        if step == SAVED + 1 and world.many:
+        if step == SAVED + 1 and world.is_distributed:
             one = folder / ("fp8" if FP8[0] in keys else "one")
             engine.load_state(read(one / checkpoint_name(SAVED), engine.restorable_tensors())[0])
         tokens = torch.randint(0, 64, (BATCH, LENGTH + 1), generator=generator)
@@ -72,7 +72,7 @@ def train(name: str, keys: tuple[str, ...], world: World, folder: Path) -> dict[
         lines.append({key: float(result.metrics[key]) for key in (*LOSSES, "optim/grad_norm")})
         lines[-1] |= {"ok": float(result.verdict.ok), "norm": float(engine.optimizer.norms(torch.tensor(True))[0])}
         first = first or gradients(engine, world)
-        if step == SAVED and not world.many:
+        if step == SAVED and not world.is_distributed:
             checkpointer = Checkpointer(folder / name, 0, lambda *_, **__: None, world)
             checkpointer.save(step, engine.state(), {})
             checkpointer.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.config import Config
-from trainer.launch.liveness.job_store import News
+from trainer.launch.liveness.job_store import Failure
 from trainer.run.run_folder import RunFolder
 from trainer.sinks import Sinks, notify
 from trainer.sinks.notify import Notifier, is_sent
@@ -193,7 +193,7 @@ def test_the_end_of_a_job_of_many_ranks_is_sent_once(
     for rank in (0, 1):
         sinks = Sinks(logging, run, 10, None, rank, server.url, None, alone=False)
         if rank == 1:
-            sinks.ended(News("error: rank 0 was killed", 1, 0, 1, 7))
+            sinks.ended(Failure("error: rank 0 was killed", 1, 0, 1, 7))
         sinks.close(RuntimeError("a collective failed"))
     run.close()
     (got,) = server.got

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import ConsoleConfig, LoggingConfig, TensorboardConfig, WandbConfig, WandbMode
-from trainer.launch.liveness.job_store import News
+from trainer.launch.liveness.job_store import Failure
 from trainer.run.run_folder import Note, RunFolder
 from trainer.sinks import Sinks
 from trainer.sinks.console import BestEffortStream, open_screen
@@ -309,14 +309,14 @@ def test_another_rank_writes_its_log_and_nothing_else(
 
 
 def test_the_reporting_rank_writes_the_event_even_when_its_files_are_closed(run: RunFolder, screen: Screen) -> None:
-    news = News("error: rank 0 (a, process 1) has died, in step 7", 1, 0, 3, 7)
+    failure = Failure("error: rank 0 (a, process 1) has died, in step 7", 1, 0, 3, 7)
     for rank in (0, 3):
         sinks = Sinks(settings(), run, 200, screen.console, rank=rank)
         sinks.close()
-        sinks.ended(news)
+        sinks.ended(failure)
     first, second = lines(run.path / "events.jsonl")
     assert (first["kind"], first["step"], first["rank"], first["exit_code"]) == ("failure", 7, 0, 1)
-    assert first["message"] == second["message"] == news.message
+    assert first["message"] == second["message"] == failure.message
 
 
 def test_a_run_outlives_the_reader_of_its_screen(caplog: pytest.LogCaptureFixture) -> None:

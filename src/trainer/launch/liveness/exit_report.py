@@ -26,7 +26,7 @@ def this_process() -> list[Any]:
     return [platform.node(), os.getpid(), namespace]
 
 
-def how_it_ended(process: int, descriptor: int | None) -> str:
+def describe_exit(process: int, descriptor: int | None) -> str:
     """Describe the end of a process from its wait status: the last field of /proc/PROCESS/stat, until the parent has
     reaped it; after that, from Linux 6.15 on, from the process's descriptor."""
     try:
@@ -54,7 +54,7 @@ def _wait_status(descriptor: int | None) -> int | None:
     return status if mask & 8 else None
 
 
-def of_a_collective(error: BaseException) -> tuple[bool, bool]:
+def classify_collective_error(error: BaseException) -> tuple[bool, bool]:
     """Return whether an error is that of a collective operation, which others may have caused, and a timeout."""
     from torch.distributed import DistError
 
@@ -99,7 +99,7 @@ def _first_pending(record: bytes | str, seconds: float = 0.0) -> str | None:
     return f"{backend} {operation.lstrip('_')}".strip() + (f" of {sizes}" if sizes else "")
 
 
-def waited_in(error: BaseException) -> str:
+def timed_out_operation(error: BaseException) -> str:
     """Return the collective operation that timed out, from the traceback: `all_reduce, at totals.py:33 in all_sum`.
 
     The operation is the innermost function of torch.distributed, the line the innermost one of our own code.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from trainer.launch.launcher import Launch
-from trainer.launch.liveness.exit_report import how_it_ended, this_process
-from trainer.launch.liveness.job_store import LOOK_SECONDS, JobStore, News, when
+from trainer.launch.liveness.exit_report import describe_exit, this_process
+from trainer.launch.liveness.job_store import LOOK_SECONDS, Failure, JobStore, when
 
 PULSE_SECONDS = 5.0
 SILENCES = 9
@@ -27,23 +27,23 @@ class Member(Protocol):
 
     launch: Launch
     step: int
-    met: bool
+    all_connected: bool
     overdue: Callable[[], bool]
 
-    def end(self, news: News) -> NoReturn: ...
+    def end(self, failure: Failure) -> NoReturn: ...
     def unresponsive(self, number: int) -> NoReturn: ...
-    def waited_in_vain(self) -> News: ...
-    def lost(self) -> News: ...
+    def collective_timeout(self) -> Failure: ...
+    def lost(self) -> Failure: ...
     def place(self) -> str: ...
     @property
     def has_announced(self) -> bool: ...
 
 
 class Heartbeat(threading.Thread):
-    """Sends the pulse, and watches for news, dying neighbours and missing pulses.
+    """Sends the pulse, and watches for failures, dying neighbours and missing pulses.
 
     waker: where Python writes the number of each signal at once (`signal.set_wakeup_fd`). Python's handler waits for
-    main, and until all ranks have met, main may wait in C++ for a rank that never comes.
+    main, and until all ranks have connected, main may wait in C++ for a rank that never comes.
     """
 
     def __init__(self, member: Member, store: JobStore) -> None:
@@ -69,7 +69,7 @@ class Heartbeat(threading.Thread):
         self.join(seconds)
 
     def kill_unresponsive(self, rank: int) -> None:
-        """Kill a neighbour that does not react to the news: a stopped process, for which the launcher would wait."""
+        """Kill a neighbour that does not react to the failure: a stopped process, for which the launcher would wait."""
         descriptor = next((key for key, (neighbour, _) in self._neighbours.items() if neighbour == rank), None)
         if descriptor is None:
             return
@@ -82,7 +82,7 @@ class Heartbeat(threading.Thread):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def run(self) -> None:
-        """Run until `stop`, or until there is news."""
+        """Run until `stop`, or until there is a failure."""
         due, step = 0.0, 0
         try:
             while not self._stopping:
@@ -94,12 +94,12 @@ class Heartbeat(threading.Thread):
                         self._receive_signals(os.read(self._wake, 64))
                 if self._stopping:
                     return
-                if self._signal is not None and not self._member.met and time.monotonic() > self._signal[1]:
+                if self._signal is not None and not self._member.all_connected and time.monotonic() > self._signal[1]:
                     self._member.unresponsive(self._signal[0])
-                if not self._member.has_announced and (news := self._store.news()) is not None:
-                    self._member.end(news)
+                if not self._member.has_announced and (failure := self._store.failure()) is not None:
+                    self._member.end(failure)
                 if self._member.overdue():
-                    self._member.end(self._member.waited_in_vain())
+                    self._member.end(self._member.collective_timeout())
                 self._meet()
                 if self._member.step != step or time.monotonic() >= due:
                     step = self._member.step
@@ -139,12 +139,12 @@ class Heartbeat(threading.Thread):
 
     def _gone(self, rank: int, process: int, descriptor: int | None) -> None:
         """Handle the end of a neighbour's process."""
-        how = how_it_ended(process, descriptor)
+        how = describe_exit(process, descriptor)
         if descriptor is not None:
             self._poll.unregister(descriptor)
             os.close(descriptor)
             del self._neighbours[descriptor]
-        if self._store.has("left", rank) or self._store.has("news"):
+        if self._store.has("left", rank) or self._store.has("failure"):
             return
         self._end(rank, how)
 
@@ -167,4 +167,4 @@ class Heartbeat(threading.Thread):
     def _end(self, rank: int, how: str) -> None:
         step = max(self._member.step, self._store.position(rank)[0])  # its pulse is up to half a second old
         message = f"error: {self._store.describe(rank)} {how}, {when(step)}"
-        self._member.end(News(message, 1, rank, self._member.launch.rank, step))
+        self._member.end(Failure(message, 1, rank, self._member.launch.rank, step))

@@ -6,9 +6,9 @@
     left/R    rank R has finished its work               its end is no failure any more
     gone/R    rank R has stopped its heartbeat           rank 0 waits for it, if it serves the store itself
     late/R    the operation that rank R waited in        see `blame`
-    seen/R    rank R has read the news                   all ranks exit together
-    news      why the job ends                           written once, by the rank that finds out first
-    reported  a rank has reported the news               rank 0, while it is alive
+    seen/R    rank R has read the failure                all ranks exit together
+    failure   why the job ends                              written once, by the rank that finds out first
+    reported  a rank has reported the failure            rank 0, while it is alive
 
 Every method raises RuntimeError if the store does not answer.
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, without declaring it
 
 LOOK_SECONDS = 0.5
-"""Interval of checks for news."""
+"""Interval of checks for a failure."""
 
 
 @dataclass(frozen=True)
-class News:
+class Failure:
     """Why the job ends: the message, the exit code of all ranks, the rank it is about, and the rank that found out."""
 
     message: str
@@ -92,21 +92,21 @@ class JobStore:
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(pause)
 
-    def post(self, news: News) -> News:
-        """Write the news unless there is one already. Return the one that counts."""
-        return News(**json.loads(self._store.compare_set(self._key("news"), "", json.dumps(asdict(news)))))
+    def post(self, failure: Failure) -> Failure:
+        """Write the failure unless there is one already. Return the one that counts."""
+        return Failure(**json.loads(self._store.compare_set(self._key("failure"), "", json.dumps(asdict(failure)))))
 
-    def news(self) -> News | None:
-        """Return the news, or None."""
-        return News(**json.loads(self.get("news"))) if self.has("news") else None
+    def failure(self) -> Failure | None:
+        """Return the failure, or None."""
+        return Failure(**json.loads(self.get("failure"))) if self.has("failure") else None
 
-    def wait_for_news(self, seconds: float) -> News | None:
-        """Return news that arrives within `seconds`, or None. Does not raise if the store does not answer."""
+    def wait_for_failure(self, seconds: float) -> Failure | None:
+        """Return a failure that is posted within `seconds`, or None. Does not raise if the store does not answer."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < deadline:
-                if (news := self.news()) is not None:
-                    return news
+                if (failure := self.failure()) is not None:
+                    return failure
                 time.sleep(LOOK_SECONDS / 5)
         return None
 

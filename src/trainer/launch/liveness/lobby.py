@@ -1,16 +1,16 @@
 """The lobby, where ranks started without torchrun (srun, mpirun, by hand) meet, from their first second on.
 
 The job's store starts late: importing torch takes seconds, and a rank that waits for it in C++ cannot react. So rank 0
-(`Host`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`Guest`) holds a
-connection to it. Both send messages as lines of JSON, and an empty line every 5 seconds:
+(`LobbyServer`) listens at MASTER_ADDR:MASTER_PORT before it imports anything large, and each other rank (`LobbyClient`)
+holds a connection to it. Both send messages as lines of JSON, and an empty line every 5 seconds:
 
     both    {"bye": 1}                                  it ends normally
-    guest   {"who": [rank, host, process, namespace]}   once connected
-            {"met": 1}                                  it is in the store, and the heartbeat has taken over
+    client  {"who": [rank, host, process, namespace]}   once connected
+            {"connected": 1}                            it is in the store, and the heartbeat has taken over
             {"failed": message, "code": code}           it ends, and asks whether to report the reason
-    host    {"hello": [host, process, namespace]}       once connected
+    server  {"hello": [host, process, namespace]}       once connected
             {"open": 1}                                 the store is served (on the same listening socket)
-            {"news": message, "code": code}             why the job ends: the guest ends silently
+            {"failure": message, "code": code}          why the job ends: the client ends silently
             {"say": true}                               answer to `failed`; false: rank 0 reports the same
 
 A process that dies closes its connection; one that stops or loses its node is silent. Either is named within a minute.
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat
-from trainer.launch.liveness.exit_report import how_it_ended, this_process
+from trainer.launch.liveness.exit_report import describe_exit, this_process
 
 RANK_0_SECONDS = 60.0
 """Seconds that a rank waits for rank 0 to listen."""
@@ -47,19 +47,19 @@ class OnEnd(Protocol):
     def __call__(self, message: str, code: int, rank: int, say: bool) -> None: ...
 
 
-def enter(launch: Launch, on_end: OnEnd) -> "Host | Guest":
+def enter(launch: Launch, on_end: OnEnd) -> "LobbyServer | LobbyClient":
     """Start this rank's part."""
-    lobby = Host(launch, on_end) if launch.is_first else Guest(launch, on_end)
+    lobby = LobbyServer(launch, on_end) if launch.is_first else LobbyClient(launch, on_end)
     lobby.start()
     return lobby
 
 
-class _Line:
+class _Connection:
     """A connection and its peer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.rank, self.process = connection, -1, ["?", 0, ""]
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         self._rest = b""
         connection.settimeout(heartbeat.PATIENCE)
 
@@ -76,19 +76,19 @@ class _Line:
             found = [json.loads(line) for line in lines if line]
         except (OSError, ValueError, RecursionError):
             return None
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         good = data and len(self._rest) < _LONGEST and all(isinstance(each, dict) for each in found)
         return found if good else None
 
-    def how(self) -> str:
+    def describe_end(self) -> str:
         """Describe what happened to the peer's process."""
         here = this_process()
         if self.process[0] == here[0] and self.process[2] == here[2]:
-            return how_it_ended(int(self.process[1]), None)
+            return describe_exit(int(self.process[1]), None)
         return "has died"
 
     def is_silent(self) -> bool:
-        return time.monotonic() - self.heard > heartbeat.SILENCES * heartbeat.PULSE_SECONDS
+        return time.monotonic() - self.last_received > heartbeat.SILENCES * heartbeat.PULSE_SECONDS
 
     def name(self) -> str:
         """`rank 1 (host, process 123)`."""
@@ -120,40 +120,40 @@ class _Lobby(threading.Thread):
         self._beat = time.monotonic() + heartbeat.PULSE_SECONDS
         return True
 
-    def _silence(self) -> str:
+    def _silent(self) -> str:
         return _SILENT.format(heartbeat.SILENCES * heartbeat.PULSE_SECONDS)
 
 
-class Host(_Lobby):
+class LobbyServer(_Lobby):
     """Rank 0's part."""
 
     def __init__(self, launch: Launch, on_end: OnEnd) -> None:
         super().__init__(launch, on_end)
-        self._lines: list[_Line] = []
-        self._came: set[int] = set()
-        self._left: list[_Line] = []
+        self._connections: list[_Connection] = []
+        self._connected: set[int] = set()
+        self._left: list[_Connection] = []
         self._waits = False
-        self._asked: list[tuple[_Line, str, int, float]] = []
-        self._news: tuple[str, int] | None = None
+        self._asked: list[tuple[_Connection, str, int, float]] = []
+        self._failure: tuple[str, int] | None = None
         self._closing = threading.Event()  # main needs the listening socket
         self._closed = threading.Event()
         self._listening = _listen(launch.port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, None)
 
-    def socket_when_all_came(self) -> int:
+    def wait_for_ranks(self) -> int:
         """Return the listening socket, for the store, when all ranks are connected. Raises RunError after a timeout."""
-        began, said, self._waits = time.monotonic(), False, True
-        while missing := set(range(1, self._launch.size)) - self._came:
+        began, is_printed, self._waits = time.monotonic(), False, True
+        while missing := set(range(1, self._launch.size)) - self._connected:
             waited = time.monotonic() - began
             who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)[:8]))}"
             who += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             if waited > ALL_SECONDS:
                 why = f"did not connect to {self._place} within {ALL_SECONDS:.0f} s"
                 raise _run_error(f"{who} {why}; start as many ranks as WORLD_SIZE")
-            if waited > SAY_SECONDS and not said:
+            if waited > SAY_SECONDS and not is_printed:
                 print(f"octet: waiting at {self._place} for {who}", flush=True)
-                said = True
+                is_printed = True
             time.sleep(_LOOK_SECONDS / 4)
         self._closing.set()
         self._closed.wait()
@@ -161,29 +161,29 @@ class Host(_Lobby):
 
     def opened(self) -> None:
         """Announce that the store is served."""
-        for line in list(self._lines):
-            line.send(open=1)
+        for connection in list(self._connections):
+            connection.send(open=1)
 
     def leave(self) -> None:
         """This process ends normally."""
         self._over = True
-        for line in list(self._lines):
-            line.send(bye=1)
+        for connection in list(self._connections):
+            connection.send(bye=1)
 
     def decide(self, message: str, code: int) -> bool:
         """Send the reason of main's end to all. Return whether this rank prints it."""
         self._verdict = message
         self._report(message, code)
         deadline = time.monotonic() + SAME_SECONDS
-        while len(self._came) < self._launch.size - 1 and time.monotonic() < deadline:
+        while len(self._connected) < self._launch.size - 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         time.sleep(2 * _LOOK_SECONDS)
         return True
 
     def _report(self, message: str, code: int) -> None:
-        self._news = message, code
-        for line in list(self._lines):
-            line.send(news=message, code=code)
+        self._failure = message, code
+        for connection in list(self._connections):
+            connection.send(failure=message, code=code)
         time.sleep(2 * _LOOK_SECONDS)  # until they have read it: unread data may vanish with the connection
 
     def run(self) -> None:
@@ -193,7 +193,7 @@ class Host(_Lobby):
                 if key.data is None:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             if self._closing.is_set() and not self._closed.is_set():
                 self._selector.unregister(self._listening)
                 self._closed.set()
@@ -201,72 +201,72 @@ class Host(_Lobby):
             if self._waits and self._left:
                 self._lost(self._left.pop(), "has ended")
             due = self._is_due()
-            for line in list(self._lines):
+            for connection in list(self._connections):
                 if due:
-                    line.send()
-                if line.rank > 0 and line.is_silent():
-                    self._lost(line, self._silence())
-            if self._closed.is_set() and not self._lines and not self._left:
+                    connection.send()
+                if connection.rank > 0 and connection.is_silent():
+                    self._lost(connection, self._silent())
+            if self._closed.is_set() and not self._connections and not self._left:
                 return
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            line = _Line(self._listening.accept()[0])
-            line.send(hello=this_process())
-            self._lines.append(line)
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
+            connection = _Connection(self._listening.accept()[0])
+            connection.send(hello=this_process())
+            self._connections.append(connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
-    def _hear(self, line: _Line) -> None:
-        messages = line.read()
+    def _receive(self, connection: _Connection) -> None:
+        messages = connection.read()
         for message in messages or []:
             if "who" in message:
-                line.rank, *line.process = message["who"]
-                self._came.add(line.rank)
-                if self._news is not None:
-                    line.send(news=self._news[0], code=self._news[1])
+                connection.rank, *connection.process = message["who"]
+                self._connected.add(connection.rank)
+                if self._failure is not None:
+                    connection.send(failure=self._failure[0], code=self._failure[1])
             elif "failed" in message:
                 deadline = time.monotonic() + SAME_SECONDS
-                self._asked.append((line, str(message["failed"]), int(message["code"]), deadline))
-            elif "bye" in message or "met" in message:
-                self._left += [line] if "bye" in message else []
-                self._forget(line)
+                self._asked.append((connection, str(message["failed"]), int(message["code"]), deadline))
+            elif "bye" in message or "connected" in message:
+                self._left += [connection] if "bye" in message else []
+                self._forget(connection)
                 return
         if messages is None:
-            asked = any(line is each for each, *_ in self._asked)
-            self._forget(line)
-            if line.rank > 0 and not asked:
-                self._lost(line, line.how())
+            asked = any(connection is each for each, *_ in self._asked)
+            self._forget(connection)
+            if connection.rank > 0 and not asked:
+                self._lost(connection, connection.describe_end())
 
-    def _forget(self, line: _Line) -> None:
-        self._lines.remove(line)
-        self._selector.unregister(line.socket)
-        line.socket.close()
+    def _forget(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
     def _answer(self) -> None:
         """Let one of the failing ranks report the reason."""
-        for line, message, code, deadline in list(self._asked):
+        for connection, message, code, deadline in list(self._asked):
             if self._verdict is not None:
-                line.send(say=self._verdict != message)
+                connection.send(say=self._verdict != message)
                 self._asked.clear()
             elif time.monotonic() > deadline:
-                line.send(say=True)
+                connection.send(say=True)
                 self._report(message, code)
-                self._on_end(message, code, line.rank, False)
+                self._on_end(message, code, connection.rank, False)
                 return
 
-    def _lost(self, line: _Line, how: str) -> None:
+    def _lost(self, connection: _Connection, how: str) -> None:
         if self._verdict is None:
-            message = f"error: {line.name()} {how}, {_BEFORE}"
+            message = f"error: {connection.name()} {how}, {_BEFORE}"
             self._report(message, 1)
-            self._on_end(message, 1, line.rank, True)
+            self._on_end(message, 1, connection.rank, True)
 
 
-class Guest(_Lobby):
+class LobbyClient(_Lobby):
     """The part of any other rank."""
 
     def __init__(self, launch: Launch, on_end: OnEnd) -> None:
         super().__init__(launch, on_end)
-        self._line: _Line | None = None
+        self._connection: _Connection | None = None
         self._open = threading.Event()
         self._say: bool | None = None
         self._why = "nothing answers there"
@@ -279,7 +279,7 @@ class Guest(_Lobby):
                 raise _run_error(
                     f"rank 0 at {self._place} ended before all ranks had connected; start all with one command"
                 )
-            if self._line is None and time.monotonic() - self._began > RANK_0_SECONDS:
+            if self._connection is None and time.monotonic() - self._began > RANK_0_SECONDS:
                 why = f"did not answer at {self._place} within {RANK_0_SECONDS:.0f} s ({self._why})"
                 raise _run_error(f"rank 0 {why}; see its output, or correct MASTER_ADDR and MASTER_PORT")
 
@@ -287,69 +287,69 @@ class Guest(_Lobby):
         """This process ends normally."""
         self._leave("bye")
 
-    def met(self) -> None:
+    def connected(self) -> None:
         """The heartbeat has taken over."""
-        self._leave("met")
+        self._leave("connected")
 
     def _leave(self, how: str) -> None:
         was_over, self._over = self._over, True  # before rank 0 closes the connection, which is then no failure
-        if self._line is not None and not was_over:
-            self._line.send(**{how: 1})
+        if self._connection is not None and not was_over:
+            self._connection.send(**{how: 1})
 
     def decide(self, message: str, code: int) -> bool:
         """Return whether this rank reports the reason of main's end."""
         self._verdict, asked = message, False
         deadline = time.monotonic() + 2 * SAME_SECONDS
         while self._say is None and self.is_alive() and time.monotonic() < deadline:
-            if self._line is None and time.monotonic() > deadline - SAME_SECONDS:
+            if self._connection is None and time.monotonic() > deadline - SAME_SECONDS:
                 break
-            if self._line is not None and not asked:
-                self._line.send(failed=message, code=code)
+            if self._connection is not None and not asked:
+                self._connection.send(failed=message, code=code)
                 asked = True
             time.sleep(_LOOK_SECONDS / 4)
         return self._say is not False
 
     def run(self) -> None:
         """Run until `leave`."""
-        while self._line is None and not self._over:
+        while self._connection is None and not self._over:
             try:
-                self._line = _Line(socket.create_connection((self._launch.address, self._launch.port), 5))
-                self._line.send(who=[self._launch.rank, *this_process()])
+                self._connection = _Connection(socket.create_connection((self._launch.address, self._launch.port), 5))
+                self._connection.send(who=[self._launch.rank, *this_process()])
             except OSError as error:
                 self._why = error.strerror or str(error)
                 time.sleep(_LOOK_SECONDS)
-        line = self._line
-        while line is not None and not self._over:
+        connection = self._connection
+        while connection is not None and not self._over:
             with selectors.DefaultSelector() as selector:
-                selector.register(line.socket, selectors.EVENT_READ)
-                messages = line.read() if selector.select(_LOOK_SECONDS) else []
+                selector.register(connection.socket, selectors.EVENT_READ)
+                messages = connection.read() if selector.select(_LOOK_SECONDS) else []
             if self._is_due():
-                line.send()
+                connection.send()
             for message in messages or []:
-                self._handle(line, message)
-            if messages is None or line.is_silent():
+                self._handle(connection, message)
+            if messages is None or connection.is_silent():
                 if self._verdict is None and not self._over:
-                    self._lost(line, line.how() if messages is None else self._silence())
+                    self._lost(connection, connection.describe_end() if messages is None else self._silent())
                 return
 
-    def _handle(self, line: _Line, message: dict[str, Any]) -> None:
+    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
         if "hello" in message:
-            line.rank, line.process = 0, message["hello"]
+            connection.rank, connection.process = 0, message["hello"]
         elif "open" in message:
             self._open.set()
         elif "bye" in message:
             self._over = True
         elif "say" in message:
             self._say = bool(message["say"])
-        elif "news" in message and self._verdict is not None:
-            self._say = message["news"] != self._verdict if self._say is None else self._say
-        elif "news" in message and not self._over:
-            self._on_end(str(message["news"]), int(message["code"]), 0, False)
+        elif "failure" in message and self._verdict is not None:
+            self._say = message["failure"] != self._verdict if self._say is None else self._say
+        elif "failure" in message and not self._over:
+            self._on_end(str(message["failure"]), int(message["code"]), 0, False)
 
-    def _lost(self, line: _Line, how: str) -> None:
+    def _lost(self, connection: _Connection, how: str) -> None:
         # without rank 0 no one chooses the reporting rank: one of each node reports, and rank 1
         first = self._launch.local_rank == 0 or self._launch.rank == 1
-        name = line.name() if line.rank == 0 else f"rank 0 ({self._launch.address}:{self._launch.port})"
+        name = connection.name() if connection.rank == 0 else f"rank 0 ({self._launch.address}:{self._launch.port})"
         self._on_end(f"error: {name} {how}, {_BEFORE}", 1, 0, first)
 
 
@@ -372,7 +372,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _run_error(message: str) -> Exception:
-    """Return precision's RunError. Importing it imports torch, which must not happen before the ranks have met."""
+    """Return precision's RunError. Importing it imports torch, which must not happen before the ranks are connected."""
     from precision.errors import RunError
 
     return RunError(message)

@@ -2,17 +2,17 @@
 
 Each process runs a heartbeat thread. All share the job's store, whose keys `job_store` lists.
 
-A process dies in one of three ways. **It fails**: it posts the news itself. **It is killed** (by the kernel for lack of
-memory, say): its neighbours on the node hold file descriptors of each other (pidfd) that become ready at that moment,
-and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds (600 in a `phase`)
-rank 0 reports it; if rank 0 itself or the store is lost, all others notice. A process that reads the news exits,
-whatever its main thread waits for.
+A process dies in one of three ways. **It fails**: it posts the failure itself. **It is killed** (by the kernel for lack
+of memory, say): its neighbours on the node hold file descriptors of each other (pidfd) that become ready at that
+moment, and read from /proc which signal it was. **Its node is lost**: its pulse stops, and after 45 seconds (600 in a
+`phase`) rank 0 reports it; if rank 0 itself or the store is lost, all others notice. A process that reads the failure
+exits, whatever its main thread waits for.
 
 A process that hangs keeps its pulse. The others wait for it in a collective operation until that times out
 (`parallel.timeout`). The ranks that waited are not at fault: `blame` names the one that did not, with its current line
 and the operation that the others wait in.
 
-Before the ranks have met in the store, torchrun notices a process that dies; without torchrun, `lobby` does.
+Before the ranks have connected to the store, torchrun notices a process that dies; without torchrun, `lobby` does.
 
 With one process there is no thread, and nothing here imports torch.
 """
@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.launch.launcher import Launch
 from trainer.launch.liveness import heartbeat, lobby
 from trainer.launch.liveness.blame import Blame
-from trainer.launch.liveness.exit_report import of_a_collective, place, this_process
+from trainer.launch.liveness.exit_report import classify_collective_error, place, this_process
 from trainer.launch.liveness.heartbeat import Heartbeat
-from trainer.launch.liveness.job_store import LOOK_SECONDS, JobStore, News, connect, when
-from trainer.launch.liveness.lobby import Guest, Host
+from trainer.launch.liveness.job_store import LOOK_SECONDS, Failure, JobStore, connect, when
+from trainer.launch.liveness.lobby import LobbyClient, LobbyServer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, without declaring it
@@ -54,29 +54,29 @@ class RankGroup:
     """This process's part in the job.
 
     step: the last one it has begun; 0: none yet. stop_signal: number of the signal that asked it to stop before it
-    trained; 0: none. met: whether all ranks have met. on_end: called with the news, in the process that reports them.
-    on_leave: called when all have finished their work. overdue: whether the others should have reached this rank's
-    position; asked by the heartbeat, while main may wait for the GPU. judge: the message (None: a bug) and exit code of
-    an error that ends this rank, None for one with which all ranks end alike.
+    trained; 0: none. all_connected: whether all ranks have connected. on_end: called with the failure, in the process
+    that reports them. on_leave: called when all have finished their work. overdue: whether the others should have
+    reached this rank's position; asked by the heartbeat, while main may wait for the GPU. judge: the message (None: a
+    bug) and exit code of an error that ends this rank, None for one with which all ranks end alike.
     """
 
     def __init__(self) -> None:
         self.launch = Launch()
         self.step = 0
         self.stop_signal = 0
-        self.met = False
+        self.all_connected = False
         self.overdue: Callable[[], bool] = lambda: False
         self.judge: Callable[[BaseException], tuple[str | None, int] | None] = lambda error: (None, 1)
-        self.on_end: list[Callable[[News], None]] = []
+        self.on_end: list[Callable[[Failure], None]] = []
         self.on_leave: list[Callable[[], None]] = []
         self._store: JobStore | None = None
         self._heartbeat: Heartbeat | None = None
         self._ending = threading.Lock()
-        self._lobby: Host | Guest | None = None
-        self._announced: News | None = None
+        self._lobby: LobbyServer | LobbyClient | None = None
+        self._announced: Failure | None = None
         self._phases: list[str] = []
 
-    def board(self, environment: Mapping[str, str]) -> Launch:
+    def join(self, environment: Mapping[str, str]) -> Launch:
         """Read this process's place in the job. Raises UserError for incompatible launcher variables.
 
         From here on SIGTERM and SIGHUP end this process as Ctrl-C does: unfinished work is undone, and one line reports
@@ -85,14 +85,14 @@ class RankGroup:
         self.launch = Launch.read(environment)
         self.listen()
         if self.launch.size > 1 and not self.launch.agent_store:
-            self._lobby = lobby.enter(self.launch, self._not_met)
+            self._lobby = lobby.enter(self.launch, self._end_before_connected)
         return self.launch
 
-    def _not_met(self, message: str, code: int, rank: int, say: bool) -> NoReturn:
-        """End the process; the lobby calls it when a rank was lost, or failed, before all had met."""
+    def _end_before_connected(self, message: str, code: int, rank: int, say: bool) -> NoReturn:
+        """End the process; the lobby calls it when a rank was lost, or failed, before all had connected."""
         if self._heartbeat is not None and say:
-            self.end(News(message, code, rank, self.launch.rank, self.step))
-        self.launch.leave_word(message)
+            self.end(Failure(message, code, rank, self.launch.rank, self.step))
+        self.launch.write_error_file(message)
         if say:
             print(f"octet: {message}", file=sys.stderr, flush=True)
         _exit(code)
@@ -103,27 +103,28 @@ class RankGroup:
         return self._heartbeat is not None
 
     def connect(self) -> "TCPStore":
-        """Meet the others in the store and start the heartbeat. Returns a connection for the caller's own use."""
+        """Meet the other ranks in the store and start the heartbeat. Returns a connection for the caller's own use."""
         listening = None
-        if isinstance(self._lobby, Host):
-            listening = self._lobby.socket_when_all_came()
+        if isinstance(self._lobby, LobbyServer):
+            listening = self._lobby.wait_for_ranks()
         elif self._lobby is not None:
             self._lobby.wait_until_open()
         self._store = JobStore(self.launch, connect(self.launch, listening))
-        if isinstance(self._lobby, Host):
+        if isinstance(self._lobby, LobbyServer):
             self._lobby.opened()
         self._store.set("who", self.launch.rank, " ".join(map(str, this_process())))
         self._heartbeat = Heartbeat(self, JobStore(self.launch, connect(self.launch)))
         self._heartbeat.start()
-        if isinstance(self._lobby, Guest):  # rank 0 leaves after all others
-            self._lobby.met()
+        if isinstance(self._lobby, LobbyClient):  # rank 0 leaves after all others
+            self._lobby.connected()
         signal.signal(signal.SIGTERM, self._terminated)
         signal.set_wakeup_fd(self._heartbeat.waker, warn_on_full_buffer=False)
         return connect(self.launch)
 
-    def all_met(self) -> None:
-        """Mark that all ranks have met. From here on main handles signals itself: it never waits for a missing rank."""
-        self.met = True
+    def mark_connected(self) -> None:
+        """Mark that all ranks have connected. From here on main handles signals itself: it never waits for a missing
+        rank."""
+        self.all_connected = True
         signal.set_wakeup_fd(-1)
 
     def leave(self, seconds: float = 60.0) -> None:
@@ -133,9 +134,9 @@ class RankGroup:
             return
         self._store.set("left", self.launch.rank, "1")
         deadline = time.monotonic() + seconds
-        everybody = range(self.launch.size)
+        ranks = range(self.launch.size)
         with contextlib.suppress(RuntimeError):  # the store may vanish with its node
-            self._store.wait_for_all("left", everybody, deadline)
+            self._store.wait_for_all("left", ranks, deadline)
         self._heartbeat.stop()
         self._heartbeat = None
         for callback in self.on_leave:
@@ -143,7 +144,7 @@ class RankGroup:
         if not self.launch.agent_store:  # rank 0 serves the store: it leaves last
             with contextlib.suppress(RuntimeError):
                 if self.launch.is_first:
-                    self._store.wait_for_all("gone", everybody[1:], deadline)
+                    self._store.wait_for_all("gone", ranks[1:], deadline)
                 else:
                     self._store.set("gone", self.launch.rank, "1")
 
@@ -160,17 +161,17 @@ class RankGroup:
             for number in stopping():
                 signal.signal(number, signal.SIG_IGN)
 
-    def first_to_say(self, message: str, code: int) -> bool:
-        """Return whether this process reports an error that all may have found, each on its own, before they met.
+    def is_reporter(self, message: str, code: int) -> bool:
+        """Return whether this process reports an error that all may have found, each on its own, before they connected.
 
-        Ranks that already wait for it get it as news, and end with the same code.
+        Ranks that already wait for it get it, and end with the same code.
         """
         if self.launch.size == 1:
             return True
-        self.launch.leave_word(message)
+        self.launch.write_error_file(message)
         if self._lobby is not None:
             return self._lobby.decide(message, code)
-        if not self.launch.agent_store:  # it has failed in `board`
+        if not self.launch.agent_store:  # it has failed in `join`
             return True
         try:
             store = JobStore(self.launch, connect(self.launch, seconds=10))
@@ -182,7 +183,7 @@ class RankGroup:
                     time.sleep(0.02)
             if first:
                 store.set("reported", None, "1")
-                store.post(News(message, code, self.launch.rank, self.launch.rank, 0))
+                store.post(Failure(message, code, self.launch.rank, self.launch.rank, 0))
         except RuntimeError:
             return self.launch.is_first
         return first
@@ -196,37 +197,41 @@ class RankGroup:
         if self._announced is not None:
             self.end(self._announced)
         if message is not None and of_all:
-            self.end(News(message, code, self.launch.rank, self.launch.rank, self.step))
+            self.end(Failure(message, code, self.launch.rank, self.launch.rank, self.step))
         try:
-            news = self._blame().of_others(error, self.step, self.place()) or self._own(error, code, message)
+            failure = self._blame().failure_of_peer(error, self.step, self.place()) or self._own_failure(
+                error, code, message
+            )
         except RuntimeError:
-            news = self.lost()
-        self.end(news)
+            failure = self.lost()
+        self.end(failure)
 
-    def _own(self, error: BaseException, code: int, message: str | None) -> News:
-        """Return the news about an error of this rank."""
+    def _own_failure(self, error: BaseException, code: int, message: str | None) -> Failure:
+        """Return the failure for an error of this rank."""
         assert self._store is not None
         rank, step = self.launch.rank, self.step
         what = (message or f"{type(error).__name__}: {' '.join(str(error).split())}").removeprefix("error: ")
         trace = "".join(traceback.format_exception(error)) if message is None else ""
-        return News(f"error: {self._store.describe(rank)} failed {when(step)}: {what}", code, rank, rank, step, trace)
+        return Failure(
+            f"error: {self._store.describe(rank)} failed {when(step)}: {what}", code, rank, rank, step, trace
+        )
 
     def announce(self, error: BaseException) -> None:
         """Announce that main will end because of `error` after its clean-up: the others do not wait for that."""
         judged = self.judge(error)
-        if self._heartbeat is None or self._store is None or judged is None or of_a_collective(error)[0]:
+        if self._heartbeat is None or self._store is None or judged is None or classify_collective_error(error)[0]:
             return
         with contextlib.suppress(RuntimeError):  # the store may be gone: `failed` handles that
-            news = self._own(error, judged[1], judged[0])
-            self._announced = news  # from here on the heartbeat does not end main
-            if self._store.post(news) != news:
+            failure = self._own_failure(error, judged[1], judged[0])
+            self._announced = failure  # from here on the heartbeat does not end main
+            if self._store.post(failure) != failure:
                 self._announced = None
                 return
             self._store.set("seen", self.launch.rank, "1")
             for number in (signal.SIGTERM, signal.SIGHUP):  # torchrun sends some after others have ended
                 signal.signal(number, signal.SIG_IGN)
             if self.launch.is_first:
-                self._print(news)
+                self._print(failure)
 
     @property
     def has_announced(self) -> bool:
@@ -252,7 +257,7 @@ class RankGroup:
 
     def stopped(self, message: str, code: int) -> NoReturn:
         """End after a signal has ended main. Usually the others got it too, and leave; one whose main waits for this
-        one, or hangs, reads it as news."""
+        one, or hangs, reads it."""
         assert self._store is not None
         rank = self.launch.rank
         with contextlib.suppress(RuntimeError):
@@ -260,10 +265,10 @@ class RankGroup:
             if self.launch.is_first:
                 print(f"octet: {message}", file=sys.stderr, flush=True)
                 self._store.set("reported", None, "1")
-            everybody = range(self.launch.size)
-            self._store.wait_for_all("left", everybody, time.monotonic() + heartbeat.PATIENCE)
-            if not all(self._store.has("left", other) for other in everybody):
-                self.end(News(message, code, rank, rank, self.step))
+            ranks = range(self.launch.size)
+            self._store.wait_for_all("left", ranks, time.monotonic() + heartbeat.PATIENCE)
+            if not all(self._store.has("left", other) for other in ranks):
+                self.end(Failure(message, code, rank, rank, self.step))
         self.leave()
         _exit(code)
 
@@ -273,65 +278,65 @@ class RankGroup:
         if self.stop_signal:  # main has handled and reported it
             _exit(code)
         rank, word = self.launch.rank, "interrupted" if number == signal.SIGINT else "terminated"
-        self.end(News(word, code, rank, rank, self.step))
+        self.end(Failure(word, code, rank, rank, self.step))
 
-    def lost(self) -> News:
-        """Return the news that the store does not answer."""
+    def lost(self) -> Failure:
+        """Return the failure of a store that does not answer."""
         rank, where = self.launch.rank, f"{self.launch.address}:{self.launch.port}"
         message = f"error: rank {rank} lost the job's store at {where}: torchrun there, or its node, is gone"
-        return News(message, 1, 0, rank, self.step)
+        return Failure(message, 1, 0, rank, self.step)
 
-    def end(self, news: News) -> NoReturn:
-        """Post the news, if there is none yet, make sure that it is reported, and exit. Thread-safe."""
+    def end(self, failure: Failure) -> NoReturn:
+        """Post the failure, if there is none yet, make sure that it is reported, and exit. Thread-safe."""
         if not self._ending.acquire(blocking=False):  # the other thread is about to exit
             threading.Event().wait()
         assert self._store is not None
         with contextlib.suppress(RuntimeError):
-            news = self._store.post(news)
-        self.launch.leave_word(news.message)
+            failure = self._store.post(failure)
+        self.launch.write_error_file(failure.message)
         try:
-            self._ensure_reported(news)
+            self._ensure_reported(failure)
         except RuntimeError:  # the store is gone: every rank reports its own
-            self._report(news)
+            self._report(failure)
         finally:
-            _exit(news.code)
+            _exit(failure.code)
 
     def place(self) -> str:
         """Return main's current place in the code."""
         return place(sys._current_frames().get(threading.main_thread().ident or 0))
 
-    def waited_in_vain(self) -> News:
-        """Return the news for a collective operation in which main has waited too long."""
-        return self._blame().waited_in_vain(self.place())
+    def collective_timeout(self) -> Failure:
+        """Return the failure for a collective operation in which main has waited too long."""
+        return self._blame().collective_timeout(self.place())
 
     def _blame(self) -> Blame:
         assert self._store is not None
         return Blame(self._store, self.launch.rank, self.launch.size)
 
-    def _ensure_reported(self, news: News) -> None:
+    def _ensure_reported(self, failure: Failure) -> None:
         """Let rank 0 report, which has the screen and the run folder. Without it the finder reports."""
         assert self._store is not None
         rank = self.launch.rank
         self._store.set("seen", rank, "1")
-        reporter = news.finder if news.rank == 0 and news.finder != 0 else 0
+        reporter = failure.finder if failure.rank == 0 and failure.finder != 0 else 0
         if self._announced is not None and self.launch.is_first:
-            self._call_listeners(news)
+            self._call_listeners(failure)
         elif rank == reporter and not self._store.has("reported"):
-            self._report(news)
+            self._report(failure)
         deadline = time.monotonic() + heartbeat.PATIENCE
         while not self._store.has("reported"):
             if time.monotonic() > deadline:
-                if rank == news.finder:
-                    self._report(news)
+                if rank == failure.finder:
+                    self._report(failure)
                 break
             time.sleep(LOOK_SECONDS / 5)
         # all exit together, so that the launcher has no reason to kill some of them
         serves = self.launch.is_first and not self.launch.agent_store
-        others = [other for other in range(self.launch.size) if other != news.rank]
+        others = [other for other in range(self.launch.size) if other != failure.rank]
         patience = heartbeat.PATIENCE if serves else 2 * LOOK_SECONDS
         self._store.wait_for_all("seen", others, time.monotonic() + patience, LOOK_SECONDS / 25)
         if self._heartbeat is not None:
-            self._heartbeat.kill_unresponsive(news.rank)
+            self._heartbeat.kill_unresponsive(failure.rank)
         if serves:  # those that lose it print pages of C++
             alive = [other for other in range(1, self.launch.size) if self._store.has("seen", other)]
             self._store.wait_for_all("over", alive, time.monotonic() + heartbeat.PATIENCE)
@@ -341,21 +346,21 @@ class RankGroup:
             with contextlib.suppress(RuntimeError):
                 self._store.set("over", rank, "1")
 
-    def _report(self, news: News) -> None:
-        self._call_listeners(news)
-        self._print(news)
+    def _report(self, failure: Failure) -> None:
+        self._call_listeners(failure)
+        self._print(failure)
 
-    def _call_listeners(self, news: News) -> None:
+    def _call_listeners(self, failure: Failure) -> None:
         for listener in self.on_end:
             try:
-                listener(news)
-            except Exception as error:  # the news matters more
+                listener(failure)
+            except Exception as error:  # the failure itself matters more
                 print(f"octet: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _print(self, news: News) -> None:
-        if news.traceback:
-            print(news.traceback, file=sys.stderr, end="")
-        print(f"octet: {news.message}", file=sys.stderr, flush=True)
+    def _print(self, failure: Failure) -> None:
+        if failure.traceback:
+            print(failure.traceback, file=sys.stderr, end="")
+        print(f"octet: {failure.message}", file=sys.stderr, flush=True)
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set("reported", None, "1")
@@ -365,7 +370,8 @@ class RankGroup:
         return {number: signal.signal(number, self._interrupt) for number in stopping()}
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """Handle torchrun's signal after a rank ended: then the heartbeat has news, and is quicker than this."""
+        """Handle torchrun's signal after a rank ended: then the heartbeat knows of the failure, and is quicker than
+        this."""
         time.sleep(2 * LOOK_SECONDS)
         self._interrupt(number, frame)
 
