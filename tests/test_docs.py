@@ -222,7 +222,7 @@ def test_commands_run(page: str, choose: Callable[..., list[str]], checkout: Pat
     assert ran >= 2
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "configs/train.yaml"])
 def test_files_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     named = re.findall(r"\b(?:src|configs|docs|scripts|tests)/[\w/.-]*\w", text)

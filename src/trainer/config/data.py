@@ -282,8 +282,8 @@ def _check_part(part: SourceConfig) -> None:
             )
         return
     wanted = {
-        Source.text: "a folder of text files: set {}.path=FOLDER",
-        Source.files: "a folder of files: set {}.path=FOLDER",
+        Source.text: "a folder of text files, or one file: set {}.path=PATH",
+        Source.files: "a folder of files, or one file: set {}.path=PATH",
         Source.hf: "a dataset: set {}.path to its name or folder",
         Source.bins: "the folder of prepared data: set {}.path=FOLDER",
     }[part.source].format(key)

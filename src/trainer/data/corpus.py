@@ -24,6 +24,7 @@ from pathlib import Path
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, SourceConfig
 
+NOT_UTF8 = "not UTF-8 text"
 PIECE_CHARACTERS = 1 << 20  # longer files are read in pieces of about this size, cut at line ends
 LONGEST_LINE = 1 << 22  # characters or bytes; a longer line is cut, or a file without lines would fill the memory
 
@@ -87,6 +88,8 @@ def scan(data: DataConfig | SourceConfig) -> Corpus:
     root = Path(sysconfig.get_path("stdlib") if data.source is Source.stdlib else str(data.path)).resolve()
     if root.is_file():
         status = root.stat()
+        if not status.st_size:
+            raise UserError(f"{data.path}: an empty file: give one with text")
         return Corpus(root.parent, (Document(root.name, status.st_size, status.st_mtime_ns),))
     patterns = [pattern.strip().split("/") for pattern in data.glob.split("|")]
     documents, missing, empty = [], [], []
@@ -147,7 +150,7 @@ def whats_wrong(path: Path) -> str | None:
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return "cut off within a character" if error.reason == "unexpected end of data" else "not UTF-8 text"
+        return "cut off within a character" if error.reason == "unexpected end of data" else NOT_UTF8
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None

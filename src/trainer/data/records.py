@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from precision.errors import UserError
 from trainer.config.data import SourceConfig
-from trainer.data.corpus import read_part, read_pieces, whats_wrong
+from trainer.data.corpus import NOT_UTF8, read_part, read_pieces, whats_wrong
 
 BLOCK_BYTES = 1 << 20
 LONGEST_BYTES = 1 << 28
@@ -30,6 +30,8 @@ LONGEST_BYTES = 1 << 28
 COUNTED_BYTES = 1 << 30
 """Lines of a file are counted for a message only up to this byte."""
 EMPTY = "empty"
+COLUMN = "data.text_column"
+NO_TEXT = "is not text"
 ONE_VALUE = "one JSON value for the whole file instead of one object a line (jq -c '.[]' converts an array)"
 TOO_LONG = f"longer than {LONGEST_BYTES >> 20} MiB"
 
@@ -224,7 +226,7 @@ def parse_lines(
         try:
             record = json.loads(line.decode().removeprefix("\ufeff"))  # some programs begin a file with this mark
         except UnicodeDecodeError:
-            log.add(label, "not UTF-8 text", where)
+            log.add(label, NOT_UTF8, where)
             continue
         except (ValueError, RecursionError):
             starts = here == 0 and (line.lstrip().startswith(b"[") or line.strip() == b"{")
@@ -234,9 +236,9 @@ def parse_lines(
             log.add(label, ONE_VALUE if here == 0 and isinstance(record, list) else "not a JSON object", where)
         elif column not in record:
             has = ", ".join(list(record)[:9])
-            log.add(label, f"no key {column}, which data.text_column names", where, which=f"which has {has}")
+            log.add(label, f"no key {column}, which {COLUMN} names", where, which=f"which has {has}")
         elif record[column] is not None and not isinstance(record[column], str):
-            log.add(label, f"the value of {column} is not text", where)
+            log.add(label, f"the value of {column} {NO_TEXT}", where)
         else:
             yield from document(record[column] or "", label, where, fraction, log)
 
@@ -250,7 +252,7 @@ def document(text: str | bytes, label: str, where: Place, fraction: float, log: 
         data = text.encode() if isinstance(text, str) else text
         whole = text if isinstance(text, str) else text.decode()
     except UnicodeDecodeError:
-        log.add(label, "not UTF-8 text", where)
+        log.add(label, NOT_UTF8, where)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         log.add(label, "not Unicode text", where)
     else:
@@ -308,11 +310,18 @@ def check_column(part: SourceConfig, label: str, names: Sequence[str], schema) -
     """Raise UserError if the text column is missing or is not text."""
     column, key = part.text_column, f"{part.key}.text_column"
     if column not in names:
-        raise UserError(f"{key}={column}: {label} has no such column: set one of {', '.join(names)}")
+        raise UserError(f"{key}={column}: {label} has no such column: {_choice(names, schema is None)}")
     kind = str(schema.field(column).type) if schema is not None else "string"
     nested = any(word in kind for word in ("list", "struct", "map", "union"))
     if nested or not any(word in kind for word in ("string", "binary")):
         raise UserError(f"{key}={column}: this column of {label} is {kind}, not text: set another")
+
+
+def _choice(names: Sequence[str], in_first_row: bool) -> str:
+    if len(names) == 1 and ";" in names[0]:
+        return f"its first row is {names[0]}; separate columns with commas, or with tabs and data.format=tsv"
+    row = ", the names in its first row" if in_first_row else ""
+    return f"set one of {', '.join(names)}{row}"
 
 
 def as_bytes(column) -> list[bytes | str | None]:

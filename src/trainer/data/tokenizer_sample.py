@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 
 from precision.errors import UserError
 from trainer.config.data import DataConfig, Source, check_data, source_configs
-from trainer.data.records import ONE_VALUE, SkipLog
+from trainer.data.corpus import NOT_UTF8
+from trainer.data.records import COLUMN, NO_TEXT, ONE_VALUE, SkipLog
 from trainer.data.sources import Reader, open_source
 from trainer.data.tokenizer import train_tokenizer
 
@@ -61,6 +62,13 @@ def _sample(readers: Sequence[Reader], validation_fraction: float, num_bytes: in
         found = log.found.values()
         found = [each for each in found if each.why == ONE_VALUE] or list(found)  # its other lines are not JSON either
         reasons = "; ".join(each.line() for each in found[:3])
-        fix = f"{reasons}; correct that" if reasons else "give more text, or a data.tokenizer"
+        fix = f"{reasons}; {_fix(found[0].why)}" if found else "give more text, or a data.tokenizer"
         raise UserError(f"data: no text to train a tokenizer on in {where}: {fix}")
     report(what, taken, taken)
+
+
+def _fix(why: str) -> str:
+    """What to do about text of which none is usable."""
+    if why == NOT_UTF8:
+        return "convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
+    return f"set {COLUMN}" if COLUMN in why or why.endswith(NO_TEXT) else "correct that"

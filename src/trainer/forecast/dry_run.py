@@ -4,7 +4,7 @@ import math
 
 from models.flops import count_parameters, flops_per_token
 from precision import Plan
-from trainer.config import Config, OptimizerName, ParallelConfig
+from trainer.config import Config, Device, OptimizerName, ParallelConfig
 from trainer.config.timeline import each_shape, widest
 from trainer.forecast.cost import NETWORK, NODE_LINK, PER_NODE, Machine
 from trainer.forecast.course import course
@@ -65,9 +65,10 @@ def report(config: Config, plan: Plan, processes: int = 1) -> str:
 
 
 def _fits(config: Config, plan: Plan, degrees: Degrees, machine: Target, total: float) -> list[str]:
-    """Return a line on whether the run fits; none for several ranks on CPUs, which may be on several hosts."""
+    """Return a line on whether the run fits; several ranks on CPUs may be on several hosts, of any memory."""
     if machine.gpu is None and degrees.world > 1:
-        return []
+        on_cpu = config.trainer.device is Device.cpu
+        return [] if on_cpu else ["this forecast is for CPUs; gpu=h200, h100, a100 or rtx4090 makes one for that GPU"]
     problem = does_not_fit(config, plan, degrees, machine, 1)
     share = f"{total / machine.memory:.0%} of the {machine.memory / GIB:.1f} GiB of {machine.name}"
     return [f"fits: {share}" if problem is None else f"does not fit: {problem}"]

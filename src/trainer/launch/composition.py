@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +72,8 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
                 f"{argument}: it makes Hydra write folders of its own; Octet writes below run.dir; set "
                 f"run.dir={value if key.endswith('.dir') else 'runs'}"
             )
+        if key == "recipe":
+            _check_recipes(configs, argument, value)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing several lines of its own
 
     def settings(overrides: list[str], **more: Any) -> Settings | None:
@@ -98,6 +101,23 @@ def compose(configs: Path, launch: Launch = NO_LAUNCHER, name: str = "train", ow
         _replace_length(job)
         _fit_restarts(job.tree, launch)
     return jobs
+
+
+def _check_recipes(configs: Path, argument: str, value: str) -> None:
+    """Raise UserError if one of Octet's recipes in a list replaces the whole choice, or the model, of one before it."""
+    files = {name: configs / "recipe" / f"{name}.yaml" for name in re.findall(r"[\w.-]+", value)}
+    if not re.fullmatch(r"\[[^][]*\]", value) or not all(file.is_file() for file in files.values()):
+        return
+    chosen = {name: set(re.findall(r"override /(\w+):", file.read_text())) for name, file in files.items()}
+
+    def replaces(later: str, earlier: str) -> bool:
+        return "model" in chosen[later] & chosen[earlier] or chosen[earlier] <= chosen[later]
+
+    for earlier, later in combinations(files, 2):
+        if replaces(later, earlier):
+            swapped = "" if replaces(earlier, later) else f", or the whole run first: +recipe=[{later},{earlier}]"
+            what = " and ".join(sorted(chosen[earlier] & chosen[later]))
+            raise user_error(f"{argument}: {later} replaces the {what} of {earlier}; write +recipe={later}{swapped}")
 
 
 def _run_name(tree: "DictConfig") -> str | None:

@@ -60,7 +60,7 @@ def own_settings(run: Mapping[str, Any], restarted: bool, from_run: str | None) 
             if resume is not None:
                 raise
             return None  # a run that is there is refused
-        if resume is not None or own.tree["run"].get("resume") != "never":
+        if resume is not None or (from_run is None and own.tree["run"].get("resume") != "never"):
             place = {"name": folder.name, "dir": str(folder.parent), "resume": "auto"}
             return OwnSettings(own.tree | {"run": own.tree["run"] | place}, own.source, own.secrets)
     if from_run is None:

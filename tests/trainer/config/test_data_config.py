@@ -35,7 +35,7 @@ def test_every_group_gives_every_key(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "vocab_size", "message"),
     [
-        ({"source": Source.text}, 512, r"data\.path=null: .*set data\.path=FOLDER"),
+        ({"source": Source.text}, 512, r"data\.path=null: .*set data\.path=PATH"),
         ({"source": Source.text, "path": "/no/where"}, 512, r"data\.path=/no/where: there is no such folder"),
         ({"path": "/tmp"}, 512, r"data\.path=/tmp: .*set data=text"),
         ({"validation_fraction": 0.0}, 512, r"data\.validation_fraction=0: leaves no part of stdlib for evaluation"),

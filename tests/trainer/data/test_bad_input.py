@@ -91,7 +91,7 @@ def test_an_array_over_several_lines_is_named_as_one(files: DataConfig, given: b
 
 def test_a_missing_column_is_reported_without_nested_brackets(files: DataConfig) -> None:
     (folder(files) / "x.jsonl").write_bytes(b"\n".join([b'{"content": "c", "id": 3}'] * 9))
-    says = "x.jsonl, first at line 1, which has content, id: no key text, which data.text_column names; correct that"
+    says = "line 1, which has content, id: no key text, which data.text_column names; set data.text_column"
     with pytest.raises(ValueError, match=says) as error:
         prepare(replace(files, tokenizer=None), 512)
     assert "(" not in str(error.value)

@@ -85,6 +85,13 @@ def test_a_folder_of_csv_and_tsv_is_prepared(prepared: Prepared, tmp_path: Path)
     made = prepare(data, 512)
     assert made.train.sidecar.num_documents + made.validation.sidecar.num_documents == 37
     wrong: SourceConfig = source_configs(DataConfig(source=Source.files, path=str(folder), glob="*.csv"))[0]
-    with pytest.raises(UserError, match=r"data\.text_column=text: a\.csv has no such column: set one of id, body"):
+    with pytest.raises(
+        UserError, match=r"=text: a\.csv has no such column: set one of id, body, the names in its first"
+    ):
+        list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
+    (folder / "a.csv").write_text("id;text\n1;a\n")
+    with pytest.raises(
+        UserError, match=r"its first row is id;text; separate columns with commas, or with tabs and data"
+    ):
         list(open_source(wrong, 0.2).blocks(SkipLog(strict=True)))
     assert Format.csv.value == "csv"

@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from precision.errors import UserError
 from trainer.config.data import MixEntry, Stop
 from trainer.data import DataConfig, Prepared, Source, load_tokenizer, prepare
 from trainer.data import records as documents_module
@@ -157,6 +158,13 @@ def test_of_one_text_the_last_part_is_held_out(
         ValueError, match=r"validation_fraction=0\.2: leaves nothing of input\.txt, 1 bytes, for validation"
     ):
         prepare_for(source=Source.text, path=str(tmp_path / path), glob="*.txt")
+
+
+@pytest.mark.parametrize("source", [Source.text, Source.files])
+def test_an_empty_file_is_named(prepare_for: Prepare, tmp_path: Path, source: Source) -> None:
+    (tmp_path / "input.txt").touch()
+    with pytest.raises(UserError, match=r"/input\.txt: an empty file: give one with text$"):
+        prepare_for(source=source, path=str(tmp_path / "input.txt"), glob="*.txt")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved splits", "hub"])

@@ -81,6 +81,12 @@ def test_a_dry_run_forecasts_for_the_gpu_that_it_is_asked_about(gpu: str) -> Non
     assert plan.served_by("cuda") is (known.gpu.capability == (9, 0))
 
 
+def test_a_dry_run_of_ranks_on_cpus_names_the_gpus_to_ask_about(config: Make) -> None:
+    made = config("parallel.replicate=2", "trainer.microbatch_size=1", "dry_run=true", "trainer.device=auto")
+    asked = report(made, check(made)).splitlines()[-1]
+    assert asked == "this forecast is for CPUs; gpu=h200, h100, a100 or rtx4090 makes one for that GPU"
+
+
 def test_the_planner_and_a_dry_run_of_its_command_agree(run_python: Callable) -> None:
     words = ["--gpus", "8", "--rows", "1", *MOONLIGHT[:3], "gpu=h200"]
     done = run_python("scripts/plan_parallelism.py", *words)

@@ -92,6 +92,10 @@ MISTAKES = {
     "recipe=bf16": "write +recipe=bf16",
     "+recpe=bf16": "did you mean +recipe=bf16?",
     "+recipe=bf16 +recipe=fp8_jit": "recipe is chosen twice; write +recipe=NAME once, or +recipe=[A,B]",
+    "+recipe=[fp8_block,moonlight_16b_8xh200]": "moonlight_16b_8xh200 replaces the precision of fp8_block; write "
+    "+recipe=moonlight_16b_8xh200, or the whole run first: +recipe=[moonlight_16b_8xh200,fp8_block]",
+    "+recipe=[300m_h100,1b_8xh100]": "1b_8xh100 replaces the model and precision of 300m_h100; write +recipe=1b_8xh100",
+    "+recipe=[bf16,fp8_jit]": "fp8_jit replaces the precision of bf16; write +recipe=fp8_jit",
     "model=deepseek_tny": "did you mean deepseek_tiny?",
     "+model=deepseek_300m": "model is chosen twice",
     "+model=deepseek_tiny": "model is chosen twice",
@@ -160,6 +164,13 @@ def test_the_trainer_gets_the_config_and_what_the_user_gave(call: Call, recorder
     assert config.precision.name == "fp8_jit" and config.optim.lr == 0.25
     assert config.debug.inject is not None and config.debug.inject.value == float("inf")
     assert overrides == ["+recipe=fp8_jit", "optim.lr=0.25", "debug.inject={step: 2, where: loss, value: inf}"]
+
+
+@pytest.mark.parametrize("recipes", ["cpu_demo,fp8_block", "fp8_block,cpu_demo"])
+def test_recipes_compose_where_neither_replaces_the_other(recipes: str, call: Call, recorder: Recorder) -> None:
+    assert call(f"+recipe=[{recipes}]") == 0
+    ((config, _),) = recorder.runs
+    assert (config.precision.name, config.trainer.max_steps) == ("fp8_block", 220)
 
 
 def test_a_sweep_trains_one_after_the_other_and_writes_nothing_itself(call: Call, recorder: Recorder, tmp_path: Path):

@@ -131,6 +131,8 @@ def test_from_run_starts_another_with_the_same_settings(typed: Callable[..., Job
     assert job.overrides == ["--from-run=runs/a", "run.name=b", "optim.lr=0.25"]
     start("b", *STARTED, "optim.lr=0.125")
     assert typed("--from-run=runs/a", "run.name=b", "run.resume=auto").tree.optim.lr == 0.125  # b exists: its own
+    start("again", *STARTED, "run.resume=auto")
+    assert typed("--from-run=runs/again", "run.name=again").tree.run.resume == "never"  # which is refused: it exists
     sweep = typed("-m", "--from-run", "runs/a", "run.name=s", "optim.lr=1,2")
     assert (sweep.tree.run.name, sweep.tree.optim.lr, sweep.tree.model.num_layers) == ("s_1_lr-2", 2, 2)
     start("s_1_lr-2", *STARTED, "model.num_layers=1")
