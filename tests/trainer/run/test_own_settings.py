@@ -155,7 +155,7 @@ def test_a_run_of_a_sweep_resumes_with_the_folder_of_configs_on_the_command_line
     ("words", "says"),
     [
         (["--from-run", "runs/none"], "--from-run runs/none: it is not the folder of a run"),
-        (["--from-run"], "--from-run: of which run?"),
+        (["--from-run"], "--from-run: the run is missing; give its folder"),
         ([*RESUME, "optim.lrr=3"], "optim.lrr=3: there is no such key; did you mean optim.lr?"),
         ([*RESUME, "optim=muon_wds"], "did you mean muon_wsd? (adamw_cosine, adamw_wsd, muon_cosine, muon_wsd)"),
         ([*RESUME, "recipe=bf16"], "write +recipe=bf16"),
