@@ -84,7 +84,7 @@ def test_an_array_over_several_lines_is_named_as_one(files: DataConfig, given: b
     """With a tokenizer, and without one, which would have to learn from it."""
     (folder(files) / "x.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
     config = files if given else replace(files, tokenizer=None)
-    with pytest.raises(ValueError, match=r"x\.json, line 1: one JSON value for the whole file, .*jq -c") as error:
+    with pytest.raises(ValueError, match=r"x\.json, line 1: one JSON value for the whole file .*jq -c") as error:
         prepare(config, 512)
     assert "line 2" not in str(error.value)
 
