@@ -306,11 +306,16 @@ class _ReturnToTokens(torch.autograd.Function):
             data_AD, inv = exchange.to_experts(row_map.gather(data), row_map.of_tokens(inv))
         else:
             (data_AD,) = exchange.to_experts(row_map.gather(data))
-        return read_back(data_AD, inv, ctx.dtype), dy, *(None,) * 4
+        return read_back(data_AD, inv, ctx.dtype, row_map.kernels), dy, *(None,) * 4
 
 
-def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of FP8 data [A, D] with inverse scales [], [A, 1] or [A, ceil(D / 128)]."""
+def read_back(data: Tensor, inv: Tensor, dtype: torch.dtype, kernels: bool) -> Tensor:
+    """Return the values of FP8 data [A, D] with inverse scales [], [A, 1] or [A, ceil(D / 128)]. kernels: by the
+    `cuda` backend's, where dtype is BF16."""
+    if kernels and dtype == torch.bfloat16:
+        from precision.kernels.read_back import read_back_bf16
+
+        return read_back_bf16(data, inv)
     D = data.shape[-1]
     if inv.dim() and inv.shape[-1] > 1:
         inv = inv.repeat_interleave(128, -1)[:, :D]

@@ -58,7 +58,7 @@ CHECKS = (  # the longest to compile first: see `share_of`; each check compiles 
         hopper=False,
     ),
     Check(MUON, muon.elementwise, _of("muon", "advance", "apply"), hopper=False),
-    Check(PEERS, products.peers, _of("peers", "push", "take"), hopper=False),
+    Check(PEERS, products.peers, (*_of("peers", "push", "take"), *_of("read_back", "read_back")), hopper=False),
     Check(LOSS, others.losses, _of("cross_entropy", "cross_entropy"), hopper=False),
     Check(ROTARY, others.heads, _of("rotary", "forward", "backward"), hopper=False),
     Check(ROUTER, others.choices, _of("topk_experts", "choose"), hopper=False),

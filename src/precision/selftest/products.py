@@ -7,6 +7,7 @@ from torch import Tensor
 
 from precision.kernels import cast, grouped_gemm
 from precision.kernels.peers import push, take
+from precision.kernels.read_back import read_back_bf16
 from precision.kernels.route import Route, combine, gather, route
 from precision.kernels.scaled_mm import scaled_nt, scaled_wgrad
 from precision.kernels.weights import cast_weight
@@ -52,7 +53,8 @@ def routes(device: torch.device) -> None:
 
 
 def peers(device: torch.device) -> None:
-    """Check rows that two processes, both simulated here, write into each other's inboxes and read from them."""
+    """Check rows that two processes, both simulated here, write into each other's inboxes and read from them, and
+    gradients that arrive in FP8."""
     slots, width, used = 5, 12, ((5, 2), (0, 3))  # rows from each to each
     rows = [plain(device, 2 * slots, width, dtype=torch.float32, seed=seed) for seed in range(2)]
     inboxes = [torch.full_like(one, torch.nan) for one in rows]
@@ -65,6 +67,10 @@ def peers(device: torch.device) -> None:
             sent[sender][used[sender][rank] :] = 0
         here = torch.tensor([used[sender][rank] for sender in range(2)], device=device)
         same(take(inbox, here), torch.cat(sent), f"rows in inbox {rank}")
+    data = plain(device, 5, 272).to(torch.float8_e5m2)
+    for inv in (torch.tensor(0.3, device=device), plain(device, 3, 5, dtype=torch.float32).t()):
+        spread = inv if inv.dim() == 0 else inv.repeat_interleave(128, 1)[:, :272]
+        same(read_back_bf16(data, inv), (data.float() * spread).bfloat16(), "FP8 gradients read back")
 
 
 def experts_activations(device: torch.device) -> None:

@@ -192,13 +192,17 @@ def test_a_row_of_zeros_leaves_no_trace(recipe: Recipe, name: str, backend: str)
     assert not y.any() and torch.equal(arena.amax, before)
 
 
+@pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("width", [128, 144, 272])
-def test_read_back(width: int) -> None:
-    data = torch.randn(5, width).to(torch.float8_e4m3fn)
-    for inv in (torch.tensor(0.3), torch.rand(5, 1), torch.rand(5, -(-width // 128))):
+def test_read_back(width: int, fmt: torch.dtype) -> None:
+    data = torch.randn(5, width, device=DEVICE).to(fmt)
+    for inv in (torch.tensor(0.3), torch.rand(5, 1), torch.rand(-(-width // 128), 5).t()):
+        inv = inv.to(DEVICE)
         spread = (
             inv
             if inv.dim() == 0
             else torch.stack([inv[:, c // 128 if inv.shape[1] > 1 else 0] for c in range(width)], 1)
         )
-        assert torch.equal(read_back(data, inv, FP32), data.float() * spread)
+        assert torch.equal(read_back(data, inv, FP32, False), data.float() * spread)
+        for kernels in (False, True):
+            assert torch.equal(read_back(data, inv, BF16, kernels), (data.float() * spread).to(BF16))
