@@ -146,6 +146,10 @@ def rank(rank_group: RankGroup) -> None:
             number += 1
             train_step(engine, number, engine.share_of(tokens), t.microbatch_size)
 
+    slots = engine.model.slots
+    while slots is not None and slots.observing:  # tokens travel in slots when a run has reviewed a few steps
+        steps(1)
+        slots.fit(float(slots.fill))
     seconds = timed(steps, options, world)
     peak, retries = float("nan"), float("nan")
     if world.device.type == "cuda":

@@ -97,13 +97,15 @@ class LocalDispatcher:
 
 @dataclass
 class _Pending:
-    """State between the two calls. expert, weight: the router's. summary: being copied to the host, complete after
-    `ready`."""
+    """State between the two calls. expert, weight: the router's. sent, received [P, 2] int64: rows and choices to and
+    from each process. summary: being copied to the host, complete after `ready`."""
 
     x: Operand | Tensor
     row_map: RowMap
     expert: Tensor
     weight: Tensor
+    sent: Tensor
+    received: Tensor
     summary: Tensor
     ready: "torch.cuda.Event | None"
 
@@ -183,7 +185,7 @@ class AllToAllDispatcher:
             on_host = torch.empty(summary.shape, dtype=summary.dtype, pin_memory=True)
             summary, ready = on_host.copy_(summary, non_blocking=True), torch.cuda.Event()
             ready.record()
-        return _Pending(x, row_map, expert_TK, weight_TK, summary, ready)
+        return _Pending(x, row_map, expert_TK, weight_TK, sent, received, summary, ready)
 
     def finish(self, pending: _Pending, add_TD: Tensor, experts: RoutedExperts) -> Tensor:
         """See `Dispatcher`."""

@@ -12,13 +12,15 @@ order, and experts' kernels end where the last expert's rows do.
 *Overflow.* `Slots.fill` is the largest used share of any room since the step began, on the device (counting only room
 that may be too small: C below T, or N below its maximum). Above 1, rows or choices were left out: the step is skipped
 on all ranks (`trainer.step.guard`), and f grows when the host reads the verdict. f is `parallel.dispatch_capacity`;
-memory grows with it.
+memory grows with it. A run begins without slots, and leaves them after an overflow: tokens travel by the
+AllToAllDispatcher, and `fill` is the share that slots would have needed. Each review fits f to it, and slots are used
+when `fill` stayed below 90 % in two in a row. So the router's choices have settled before an overflow costs a step.
 
 *Overlap with the shared experts.* Rows are sent and received on a separate stream, from `begin` to `finish`. So is the
 backward pass of that part, because autograd runs it on the forward stream: gradients of tokens return during the shared
 experts' backward pass. The return of results, and of their gradients, does not overlap.
 
-Without gradients (evaluation), the AllToAllDispatcher is used, which needs no extra room.
+Without gradients (evaluation), too, the AllToAllDispatcher is used, which needs no extra room.
 
 With delayed scales the host reads once whether the arena has them; after that it does not wait. A scale that was lost
 again makes `fill` infinite: the step is skipped, and the host checks again.
@@ -38,7 +40,7 @@ from models.transport import Transport
 from precision import Operand
 from precision.wire import GradFormat, RowMap, has_row_kernels, return_to_tokens, send
 
-NEARLY_FULL, SPARE = 0.9, 1.25
+NEARLY_FULL, SPARE, OBSERVED = 0.9, 1.25, 2
 UNIT = 16  # slots: blocks of rows of whole words then begin at multiples of 16 bytes
 
 
@@ -49,19 +51,28 @@ class Slots:
     transport: Transport
     capacity: float
     fill: Tensor
+    observing: int = 0
+    """Reviews with room to spare that are missing before slots are used."""
     known: set[int] = field(default_factory=set)
     """Dispatchers whose scales are in the arena."""
 
     def __post_init__(self) -> None:
+        self._least = self.capacity
         self.stream = torch.cuda.Stream(self.fill.device, priority=-1) if self.fill.is_cuda else None
 
     def fit(self, fill: float) -> None:
-        """Enlarge the room if this largest share shows that it may not suffice. Infinite: a scale was missing; check
-        again."""
+        """Review the largest share of some steps. Enlarge the room if it may not suffice, and observe if it did not;
+        while observing, fit it to the last steps. Infinite: a scale was missing; check again."""
         if fill == torch.inf:
             self.known.clear()
-        elif fill > NEARLY_FULL:
-            self.capacity *= fill * SPARE
+            return
+        calm = fill <= NEARLY_FULL
+        if not calm or (self.observing and fill > 0):
+            self.capacity = max(self._least, self.capacity * fill * SPARE)
+        if calm:
+            self.observing = max(0, self.observing - 1)
+        elif self.observing or fill > 1:
+            self.observing = OBSERVED
 
     def sizes(self, tokens: int, chosen: int, each: int) -> tuple[int, int]:
         """Return C and N for T tokens of K choices, with `each` experts per process."""
@@ -71,6 +82,15 @@ class Slots:
     def record_need(self, share: Tensor) -> None:
         """Record the needed share of some room, 0-d."""
         torch.maximum(self.fill, share.float(), out=self.fill)
+
+    def record_rows(self, rows: Tensor, choices: Tensor, tokens: int, chosen: int, each: int) -> None:
+        """Record the share that is needed of C, for rows [P] to each process, and of N, for the choices [P] that come
+        from each."""
+        slots, room = self.sizes(tokens, chosen, each)
+        if slots < tokens:  # else there can be no more
+            self.record_need(rows.max() / slots)
+        if room < len(rows) * slots * min(chosen, each):
+            self.record_need(choices.sum() / room)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -151,6 +171,11 @@ class SlotDispatcher:
         """See `dispatch.Dispatcher`: sends the tokens."""
         if not torch.is_grad_enabled():
             return self._whole.begin(x, expert_TK, weight_TK, experts)
+        if self.slots.observing:
+            pending = self._whole.begin(x, expert_TK, weight_TK, experts)
+            (T, K), each = expert_TK.shape, len(self.experts)
+            self.slots.record_rows(pending.sent[:, 0], pending.received[:, 1], T, K, each)
+            return pending
         x_known, dy_known = self._known(experts)
         with self.slots.side_stream():
             return self._send(x, expert_TK, weight_TK, experts, x_known, dy_known)
@@ -189,10 +214,7 @@ class SlotDispatcher:
         (received,) = self.slots.transport.exchange(
             (torch.stack([sent, choices], 1),), torch.ones_like(sent), None, keep=True
         )
-        if slots < T:  # else there can be no more
-            self.slots.record_need(wanted.max() / slots)
-        if room < P * slots * min(K, each):
-            self.slots.record_need(received[:, 1].sum() / room)
+        self.slots.record_rows(wanted, received[:, 1], T, K, each)
         for slot, known in ((experts.gate_up.input_slot, x_known), (experts.down.grad_slot, dy_known)):
             if known:
                 self.slots.record_need(torch.where(scale_of(slot, sent) > 0, 0.0, torch.inf))

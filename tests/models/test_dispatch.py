@@ -7,6 +7,7 @@ The processes run this file as a program, each on its sequences of the batch, al
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from models import DeepSeek, ModelConfig
 from models.block import MoEBlock
-from models.slots import Slots, room
+from models.slots import OBSERVED, SPARE, Slots, room
 from models.transport import EqualSplits
 from precision import Plan, PrecisionConfig, ScalingArena, begin_step, bind
 
@@ -245,3 +246,17 @@ def test_room_of_slots(processes: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+def test_a_run_uses_slots_when_the_need_has_settled_and_fits_them_to_it() -> None:
+    """Routing that grows by less than an eighth between reviews fits. A peak of the first steps is forgotten."""
+    slots = Slots(SimpleNamespace(group=None), 1.25, torch.zeros(()), OBSERVED)  # type: ignore[arg-type]
+    for need, observing in ((2.0, 2), (4.0, 2), (2.4, 1), (1.5, 0)):
+        slots.fit(need / slots.capacity)
+        assert (slots.observing, slots.capacity) == (observing, pytest.approx(max(1.25, SPARE * need)))
+    slots.fit(1.0 / slots.capacity)  # in slots: room that was made stays
+    assert slots.capacity == pytest.approx(SPARE * 1.5)
+    slots.fit(0.95)
+    assert not slots.observing and slots.capacity == pytest.approx(SPARE * 1.5 * 0.95 * SPARE)
+    slots.fit(1.01)
+    assert slots.observing == OBSERVED, "steps were skipped"

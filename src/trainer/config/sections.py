@@ -285,7 +285,7 @@ class ParallelConfig:
     reshard_after_forward: Switch
     """true: a block's gathered weights are freed after its forward pass and gathered again for its backward pass;
     false: they stay until the step's last backward pass; auto: true for all blocks but the last."""
-    dispatch: Dispatch = Dispatch.all_to_all
+    dispatch: Dispatch = Dispatch.auto
     """How tokens travel to experts on other ranks. all_to_all: exact numbers of rows, which the host waits for in each
     layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of other GPUs
     of the node; auto: symmetric if the ranks of `expert` are in one node, else all_to_all. The numbers are the same."""

@@ -35,7 +35,7 @@ from models.slots import room
 from precision import Plan
 from precision.config import Granularity
 from precision.rows import GemmRecipe, GemmRow
-from trainer.config import Config, Dispatch, Recompute, Switch
+from trainer.config import Config, Device, Dispatch, Recompute, Switch
 from trainer.forecast.muon import muon_size
 from trainer.forecast.once import once
 from trainer.forecast.stages import stage_models
@@ -44,6 +44,7 @@ from trainer.parallel.mesh import ONE_PROCESS, Degrees, FsdpPolicy, is_large
 
 GIB = 2**30
 ROOM = 0.8  # of a GPU's memory: the limit of the forecast for settings that save messages
+NODE = 8  # GPUs that share memory, where nothing else is known
 
 Held = Callable[[FsdpPolicy], dict[str, float]]
 """A rank's memory by category, for an FSDP policy."""
@@ -151,7 +152,7 @@ def _communication(config: Config, plan: Plan, degrees: Degrees, tokens: int) ->
     travel = next((row.format.bytes for row in plan.tensors.values() if row.op == "moe.dispatch"), None)
     if degrees.expert > 1 and travel is not None:  # a stage may have dense blocks only
         width = model.hidden_size * max(travel, plan.tensors["residual"].format.bytes)
-        if (capacity := _capacity(config)) is None:
+        if (capacity := _capacity(config, degrees)) is None:
             size += 2 * tokens * arriving(model, degrees.expert) * width
         else:
             K, each = model.num_experts_per_token, model.num_experts // degrees.expert
@@ -340,9 +341,11 @@ def _shadow(plan: Plan, degrees: Degrees, keeps: bool) -> float:
     return beside + sum(sorted(sizes.values())[-3:])
 
 
-def _capacity(config: Config) -> float | None:
-    """Capacity of the slots of tokens on their way to experts; None without slots."""
-    return None if config.parallel.dispatch is Dispatch.all_to_all else config.parallel.dispatch_capacity
+def _capacity(config: Config, degrees: Degrees) -> float | None:
+    """Capacity of the slots of tokens on their way to experts; None without slots. auto: slots on GPUs of a node."""
+    auto = degrees.expert <= NODE and config.trainer.device is not Device.cpu
+    slots = auto if config.parallel.dispatch is Dispatch.auto else config.parallel.dispatch is not Dispatch.all_to_all
+    return config.parallel.dispatch_capacity if slots else None
 
 
 @once
@@ -355,7 +358,7 @@ def _kept(
 def _activations(config: Config, plan: Plan, degrees: Degrees) -> float:
     """Return the bytes of activations per token."""
     tokens = config.trainer.microbatch_size * config.trainer.sequence_length // degrees.sequence
-    spread = degrees.expert, tokens, _capacity(config)
+    spread = degrees.expert, tokens, _capacity(config, degrees)
     kept = _kept(plan, False, *spread, config=config.model)
     head = kept.pop("head")
     blocks = sum(kept.values())

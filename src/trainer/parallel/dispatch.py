@@ -2,7 +2,7 @@
 
 import torch
 
-from models.slots import Slots
+from models.slots import OBSERVED, Slots
 from models.transport import EqualSplits, SymmetricMemory, check_shares_memory, shares_memory
 from precision.errors import UserError
 from precision.proof import PEERS, refused
@@ -28,4 +28,4 @@ def build_slots(config: ParallelConfig, mesh: Mesh, device: torch.device) -> Slo
                 raise UserError(f"parallel.dispatch=symmetric: {why}; set parallel.dispatch=slots")
             check_shares_memory(group, device)
         transport = SymmetricMemory(group, device, config.timeout)
-    return Slots(transport, config.dispatch_capacity, torch.zeros((), device=device))
+    return Slots(transport, config.dispatch_capacity, torch.zeros((), device=device), OBSERVED)

@@ -102,12 +102,14 @@ class StepGuard:
         grad_norms: Tensor,
         loss_scale: LossScale | None = None,
         fill: Tensor | None = None,
+        observing: bool = False,
     ) -> Verdict:
         """Return the verdict on a step with the arena's current amaxes. losses: [n], the total first. grad_norms: [P],
-        as from `Optimizer.grad_norms`. loss_scale: of the backward pass. fill: of the slots in this step."""
+        as from `Optimizer.grad_norms`. loss_scale: of the backward pass. fill: of the slots in this step; `observing`:
+        of those that it would have needed."""
         reading = self._spikes.read(losses[0], grad_norms.norm()) if self._spikes is not None else None
         spiked = self._forward.new_zeros(2, dtype=torch.bool) if reading is None else reading.spiked
-        fits = spiked.new_ones(1) if fill is None else (fill <= 1)[None]
+        fits = spiked.new_ones(1) if fill is None or observing else (fill <= 1)[None]
         bad = ~torch.cat([*self._finite(self._arena.amax, losses), torch.isfinite(grad_norms), fits, ~spiked])
         crowded = ~fits[0] & ~bad[:-3].any()
         ok, place, spike = ~bad.any(), bad.int().argmax(), bad[-2:].any() & ~bad[:-2].any()

@@ -29,7 +29,8 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
     """Run step number `step` on this rank's tokens [B / data ranks, S+1] (`Engine.data_share`). It commits all its
     changes, or none. No host synchronisation."""
     begin_step(e.model, e.arena)
-    fill = None if e.model.slots is None else e.model.slots.fill.zero_()
+    slots = e.model.slots
+    fill = None if slots is None else slots.fill.zero_()
     tokens = tokens.to(e.device)
     microbatches = tokens.split(microbatch_size)
     if (targets := e.model.mtp_targets(tokens)) is not None:
@@ -54,7 +55,7 @@ def train_step(e: Engine, step: int, tokens: Tensor, microbatch_size: int) -> St
         e.optimizer.unscale(e.loss_scale.scale)
     norms = e.optimizer.grad_norms()
     norm = norms.norm()
-    verdict = e.guard.judge(step, means, norms, e.loss_scale, fill)
+    verdict = e.guard.judge(step, means, norms, e.loss_scale, fill, slots is not None and slots.observing > 0)
     lr = e.optimizer.step(verdict.ok, e.guard.committed, norm, step - 1)
     clipped = None if e.qk_clip is None else e.qk_clip.apply(verdict.ok)
     e.model.update_router_bias(load, verdict.ok)

@@ -15,6 +15,7 @@ import composed
 import pytest
 import torch
 
+from models.slots import OBSERVED
 from precision.errors import UserError
 from trainer.launch.world import World
 from trainer.parallel.collectives import all_max
@@ -28,7 +29,7 @@ RUN += ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "p
 SLOTS = "parallel.dispatch=slots", "parallel.dispatch_capacity=3"
 CASES = {"fp32": ["precision=fp32", "recompute=full"], "delayed": ["precision=fp8_delayed"]}
 RUNS: dict[int, dict[str, list[str]]] = {2: {**CASES, **{f"{k} slots": [*v, *SLOTS] for k, v in CASES.items()}}}
-RUNS[2]["crowded"] = ["precision=fp8_delayed", *SLOTS]
+RUNS[2]["crowded"] = RUNS[2]["observed"] = ["precision=fp8_delayed", *SLOTS]
 STEPS, CROWDED = 3, 2
 
 
@@ -40,8 +41,13 @@ def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, 512, (4, 33), generator=generator)
         slots = engine.model.slots
-        if name == "crowded" and step == CROWDED and slots is not None:
-            slots.capacity = 0.3
+        if slots is not None:
+            if step == 1:
+                assert slots.observing == OBSERVED, "a run begins without slots"
+            elif name != "observed":
+                slots.observing = 0
+            if step == CROWDED and name in ("crowded", "observed"):
+                slots.capacity = 0.3
         result = train_step(engine, step, engine.share_of(tokens), config.trainer.microbatch_size)
         line: dict[str, Any] = {k: float(v) for k, v in result.metrics.items() if k != "moe/slot_fill"}
         line["ok"], line["place"] = bool(result.verdict.ok), engine.guard.places[int(result.verdict.place)]
@@ -49,9 +55,10 @@ def train(name: str, keys: list[str], world: World) -> list[dict[str, Any]]:
         line["weights"] = float(engine.optimizer.norms(torch.tensor(True))[0])
         if slots is not None:
             assert result.verdict.fill is not None
-            slots.fit(2 * float(result.verdict.fill) if step == CROWDED else 0.0)
+            slots.fit(float(result.verdict.fill))
             reason: Reason | None = engine.guard.crowded(result.verdict, slots.capacity)
             line |= {"fill": float(result.verdict.fill), "reason": reason and reason.line, "room": slots.capacity}
+            line["observing"] = slots.observing
         assert len({str(other) for other in world.gather(line)}) == 1, "the same on every rank"
         lines.append(line)
     return lines
@@ -85,6 +92,17 @@ def test_a_run_in_slots_is_the_same_run(name: str, runs: dict[str, list[dict[str
     assert all(line["ok"] for line in runs[name])
     for ours, theirs in zip(runs[f"{name} slots"], runs[name], strict=True):
         assert {key: ours[key] for key in theirs} == theirs and 0 <= ours["fill"] <= 1 and ours["reason"] is None
+
+
+def test_a_run_observes_how_much_room_it_needs_and_skips_nothing_meanwhile(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
+    lines = runs["observed"]
+    assert all(line["ok"] and line["reason"] is None for line in lines)
+    assert lines[1]["fill"] > 1 and lines[1]["room"] > 0.3 * lines[1]["fill"]
+    assert [line["observing"] for line in lines][:2] == [OBSERVED - 1, OBSERVED]
+    same = {key: [line[key] for line in lines] for key in ("weights", "scale")}
+    assert same == {key: [line[key] for line in runs["delayed"]] for key in same}
 
 
 def test_a_step_with_too_few_slots_changes_nothing_and_the_next_has_more(runs: dict[str, list[dict[str, Any]]]) -> None:
