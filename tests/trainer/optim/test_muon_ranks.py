@@ -62,7 +62,7 @@ CASES: dict[int, dict[str, tuple[str, ...]]] = {
         "rounds fp32": (*HSDP, "parallel.expert=2"),
         "ep tensor fp32": (*FSDP, "parallel.expert=2", "parallel.tensor=2"),
         "pipeline fp32": ("parallel.pipeline=2", "parallel.shard=2"),
-        "dropped": (*HSDP, "parallel.expert=2"),
+        "dropped": ("parallel.pipeline=2", "parallel.shard=2"),
     },
 }
 SMALL_ROUND = 2000  # numbers: about one matrix an owner
@@ -111,7 +111,7 @@ def train(name: str, keys: tuple[str, ...], world: World, out: Path) -> dict[str
         if spoils:
             before = weights(engine, world)
         if spoils and world.rank == world.size - 1:
-            _, block = engine.model.iter_blocks()[1]
+            _, block = engine.model.iter_blocks()[-1]
             block.register_forward_pre_hook(lambda _, args: (args[0] * torch.nan, *args[1:]))
         train_step(engine, step, engine.share_of(tokens), 1)
         result["norms"].append([float(norm) for norm in engine.optimizer.norms(torch.tensor(True))])
