@@ -9,6 +9,7 @@ on the device. So the host needs no size, and a CUDA graph can hold the whole ex
                       all rows have arrived. Plain stores and torch's barriers; nothing of NVLink multicast
 """
 
+import ctypes
 import os
 import socket
 from typing import Protocol
@@ -20,6 +21,7 @@ from torch import Tensor
 from precision.errors import UserError
 
 ALIGNED = 256  # bytes
+ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Transport(Protocol):
@@ -105,17 +107,29 @@ class SymmetricMemory:
 
 
 def shares_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the processes of the group are on one machine, with separate GPUs that reach each other's memory.
-    A collective."""
+    """Return whether the processes of the group are on one machine, with separate GPUs that reach each other's memory
+    and can run torch's barriers in it. A collective."""
     here = socket.gethostname(), device.index if device.type == "cuda" else None
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, here, group=group)
     hosts, gpus = zip(*found, strict=True)
     fits = len(set(hosts)) == 1 and None not in gpus and len(set(gpus)) == len(gpus)
     if fits:
-        fits = all(gpu == device.index or torch.cuda.can_device_access_peer(device, gpu) for gpu in gpus)
+        others = [gpu for gpu in gpus if gpu != device.index]
+        fits = all(torch.cuda.can_device_access_peer(device, gpu) and has_atomics(device.index, gpu) for gpu in others)
     dist.all_gather_object(found, fits, group=group)
     return all(found)
+
+
+def has_atomics(gpu: int, other: int) -> bool:
+    """Return whether atomic operations of one GPU work in the memory of another: over NVLink, but not over PCIe, where
+    a barrier would wait for ever (CUDA's driver API, cuDeviceGetP2PAttribute)."""
+    supported = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(supported), ATOMICS, gpu, other)
+    except OSError:
+        return False
+    return not failed and bool(supported.value)
 
 
 def check_shares_memory(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -123,5 +137,5 @@ def check_shares_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     if not shares_memory(group, device):
         raise UserError(
             "parallel.dispatch=symmetric: the ranks of an expert group are not GPUs of one node that reach each "
-            "other's memory; set parallel.dispatch=slots, or a parallel.expert that fits into a node"
+            "other's memory over NVLink; set parallel.dispatch=slots, or a parallel.expert that fits into a node"
         )

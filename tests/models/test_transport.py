@@ -1,10 +1,12 @@
 """Shared memory carries what collectives carry: processes on a CPU write into files that all of them have mapped, by
 the kernels that write into other GPUs' memory. The processes run this file as a program."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+
+from models.transport import has_atomics
 
 pytest.importorskip("triton", reason="Triton is missing")
 
@@ -82,6 +86,29 @@ def test_what_is_written_into_others_memory_is_what_collectives_bring(
 ) -> None:
     start_ranks(__file__, SIZE, tmp_path)
     assert sorted(path.name for path in tmp_path.glob("done_*")) == [f"done_{rank}" for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(("failed", "supported", "want"), [(0, 1, True), (0, 0, False), (101, 1, False)])
+def test_gpus_whose_barriers_would_wait_for_ever_share_no_memory(
+    failed: int, supported: int, want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is asked for atomics from one GPU to another: NVLink has them, PCIe has not."""
+
+    def ask(out: Any, attribute: int, gpu: int, other: int) -> int:
+        assert (attribute, gpu, other) == (3, 0, 5)
+        out._obj.value = supported
+        return failed
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetP2PAttribute=ask))
+    assert has_atomics(0, 5) is want
+
+
+def test_without_a_driver_there_are_no_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not has_atomics(0, 1)
 
 
 if __name__ == "__main__":

@@ -288,7 +288,7 @@ class ParallelConfig:
     dispatch: Dispatch = Dispatch.auto
     """How tokens travel to experts on other ranks. all_to_all: exact numbers of rows, which the host waits for in each
     layer; slots: a fixed number of rows, and no host waits; symmetric: the same, written into the memory of other GPUs
-    of the node; auto: symmetric if the ranks of `expert` are in one node, else all_to_all. The numbers are the same."""
+    of the node over NVLink; auto: symmetric where that is possible, else all_to_all. The numbers are the same."""
     dispatch_capacity: float = 1.25
     """Room for tokens in slots over that for even routing, 1 or more. A step that needs more is skipped; the room
     grows."""
